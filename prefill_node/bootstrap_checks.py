@@ -1,4 +1,4 @@
-"""Whether what a Bootstrap wants can be computed here at all: what it says protects the rooms beside it."""
+"""Checks whether this node can compute what a Bootstrap asks for; a bad one must not harm other rooms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BootstrapChecks:
     vocab_size: int
 
     def why_refused(self, message: Bootstrap, peer: Peer) -> str | None:
-        """Why the room can never be served, or None."""
+        """Return why the room can never be served, or None."""
         return (
             self._why_prompt_wrong(message)
             or _why_parts_wrong(message)

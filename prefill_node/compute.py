@@ -1,7 +1,6 @@
-"""One forward over chunks of several prompts: batch in, hints and scores out. Keeps no state between
-forwards.
+"""One forward over chunks of several prompts: it takes a batch, returns hints and scores, and keeps no state.
 
-No logits are computed but those of wanted scores. The model's MTP layer, when the node runs it, comes last.
+Logits are computed for wanted scores only. The model's MTP layer, when the node runs it, comes last.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from hisparse_pd.protocol.prompt_scores import MAX_ROWS_BYTES, WantedScores, sco
 from hisparse_pd.transfer.sender import Ready
 
 _SCRATCH_BYTES = 512 << 20
-"""Logits of the indexer on a GPU that a forward holds at a time at most."""
+"""Most bytes of indexer logits that a forward on a GPU holds at a time."""
 
 LayerWritten = Callable[[int, Ready | None], None]
-"""Called with a layer whose KV and indexer keys are written, and what to wait for before they are read."""
+"""A function that is called with each written layer and with what to wait for before its bytes are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +40,10 @@ class Computed:
     """What a forward yields."""
 
     hints: dict[Room, Tensor]
-    """Rooms of which all is computed now, with what their last token selected: int32 [num_index_groups,
-    index_topk]."""
+    """The hint of each room whose prompt is now computed whole, int32 [num_index_groups, index_topk]: the
+    positions that its last token selected."""
     scores: dict[Room, list[RoomScores]]
-    """Rooms that want scores of what was computed, in pieces and in order."""
+    """Scores of the computed tokens for each room that wants some, in pieces and in order."""
 
 
 class PromptRunner:
@@ -59,7 +58,7 @@ class PromptRunner:
         chunk_tokens: int = 1,
         split_slots: int | None = None,
     ) -> None:
-        """``chunk_tokens``: in a forward at most. ``split_slots``: of decode steps, see
+        """``chunk_tokens``: most tokens of a forward. ``split_slots``: the one of decode steps, see
         ``kernels.attention_backends.choose_backend``. Raises AttentionBackendError."""
         self._model = model
         self._memory = memory
@@ -76,9 +75,9 @@ class PromptRunner:
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
     ) -> Computed:
-        """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called while it
-        computes, layer after layer. Raises whatever the model or ``on_written`` raises, out of memory
-        included; then the chunks count as not computed."""
+        """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called layer by
+        layer during the forward. Raises whatever the model or ``on_written`` raises, out of memory included;
+        the chunks then count as not computed."""
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
         pools = memory.kv, memory.index, self._page_size
         requests = [self._paged(record, chunk) for record, chunk in batch]
@@ -105,9 +104,9 @@ class PromptRunner:
         return Computed(hints, {} if rows is None else _packed(rows, scored))
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
-        """Run forwards of many sizes up to ``most_tokens``, before anything is in ``memory``: kernels are
-        compiled on their first launch, for tens of seconds. Other ranks run their own meanwhile. ``on_size``
-        is called before the two of each size, one with resumed tokens."""
+        """Run forwards of many sizes up to ``most_tokens``: kernels take tens of seconds to compile on their
+        first launch. Nothing may be in ``memory`` yet. Other ranks run their own forwards meanwhile.
+        ``on_size`` is called before the two forwards of each size, one of which has resumed tokens."""
         ranks = self._model.ranks
         powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
         sizes = {most_tokens, *powers, *(power + 1 for power in powers)}
@@ -123,7 +122,7 @@ class PromptRunner:
             self._short.capture(most_tokens)
 
     def _warm_up_record(self, num_tokens: int, num_resumed: int) -> RoomRecord:
-        """So many tokens to compute of a prompt of zeros, in the first pages, with their scores."""
+        """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored."""
         bootstrap = Bootstrap(
             room=0,
             kv_extents=(),
@@ -139,8 +138,8 @@ class PromptRunner:
         return RoomRecord(nobody, bootstrap, 0.0, page_ids=pages)
 
     def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows | None:
-        """All rows together: the LM head is read once a slice, however short the prompts are. None: none are
-        wanted. They are there once the device is done."""
+        """Return the scores of all rooms, or None when none are wanted. They are complete once the device is
+        done. Rows are scored together: the LM head is read once a slice, however short the prompts are."""
         if not scored:
             return None
         device = hidden.device
@@ -150,13 +149,13 @@ class PromptRunner:
         return score_rows(self._model.logits, hidden[rows], behind, num_top, self._model.spec.vocab_size)
 
     def run_of_others(self) -> None:
-        """A forward that other ranks of the node make, with no token of this one."""
+        """Take part in a forward that other ranks of the node make, without a token of this rank."""
         self._model.forward_of_others()
         self._model.draft_of_others()
         self._wait()
 
     def _wait(self) -> None:
-        """Until the device is done."""
+        """Wait until the device is done."""
         if self._model.device.type == "cuda":
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
                 torch.cuda.synchronize(self._model.device)
@@ -168,26 +167,26 @@ class PromptRunner:
 
 
 def _token_ids(batch: Sequence[tuple[RoomRecord, Chunk]], ahead: int = 0) -> Tensor:
-    """int64 [num_tokens]: the chunks' tokens, or those so many positions ahead of them."""
+    """Return the tokens ``ahead`` positions after those of the chunks, int64 [num_tokens]."""
     parts = [record.token_ids[chunk.start + ahead : chunk.stop + ahead] for record, chunk in batch]
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Rows [start, stop) of a forward, whose next tokens' logprobs are wanted."""
+    """Rows [start, stop) of a forward; the logprobs of the tokens after them are wanted."""
 
     room: Room
     num_top: int
     start: int
     stop: int
     first: int
-    """The position of the first of the tokens."""
+    """Position of the first token that is scored."""
     token_ids: npt.NDArray[np.int64]
 
 
 def _scored_rows(batch: Sequence[tuple[RoomRecord, Chunk]]) -> list[_Scored]:
-    """The row of a position says how likely the token behind it is."""
+    """Return the rows to score; the row of a position says how likely the token after it is."""
     scored = []
     first_row = 0
     for record, chunk in batch:
@@ -205,8 +204,8 @@ def _scored_rows(batch: Sequence[tuple[RoomRecord, Chunk]]) -> list[_Scored]:
 
 
 def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> dict[Room, list[RoomScores]]:
-    """The pieces of each room, from ``rows``, which has those of all rooms in order and as many of the best
-    as any wants."""
+    """Return the pieces of each room. ``rows`` has the scores of all rooms in order, with as many top tokens
+    as any room wants."""
     pieces = {}
     start = 0
     for part in scored:
@@ -227,14 +226,15 @@ def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> dict[Room, list[Room
 
 
 def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callable[[int], None] | None:
-    """What the KV access is to call with each layer that it wrote: on a GPU with an event to wait for."""
+    """Return what the KV access calls with each layer that it wrote; on a GPU it adds an event to wait
+    for."""
     if on_written is None:
         return None
     if device.type == "cpu":
         return lambda layer: on_written(layer, None)
 
     def written(layer: int) -> None:
-        # A sender's thread waits for it and is not to spin.
+        # A sender's thread waits for this event and must not spin.
         stored = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         stored.record()
         on_written(layer, stored)

@@ -1,9 +1,9 @@
-"""The prefill node's engine: rooms whose prompts are computed in chunks and pushed to decode nodes.
+"""The prefill node's engine: it computes prompts in chunks and pushes their KV to decode nodes.
 
-The thread of the loop does everything but the writes, which the sender's threads do while the next layers
-compute. So a forward of one chunk must take well under ``health_timeout_secs``, after which the front and
-the decode nodes give this run up. Silence of a peer is judged after its messages were read, and counts once
-ZMQ has closed its connection, so that neither a long forward here nor a long step there is taken for one.
+The loop's thread does everything but the writes, which the sender's threads do while the next layers compute.
+A forward of one chunk must therefore take well under ``health_timeout_secs``, after which the front and the
+decode nodes take this engine for lost. A peer's silence is judged after its messages were read, and counts
+only once ZMQ has closed its connection: neither a long forward here nor a long step there makes a peer lost.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_SECS = 5.0
 SHORT_SHARE = 4
-"""A longer prompt leaves up to 1 / SHORT_SHARE of a step to prompts behind it that end in the same step."""
+"""A long prompt leaves up to 1 / SHORT_SHARE of a step to later prompts that end in the same step."""
 
 AUX_SLOTS_PER_REQUEST = 2
-"""Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
+"""Aux slots for each running request: rooms that send or drain keep their slots while others compute."""
 
 
 class PrefillEngine(EngineLoop[PrefillSettings]):
-    """The parts of one prefill engine, and who hears what; what happens to a room is ``RoomLife``'s."""
+    """Builds one prefill engine and passes messages between its parts; ``RoomLife`` changes rooms."""
 
     role = "prefill"
 
@@ -138,7 +138,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             tell_peer=self._tell_peer,
             wrong_items=self._memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
-            # A decode node that has said nothing for so long is lost anyway.
+            # A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
         kv = {PoolKind.DEVICE: self._memory.kv}
@@ -155,7 +155,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     @staticmethod
     def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
-        # A KV pool whose size is not known yet is on a GPU, and takes no main memory.
+        # The size is unknown only for a KV pool on a GPU, which takes no main memory.
         num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
         num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
         return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
@@ -180,7 +180,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     def _ready(self) -> EngineReady:
         return EngineReady(
             context_length=self._spec.context_length,
-            # The prompt alone is kept here; a longer one than the pool is refused with the exact bound.
+            # Only prompts are kept here; one that is longer than the pool is refused with the exact bound.
             max_total_tokens_hisparse=self._spec.context_length,
             max_total_tokens_dense=self._spec.context_length,
             control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",
@@ -255,7 +255,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         regions = [(region.base_addr, region.num_bytes) for region in message.regions]
         if (lane := self._lanes.register(peer.session, message.lane, regions)) is not None:
             self._answer(peer, lane)
-        else:  # a sign of life: the decode node waits while its memory is opened
+        else:  # tells the decode node, which waits while its memory is opened, that this engine is alive
             self._control.send(identity, HeartbeatAck(0, self._instance_id))
 
     def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
@@ -282,13 +282,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         limit_secs = self._settings.heartbeat_timeout_secs
         for peer in self._peers.silent(now, limit_secs):
             if self._control.send(peer.identity, HeartbeatAck(0, self._instance_id)):
-                # It sends heartbeats between two steps; ZMQ, which answers at all times, has its connection.
+                # A peer sends heartbeats between steps only; ZMQ answers at all times and is connected.
                 peer.last_heard_secs += self._settings.heartbeat_interval_secs
                 continue
             self._peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
             num_rooms = self._life.fail_rooms_of(peer, error, now)
-            level = logging.WARNING if num_rooms else logging.INFO  # without rooms it has left by itself
+            level = logging.WARNING if num_rooms else logging.INFO  # a node without rooms left by itself
             log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
@@ -299,7 +299,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return did_work
 
     def _forward(self) -> bool:
-        """Run one forward, of this rank's rooms or only of other ranks'. False: nobody has any to compute."""
+        """Run one forward of this rank's rooms, or take part in one of other ranks. Return False when no rank
+        has anything to compute."""
         life = self._life
         chunks = self._plan()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -319,7 +320,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         pushes = [self._pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
         try:
             computed = self._runner.run(batch, partial(self._pusher.layer_written, pushes))
-        except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
+        except Exception as error:  # for example out of memory: this batch fails and the node serves on
             if self._lockstep.ends_engine(error):
                 raise
             self._fail_batch(batch, error)
@@ -336,8 +337,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return True
 
     def _plan(self) -> tuple[Chunk, ...]:
-        """Return the next forward's chunks. Rows that they read again are verified; where one is wrong the
-        plan is made anew, with fewer pages each time."""
+        """Return the next forward's chunks. The rows that they read again are verified; while one is wrong,
+        the plan is made again, with fewer pages each time."""
         life = self._life
         while True:
             life.fail_too_long(time.monotonic())

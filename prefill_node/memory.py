@@ -1,5 +1,5 @@
 """The prefill node's memory: owns the tensors of the KV pool, the index pool, the row checks and the aux
-staging, which are registered with the transport because rooms send from them in place.
+staging. They are registered with the transport, which sends from them in place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from hisparse_pd.transfer.plan import RegionView
 log = logging.getLogger(__name__)
 
 VERIFIED_AT_A_TIME = 1 << 16
-"""Token slots: their checks and those that they are compared with take 32 MB with 61 layers."""
+"""Token slots that are verified together; with 61 layers, computed and stored checks take 32 MB."""
 NUM_SCRATCH_SLOTS = 64
-"""Behind those of pages, and as many bytes as keep all layers aligned."""
+"""Slots after those of pages; the number keeps all layers aligned."""
 
 
 class PrefillMemory:
-    """``kv``: uint8 [num_kv_layers, num_slots, item_bytes] and ``index``: uint8 [num_index_groups, num_slots,
-    index_item_bytes], and ``row_checks``: int32 [num_kv_layers, num_slots], if the node computes them, all on
-    ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host. ``num_slots``: those of pages, and
-    from ``scratch_slot`` on some that nobody reads, for rows of padding.
+    """The pools, with ``num_slots`` slots of pages and, from ``scratch_slot`` on, slots that take rows of
+    padding and that nobody reads.
+
+    On ``device``: ``kv``, uint8 [num_kv_layers, slots, item_bytes]; ``index``, uint8 [num_index_groups,
+    slots, index_item_bytes]; ``row_checks``, int32 [num_kv_layers, slots], or None if the node computes none.
+    On the host: ``aux``, uint8 [num_aux_slots, aux slot bytes].
     """
 
     def __init__(
@@ -58,13 +60,13 @@ class PrefillMemory:
         )
 
     def register(self, engine: TransferEngine) -> None:
-        """Let the transport read all of it. Raises TransferError."""
+        """Register all tensors with the transport, which reads them. Raises TransferError."""
         for tensor in (*self.sent, self.aux):
             engine.register(tensor)
 
     @property
     def sent(self) -> tuple[Tensor, ...]:
-        """The tensors that rooms send their tokens' bytes from."""
+        """The tensors that tokens' bytes are sent from."""
         return (self.kv, self.index, *([] if self.row_checks is None else [self.row_checks]))
 
     @property
@@ -78,14 +80,17 @@ class PrefillMemory:
         )
 
     def void_checks(self, page_ids: Sequence[int], page_size: int) -> None:
-        """Let the checks of pages vouch for nothing, in stream order, until their items are written: what is
-        sent too early is none of who had them before."""
+        """Invalidate the checks of pages, in stream order, until new items are written: items of a page's
+        former owner that are sent too early then match no check."""
         if self.row_checks is not None and page_ids:
             void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
     def wrong_items(self, slots: SlotArray, positions: SlotArray) -> list[WrongItem]:
-        """Of the KV at ``slots``, int64 [n], which hold tokens of ``positions``, what is not as it was
-        written, a layer of each slot. Nothing where the node computes no checks. Waits for the device."""
+        """Return the KV items that are not as they were written, one layer for each wrong slot.
+
+        ``slots``, ``positions``: int64 [n], where tokens are and their positions. Returns nothing when the
+        node computes no checks. Waits for the device.
+        """
         found: list[WrongItem] = []
         if self.row_checks is not None:
             for start in range(0, len(slots), VERIFIED_AT_A_TIME):
@@ -97,21 +102,21 @@ class PrefillMemory:
         return found
 
     def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:
-        """Write a room's aux record to its slot. ``hint``: int32 [groups of the peer, index_topk], padded
-        with -1."""
+        """Write a room's aux record to its slot. ``hint``: int32 [the peer's index groups, index_topk],
+        padded with -1."""
         layout = AuxLayout(len(hint), self._index_topk)
         layout.pack_into(self.aux[slot].numpy(), room, hint.cpu().numpy())
 
 
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
-    """Bytes of main memory that a PrefillMemory of these sizes registers."""
+    """Return the bytes of main memory that a PrefillMemory of these sizes registers."""
     kv, index, aux = (math.prod(shape) for shape in _shapes(spec, num_slots, num_aux_slots))
     checks = (num_slots + NUM_SCRATCH_SLOTS) * spec.row_check_bytes
     return aux + (kv + index + checks if device.type == "cpu" else 0)
 
 
 def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the KV pool, the index pool and the aux staging."""
+    """Return the shapes of the KV pool, the index pool and the aux staging."""
     aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     num_slots += NUM_SCRATCH_SLOTS
     return (

@@ -1,17 +1,18 @@
-"""Pushes a room's bytes to its landing zone: owns nothing but the plans of the chunks in the forward.
+"""Pushes a room's bytes to its landing zone: owns only the plans of the chunks in the forward.
 
-Page ids and extents become runs of token slots that are contiguous on both sides, once a chunk. Batches then
-carry whole layers of it, KV, indexer keys and row checks together, while the next layers compute. Runs become
-addresses only when the sender writes them, slice by slice, so that a cached prefix of gigabytes is one batch.
-The aux record is a batch of its own, submitted last: the sender keeps a room's batches in order and starts
-none behind a failed one.
+Once a chunk, page ids and extents become runs of token slots that are contiguous on both sides. Batches then
+carry whole layers of the chunk, KV, indexer keys and row checks together, while the next layers compute. Runs
+become addresses only when the sender writes them, slice by slice, so a cached prefix of gigabytes is one
+batch. The aux record is a batch of its own and is submitted last: the sender keeps a room's batches in order
+and starts none after a failed one.
 
-A layer waits while what is there makes no batch of ``MIN_BATCH_BYTES``, and while the room has
-``MAX_PENDING_BATCHES`` in the sender; it then leaves with a later one, at the latest with the chunk's last.
-So the forward's thread works in proportion to the bytes, and a slow transport gets fewer and larger batches.
+A layer waits while the waiting layers make less than ``MIN_BATCH_BYTES``, and while the sender has
+``MAX_PENDING_BATCHES`` of the room; it then leaves with a later layer, at the latest with the chunk's last.
+The forward's thread therefore works in proportion to the bytes, and a slow transport gets fewer and larger
+batches.
 
 A decode node that takes its bytes more slowly than they come keeps pages here that other nodes' prompts need.
-So ``has_place`` says no to a further long prompt while much is pending for that node.
+``has_place`` therefore holds further long prompts back while much is pending for that node.
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ from hisparse_pd.transfer.plan import SLICE_BYTES, LayerWrites, RegionView, Slic
 from hisparse_pd.transfer.sender import Ready, Sender, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
-"""A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""
+"""A batch costs the forward's thread 30 us and the sender's thread more; TCP moves about as many bytes in
+that time."""
 
 WRITE_TIMEOUT_SECS = 60.0
-"""Of a slice of up to 32 MiB, from its start: half a megabyte a second, and twice the 30 s of Mooncake."""
+"""Time limit of one slice, from its start: half a megabyte a second for 32 MiB, and twice Mooncake's 30 s."""
 
 MAX_PENDING_BATCHES = 2
-"""One in the transport and one behind it: the transport need not wait for the forward's next layer."""
+"""One batch in the transport and one after it, so that the transport need not wait for the next layer."""
 
 MAX_PENDING_SHARE = 4
-"""Long prompts wait for a node that has more than one in so many of the pool's bytes pending."""
+"""Long prompts wait while more than 1 / MAX_PENDING_SHARE of the pool's bytes are pending for their node."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRegions:
     """This node's registered memory. ``aux`` is one layer with a slot per room that owns pages.
 
-    ``kv_layer_of_layer`` and ``index_group_of_layer``: for each layer of the model, in whose order they are
-    written, the layers of ``kv`` and ``index`` that it reads; the first one that reads a layer writes it.
-    ``row_checks``: with the slots and layers of ``kv``; None: this node computes none.
+    ``kv_layer_of_layer`` and ``index_group_of_layer``: the layers of ``kv`` and ``index`` that each layer of
+    the model reads; the model's first layer that reads one also writes it. ``row_checks`` has the slots and
+    layers of ``kv``, or is None when this node computes none.
     """
 
     kv: RegionView
@@ -58,14 +60,15 @@ class SourceRegions:
     row_checks: RegionView | None = None
 
     def num_written(self, num_layers: int) -> tuple[int, int]:
-        """Layers of ``kv`` and of ``index`` that are written once the model's first ``num_layers`` are."""
+        """Return how many layers of ``kv`` and ``index`` the model's first ``num_layers`` layers write."""
         kv_layers, index_groups = (
             of_layer[:num_layers] for of_layer in (self.kv_layer_of_layer, self.index_group_of_layer)
         )
         return max(kv_layers, default=-1) + 1, max(index_groups, default=-1) + 1
 
     def num_layers_until(self, num_kv: int, num_index: int) -> int:
-        """Layers of the model after which so many of ``kv`` and ``index`` are written."""
+        """Return how many layers of the model write the first ``num_kv`` layers of ``kv`` and the first
+        ``num_index`` of ``index``."""
         return (
             max(self.kv_layer_of_layer.index(num_kv - 1), self.index_group_of_layer.index(num_index - 1)) + 1
         )
@@ -73,7 +76,7 @@ class SourceRegions:
 
 @dataclass(eq=False, slots=True)
 class ChunkPush:
-    """Positions ``[start, stop)`` of a room: the writes of all layers, and how many layers were submitted."""
+    """Writes of all layers of a room's positions ``[start, stop)``, and how many layers were submitted."""
 
     record: RoomRecord
     start: int
@@ -81,19 +84,19 @@ class ChunkPush:
     kv: LayerWrites
     index: LayerWrites
     row_checks: LayerWrites | None
-    """None: the decode node takes none."""
+    """None when no row checks are sent: this node computes none, or the decode node takes none."""
     layer_bytes: int
     """Bytes of KV in one layer."""
     num_layers: int
-    """Layers of the model behind which all is written that the decode node takes: without the draft layer's
-    when it does not draft."""
+    """Layers of the model that write what the decode node takes. A node that does not draft takes nothing of
+    the draft layer."""
     num_layers_written: int = 0
     num_layers_submitted: int = 0
 
 
 class Pusher:
-    """Plans and submits. Source memory must stand until each batch's completion: the caller counts them.
-    ``slice_bytes``: what a slice for a decode node's session costs at most."""
+    """Plans and submits writes. Source memory must stand until each batch's completion, which the caller
+    counts. ``slice_bytes``: returns the highest cost of a slice for a decode node's session."""
 
     def __init__(
         self,
@@ -117,8 +120,8 @@ class Pusher:
         self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
     def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
-        """The push of positions ``[start, stop)`` but those that the decode node holds; nothing is submitted
-        yet."""
+        """Return the push of positions ``[start, stop)`` without those that the decode node holds; nothing is
+        submitted yet."""
         peer, bootstrap = record.peer, record.bootstrap
         num_held = bootstrap.num_held_tokens
         start = min(max(start, num_held), stop)
@@ -150,22 +153,22 @@ class Pusher:
         return ChunkPush(record, start, stop, kv, index, row_checks, layer_bytes, num_layers)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """All that is sent of so many positions."""
+        """Return the bytes of so many positions in all pools."""
         return num_tokens * self._token_bytes
 
     def num_bytes_pending(self, peer: Peer) -> int:
-        """Submitted for a decode node and not written."""
+        """Return the bytes that are submitted for a decode node and not written yet."""
         return self._sender.num_bytes_pending(peer.session)
 
     def has_place(self, record: RoomRecord, num_bytes_pending: int) -> bool:
-        """Whether the room may start to send to a decode node for which so many bytes are pending."""
+        """Return whether the room may start to send to a decode node with so many bytes pending."""
         num_tokens = record.num_computed_tokens - record.bootstrap.num_held_tokens
         is_short = self.num_bytes(num_tokens) <= SLICE_BYTES
         return is_short or num_bytes_pending <= self._max_pending_bytes
 
     def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
-        """The forward has written ``layer`` of these chunks: submit what is due. ``ready``: see
-        ``WriteBatch``; it must cover the layers before, too. Raises ValueError for a layer out of order."""
+        """Submit what is due of these chunks now that the forward has written ``layer``. ``ready``: see
+        ``WriteBatch``; it must cover the earlier layers, too. Raises ValueError for a layer out of order."""
         num_layers = len(self._source.kv_layer_of_layer)
         for push in pushes:
             if layer != push.num_layers_written:
@@ -180,15 +183,15 @@ class Pusher:
                 self._submit_layers(push, push.num_layers_written, ready)
 
     def push_rest(self, push: ChunkPush) -> None:
-        """Submit all layers that were not yet; all must be written. Nothing left: no batch."""
+        """Submit all layers that are not submitted yet, if any; all must be written."""
         self._submit_layers(push, push.num_layers, None)
 
     def push_aux(self, record: RoomRecord) -> None:
-        """Submit the aux record, which stands in the room's slot of the aux staging memory."""
+        """Submit the aux record, which is already in the room's slot of the aux staging memory."""
         if record.aux_slot_src is None:
             raise ValueError(f"room {record.room} has no aux slot to send its aux record from")
         peer, bootstrap = record.peer, record.bootstrap
-        # A peer that does not draft takes shorter records than the slots here are for.
+        # A peer that does not draft takes records that are shorter than the slots here.
         source, region = self._source.aux, peer.regions[RegionKind.AUX]
         start = source.base_addr + record.aux_slot_src * source.item_bytes
         slot = RegionView(start, source.item_bytes, 1, 1, region.item_bytes)
@@ -197,11 +200,11 @@ class Pusher:
         self._submit(record, "aux record", (writes,), None)
 
     def cancel(self, record: RoomRecord) -> None:
-        """Start none of the room's waiting batches; every batch still has its completion."""
+        """Keep the room's waiting batches from starting; each still gets its completion."""
         self._sender.cancel(record.room)
 
     def _is_due(self, push: ChunkPush) -> bool:
-        """Whether the layers that wait are to leave before the chunk's last one is written."""
+        """Return whether the waiting layers should leave before the chunk's last layer is written."""
         written, submitted = (
             self._source.num_written(num_layers)[0]
             for num_layers in (push.num_layers_written, push.num_layers_submitted)
@@ -243,5 +246,5 @@ class Pusher:
 
 
 def groups_of(record: RoomRecord) -> int:
-    """Index groups of which the room's decode node takes keys and the hint."""
+    """Return the number of index groups that the room's decode node takes."""
     return record.peer.regions[RegionKind.INDEX].num_layers

@@ -1,6 +1,6 @@
-"""The decode nodes that this prefill node writes to: owns who is registered and when each was last heard.
+"""The decode nodes that this prefill node writes to: owns which are registered and when each was last heard.
 
-ZMQ names a control connection by an identity that changes with every reconnect; ``node_id`` is what stays.
+ZMQ names a control connection by an identity that changes with every reconnect; a node's ``node_id`` stays.
 Registering again with the same session and regions keeps the node's rooms and moves their answers to the new
 connection. Another session or other regions mean that the node restarted: the old registration is lost.
 """
@@ -37,7 +37,8 @@ class Peer:
     page_size: int
     regions: dict[RegionKind, RegionView]
     last_heard_secs: float
-    """Of ``time.monotonic``; an interval is added whenever it was silent and its connection was there."""
+    """Time on the clock of ``time.monotonic``. When a silent peer turns out to be connected, a heartbeat
+    interval is added."""
 
 
 class Registrations:
@@ -49,7 +50,7 @@ class Registrations:
         transfer_protocol: str,
         allowed: PeerList | None = None,
     ) -> None:
-        """``allowed``: where sessions may be that this node writes to."""
+        """``allowed``: addresses of the sessions that this node may write to."""
         self._allowed = allowed or PeerList()
         self._geometry = geometry
         self._transfer_protocol = transfer_protocol
@@ -57,14 +58,12 @@ class Registrations:
         self._by_identity: dict[bytes, Peer] = {}
 
     def register(self, identity: bytes, register: Register, now_secs: float) -> tuple[Peer, list[Peer]]:
-        """The peer, and the registrations that it replaces because the node restarted.
-
-        ``register`` must have passed ``why_refused``.
-        """
+        """Register a decode node. Returns the peer and the registrations that it replaces because the node
+        restarted. ``register`` must have passed ``why_refused``."""
         regions = {region.kind: _view(region, register.geometry) for region in register.regions}
         page_size = register.geometry.page_size
         known = self._by_node.get(register.node_id)
-        # A process whose memory is where it was.
+        # With the same values it is the same process, whose memory is where it was.
         memory = register.session, page_size, regions
         if known is not None and (known.session, known.page_size, known.regions) == memory:
             self._by_identity.pop(known.identity, None)
@@ -85,40 +84,40 @@ class Registrations:
         return peer, replaced
 
     def of_node(self, node_id: str) -> Peer | None:
-        """The registration of a decode node."""
+        """Return the registration of a decode node, or None."""
         return self._by_node.get(node_id)
 
     def of_session(self, session: str) -> Peer | None:
-        """The registration that is written to at ``session``."""
+        """Return the registration with this session, or None."""
         return next((peer for peer in self._by_node.values() if peer.session == session), None)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._by_node.values())
 
     def heard(self, identity: bytes, now_secs: float) -> Peer | None:
-        """The registered peer behind a connection, whose silence ends now; None when it is not registered."""
+        """Note that a connection's peer was heard. Returns the peer, or None when it is not registered."""
         peer = self._by_identity.get(identity)
         if peer is not None:
             peer.last_heard_secs = now_secs
         return peer
 
     def current(self, peer: Peer) -> Peer:
-        """The registration that a lost peer came back with in the same session; else ``peer`` itself."""
+        """Return the registration by which a lost peer came back in the same session, or ``peer`` itself."""
         now_registered = self._by_node.get(peer.node_id)
         return now_registered if now_registered and now_registered.session == peer.session else peer
 
     def silent(self, now_secs: float, secs: float) -> list[Peer]:
-        """The peers that were silent for longer than ``secs``."""
+        """Return the peers that were silent for longer than ``secs``."""
         return [peer for peer in self._by_node.values() if now_secs - peer.last_heard_secs > secs]
 
     def lose(self, peer: Peer) -> None:
-        """It is registered no more."""
+        """Remove the registration of a peer."""
         self._by_node.pop(peer.node_id, None)
         self._by_identity.pop(peer.identity, None)
 
     def why_refused(self, register: Register) -> str | None:
-        """Why a registration cannot stand, with both values; None when it can. The page size may differ, and
-        the decode node may take no draft layer, and no row checks, where there are some."""
+        """Return why a registration is refused, with both nodes' values, or None. The page size may differ,
+        and the decode node need not take the draft layer or the row checks that this node computes."""
         if register.protocol_version != PROTOCOL_VERSION:
             return (
                 f"protocol version: the decode node speaks {register.protocol_version}, this prefill node "
@@ -201,7 +200,7 @@ def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str
 
 
 def _host_of(session: str) -> str | None:
-    """Without brackets; None unless ``session`` is HOST:PORT."""
+    """Return the session's host without brackets, or None unless ``session`` is HOST:PORT."""
     host, _, port = session.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535
@@ -209,13 +208,13 @@ def _host_of(session: str) -> str | None:
 
 
 def kv_region_of(bootstrap: Bootstrap) -> RegionKind:
-    """Where the KV of a room is to land."""
+    """Return the region in which a room's KV is to land."""
     return RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE
 
 
 def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str | None:
-    """Why a landing zone cannot be written; None when it lies in the peer's regions and fits the positions
-    that are computed and not held."""
+    """Return why a landing zone cannot be written, or None when it lies in the peer's regions and fits the
+    positions that are computed and not held."""
     if not bootstrap.hisparse and peer.page_size != page_size_src:
         return (
             f"dense rooms need equal page sizes: the decode node's is {peer.page_size}, this prefill node's "
@@ -260,7 +259,7 @@ def _why_extents_wrong(
 
 
 def _shape_of(kind: RegionKind, geometry: Geometry) -> tuple[int, int]:
-    """Layers and item bytes of a region of a decode node of this geometry."""
+    """Return the layers and the item bytes of such a region of a decode node with this geometry."""
     match kind:
         case RegionKind.KV_HOST | RegionKind.KV_DEVICE:
             return geometry.num_kv_layers, geometry.item_bytes

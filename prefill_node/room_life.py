@@ -1,9 +1,9 @@
-"""The life of rooms: owns the pages and aux slots that rooms hold, what of prompts is cached, and who is told
-what at a room's end.
+"""Changes rooms' states: owns the pages and aux slots that rooms hold, the prefix cache, and the messages
+that tell decode nodes how their rooms ended.
 
-Every message and event about a room ends here as a method, which is safe in every state of the room. A room
-that does not make it leaves by ``fail``, and what a room holds is released by ``_end``: not while one of its
-writes, which read it, is in the transport. A room fails with the first of its writes that fails.
+Every message and event about a room has a method here, which is safe in every state of the room. ``fail``
+ends a room early. ``_end`` releases what a room holds, once none of its writes, which read it, is in the
+transport. A room fails with the first of its writes that fails.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from hisparse_pd.transfer.sender import Completion
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_TOKENS = 64 << 20
-"""Prompt tokens of all rooms that wait: 256 MiB of ids, and up to as much of page keys with pages of 16."""
+"""Most prompt tokens of all waiting rooms: 256 MiB of ids, and up to as much of keys with pages of 16."""
 
 _OWNING = (RoomState.COMPUTING, RoomState.SENDING)
 
 _CACHED = (PoolKind.DEVICE,)
-"""Where the KV of a cached prefix is; its indexer keys are in the same pages of the index pool."""
+"""The pools with the KV of a cached prefix; its indexer keys are in the same pages of the index pool."""
 
 _COUNTERS = (
     "prompt_tokens_total",
@@ -83,10 +83,10 @@ class RoomLife:
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
     ) -> None:
-        """``max_queued``: rooms that wait at most. ``tell_peer`` sends a message, never waits, and returns
-        whether it is on its way. ``wrong_items``: of slots with tokens of these positions those that are not
-        what was written. ``room_timeout_secs``: how long a decode node waits for anything about a room; this
-        node keeps it for ``grace_secs`` more, so that the decode node's error is what clients get."""
+        """``max_queued``: most rooms that wait. ``tell_peer`` sends a message without waiting and returns
+        whether it is on its way. ``wrong_items``: see ``PrefillMemory.wrong_items``. ``room_timeout_secs``:
+        how long a decode node waits for anything about a room; this node keeps the room ``grace_secs``
+        longer, so that clients get the decode node's error."""
         self.rooms = RoomTable()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -96,7 +96,7 @@ class RoomLife:
             SlotCounts(device=limits.num_pages * limits.page_size, aux=num_aux_slots), limits.page_size
         )
         self.prefixes = PrefixTree(self.pools)
-        """What is cached of prompts that were computed."""
+        """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         self._pusher = pusher
         self._limits = limits
@@ -114,8 +114,8 @@ class RoomLife:
     # --- a room begins -------------------------------------------------------------------------------
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
-        """A decode node wants KV. What it says is checked before anything else happens with the room; a room
-        that is refused was none: a better Bootstrap may come."""
+        """Open the room of a Bootstrap, or answer how it ended or why it is refused. A refused Bootstrap
+        opens no room, so a correct one may follow."""
         room = Room(message.room)
         record = self.rooms.get(room)
         if record is not None:
@@ -124,7 +124,7 @@ class RoomLife:
         if (ended := self.rooms.ended(room)) is not None:
             delivery = ended.delivery
             if delivery is not None and delivery.answers(peer.node_id, message.attempt):
-                self._tell_peer(peer, delivery.done)  # the first one was lost with its connection
+                self._tell_peer(peer, delivery.done)  # the first answer was lost with its connection
                 return
             self.dropped["late"] += 1
             self._tell_peer(peer, _room_failed(room, ended.status, ended.error, True, ended.batch_failed))
@@ -143,8 +143,8 @@ class RoomLife:
         self.rooms.open(RoomRecord(peer, message, now_secs, deadline_secs, keys))
 
     def _bootstrapped_again(self, record: RoomRecord, peer: Peer, message: Bootstrap) -> None:
-        is_his = record.peer.node_id == peer.node_id
-        if record.is_draining and is_his and message.attempt > 0 and message == record.bootstrap:
+        is_its_node = record.peer.node_id == peer.node_id
+        if record.is_draining and is_its_node and message.attempt > 0 and message == record.bootstrap:
             self._tell_peer(
                 peer,
                 _room_failed(record.room, record.end_status, record.end_error, False, record.batch_failed),
@@ -176,19 +176,19 @@ class RoomLife:
     # --- computing -----------------------------------------------------------------------------------
 
     def running(self) -> list[Running]:
-        """The rooms that compute, in order of admission, as the scheduler wants them."""
+        """Return the rooms in COMPUTING for the scheduler, in order of admission."""
         return [
             Running(record.room, record.num_computed_tokens, record.num_ready_tokens, record.keys)
             for record in self.rooms.in_state(RoomState.COMPUTING)
         ]
 
     def waiting(self) -> list[RoomRecord]:
-        """The rooms that could be admitted, in order of arrival."""
+        """Return the rooms in QUEUED, in order of arrival."""
         return list(self.rooms.in_state(RoomState.QUEUED))
 
     def candidates(self) -> Iterator[Waiting]:
-        """The waiting rooms, in order of arrival, without those whose decode node has too much pending. What
-        the rooms before have in the prefix cache is sent when they are admitted, and counts as pending."""
+        """Yield the waiting rooms in order of arrival, without those whose decode node has too much pending.
+        Cached prefixes of earlier candidates count as pending, because admission sends them."""
         num_bytes_pending: dict[str, int] = {}
         for record in self.waiting():
             session = record.peer.session
@@ -203,7 +203,7 @@ class RoomLife:
             yield waiting
 
     def look_up(self, record: RoomRecord) -> Waiting:
-        """A waiting room with what the prefix cache has of it."""
+        """Return a waiting room for the scheduler, with what the prefix cache has of its prompt."""
         keys = self._reusable_keys(record)
         found = self.prefixes.find(keys, _CACHED)
         parts = () if found is None else tuple(found.parts())
@@ -212,7 +212,7 @@ class RoomLife:
         return Waiting(record.room, record.num_computed_tokens, keys, num_cached_pages, num_unused_pages)
 
     def _reusable_keys(self, record: RoomRecord) -> tuple[PageKey, ...]:
-        """The keys of the pages that may come from the cache."""
+        """Return the keys of the pages that may come from the cache."""
         return record.keys[: record.first_needed // self._limits.page_size]
 
     @property
@@ -220,10 +220,11 @@ class RoomLife:
         return (self.pools.free + self.prefixes.unused).device // self._limits.page_size
 
     def set_wrong_aside(self, chunks: Sequence[Chunk], now_secs: float) -> bool:
-        """Whether a row that ``chunks`` would read again is wrong: of a cached prefix, or of earlier chunks.
+        """Set aside the pages of wrong rows that ``chunks`` would read again, in cached prefixes or earlier
+        chunks. Return whether there were any; the plan must then be made again.
 
-        Then the plan is to be made anew. Who was to begin with the prefix computes it; rooms that have such a
-        row among theirs have failed, and may do better at another prefill node, or here in another page.
+        Rooms that have such a page fail; they may succeed at another prefill node, or here in another page.
+        Waiting rooms that would have used the prefix compute its tokens instead.
         """
         again = [chunk for chunk in chunks if chunk.start]
         if not again:
@@ -247,7 +248,7 @@ class RoomLife:
         return bool(errors)
 
     def _slots_before(self, chunk: Chunk) -> SlotArray:
-        """Where the tokens are that a chunk's own attend to: int64 [chunk.start], in order."""
+        """Return the slots of the positions before a chunk, in order: int64 [chunk.start]."""
         record, page_size = self.rooms.live(chunk.room), self._limits.page_size
         page_ids = record.page_ids
         if chunk.admits and chunk.start:
@@ -258,7 +259,7 @@ class RoomLife:
         return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
 
     def fail_too_long(self, now_secs: float) -> None:
-        """End waiting rooms whose prompts do not fit beside the pages that are set aside."""
+        """Fail waiting rooms whose prompts do not fit beside the pages that are set aside."""
         num_pages = self._limits.num_pages - len(self.set_aside)
         for record in self.waiting() if self.set_aside else ():
             why = why_never(record.num_computed_tokens, replace(self._limits, num_pages=num_pages))
@@ -269,8 +270,9 @@ class RoomLife:
                 self.fail(record, 503, f"room {record.room}: {error}", now_secs)
 
     def admit(self, records: Sequence[RoomRecord], now_secs: float) -> None:
-        """QUEUED -> COMPUTING for the rooms of a plan: all their pages, an aux slot; sends cached prefixes.
-        All use their prefixes before the first takes a page, which may evict what nobody uses."""
+        """Move the rooms of a plan from QUEUED to COMPUTING: reserve all their pages and an aux slot each,
+        and send their cached prefixes. All prefixes are in use before the first page is reserved, because
+        that may evict unused ones."""
         for record in records:
             keys = self._reusable_keys(record)
             if (found := self.prefixes.find(keys, _CACHED)) is not None:
@@ -291,8 +293,8 @@ class RoomLife:
             self._pusher.push_rest(self._pusher.plan(record, 0, record.num_cached_tokens))
 
     def scored(self, record: RoomRecord, pieces: Sequence[RoomScores], now_secs: float) -> bool:
-        """Tell its decode node the scores that a forward computed. False: not all are on their way, and the
-        room has failed."""
+        """Send a room's decode node the scores that a forward computed. Return False when not all are on
+        their way; the room has then failed."""
         if all(self._tell_peer(record.peer, piece) for piece in pieces):
             return True
         error = (
@@ -303,26 +305,28 @@ class RoomLife:
         return False
 
     def computed(self, record: RoomRecord, stop: int, push: ChunkPush) -> None:
-        """The forward is through, all layers up to position ``stop`` are in the pool: send those of ``push``
-        that have not left."""
+        """Note that all layers up to position ``stop`` are in the pool, and send what is left of ``push``."""
         record.num_ready_tokens = stop
         self._pusher.push_rest(push)
 
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
-        """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""
+        """Move a room whose last chunk is computed from COMPUTING to SENDING, and send its staged aux
+        record."""
         self._cache_pages(record)
         self.rooms.move(record, RoomState.SENDING, now_secs)
         self._pusher.push_aux(record)
 
     def _cache_pages(self, record: RoomRecord) -> None:
-        """Pages that are cached of another room by now stay its own: writes read them."""
+        """Put the room's pages into the cache. Where the cache has a page from another room by now, the room
+        keeps its own copy, which writes read."""
         if record.holding is not None:
             record.prefix = self.prefixes.share(
                 record.holding, record.keys, _CACHED, record.prefix, keeps_known=True
             )
 
     def completed(self, completion: Completion, now_secs: float) -> None:
-        """A batch of a room came back from the sender."""
+        """Account for a batch that came back from the sender, and end its room if it was the last or
+        failed."""
         record = self.rooms.get(completion.room)
         if record is None:
             raise PoolIntegrityError(
@@ -359,7 +363,7 @@ class RoomLife:
         self._tell_peer(record.peer, done)
         self._end(record, RoomState.DONE, now_secs)
 
-    # --- ends that are no delivery -------------------------------------------------------------------
+    # --- ends without delivery -----------------------------------------------------------------------
 
     def fail(
         self,
@@ -371,10 +375,10 @@ class RoomLife:
         tell_peer: bool = True,
         is_abort: bool = False,
     ) -> None:
-        """End a room early and say so. With writes in flight it drains, then the peer hears that, too.
+        """End a room early and tell its decode node. With writes in flight the room drains first, and the
+        decode node is told when it is quiet. A room that drains already stays as it is.
 
-        ``is_abort``: nobody wants it any more, which is no failure. Nothing happens to a room that drains
-        already.
+        ``is_abort``: the room is no longer wanted, which counts as aborted and not as failed.
         """
         if record.is_draining:
             return
@@ -395,7 +399,7 @@ class RoomLife:
             self.rooms.move(record, RoomState.DRAINING, now_secs)
 
     def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
-        """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back."""
+        """End a room that its decode node gave up. Answers RoomQuiet, at once or after the last write."""
         room = Room(message.room)
         record = self.rooms.get(room)
         if record is None or record.peer.node_id != peer.node_id:
@@ -411,7 +415,7 @@ class RoomLife:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 
     def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> int:
-        """A decode node is lost: its rooms end, and what is in flight to it drains. Returns their number."""
+        """Fail the rooms of a decode node that is lost; writes in flight to it drain. Return their number."""
         records = [record for record in self.rooms if record.peer is peer]
         for record in records:
             reason = f"room {record.room}: decode node {peer.node_id} {error}"
@@ -419,7 +423,7 @@ class RoomLife:
         return len(records)
 
     def fail_overdue(self, rooms: Sequence[Room], now_secs: float) -> None:
-        """Writes of these rooms are in flight for longer than one may be."""
+        """Fail rooms with a write that was in flight for longer than its limit."""
         for room in rooms:
             record = self.rooms.get(room)
             if record is not None:
@@ -429,7 +433,7 @@ class RoomLife:
                 self.fail(record, 504, error, now_secs)
 
     def fail_expired(self, now_secs: float) -> None:
-        """End the rooms that waited until their deadline, when the decode node has given them up."""
+        """Fail the rooms that waited until their deadline; their decode node has given them up by then."""
         queued = self.rooms.in_state(RoomState.QUEUED)
         late = takewhile(lambda record: record.deadline_secs < now_secs, queued)
         for record in list(late):
@@ -442,7 +446,8 @@ class RoomLife:
             self.fail(record, 504, error, now_secs)
 
     def _end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Give back whatever the room holds; nothing of it may be in flight. The one release path."""
+        """Release all that the room holds, of which nothing may be in flight. This is the one release
+        path."""
         if record.num_writes_pending:
             raise PoolIntegrityError(
                 f"room {record.room} is released with {record.num_writes_pending} writes in flight"
@@ -457,7 +462,8 @@ class RoomLife:
     # --- accounts ------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise PoolIntegrityError unless every slot is free, cached, or held by exactly one room here."""
+        """Raise PoolIntegrityError unless every slot is free, cached, set aside or held by exactly one
+        room."""
         self.pools.check_integrity(
             {
                 Stage.RUNNING: self.rooms.count(*_OWNING),

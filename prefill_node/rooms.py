@@ -1,7 +1,8 @@
-"""The rooms of the prefill node: owns which rooms exist, their states, and the memory of those that ended.
+"""The rooms of the prefill node, one for each request: owns which exist, their states, and a record of those
+that ended.
 
-A room begins with the decode node's ``Bootstrap``, which says which KV is wanted and where it is to land.
-From then on it moves one way; what it owns in a state is written at the state.
+A room begins with the decode node's ``Bootstrap``, which says which KV is wanted and where it is to land. Its
+states follow in one direction; each state's docstring says what the room owns in it.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.protocol.messages import Bootstrap, Room, RoomDone
 
 MAX_ENDED_ROOMS = 65_536
-"""Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""
+"""Most ended rooms that are remembered, to answer late messages. The oldest are forgotten first."""
 
 
 class RoomState(Enum):
-    """Where a room stands. Only COMPUTING, SENDING and DRAINING own anything but memory of their own."""
+    """The state of a room. Only in COMPUTING, SENDING and DRAINING does it own pages and an aux slot."""
 
     QUEUED = auto()
     """Waits for tokens, pages and an aux slot; owns nothing. Ends at its deadline."""
     COMPUTING = auto()
-    """Owns pages for the prompt behind its cached prefix, which it uses, and an aux slot; writes may be in
+    """Owns an aux slot and pages for the prompt after its cached prefix, which it uses; writes may be in
     flight."""
     SENDING = auto()
-    """Computed; owns what it owned in COMPUTING until its last write, the aux record's, is complete."""
+    """Is computed; owns what it owned in COMPUTING until its last write, the aux record's, is complete."""
     DRAINING = auto()
-    """Ended early, its decode node knows, but writes are in flight: owns everything until the last one
-    returns."""
+    """Ended early, which its decode node knows, with writes in flight; owns what it owned before until the
+    last one returns."""
     DONE = auto()
-    """Delivered; owns nothing and is remembered."""
+    """Is delivered; owns nothing and is remembered."""
     FAILED = auto()
     """Ended without delivery; owns nothing and is remembered."""
 
@@ -57,49 +58,50 @@ ENDED = frozenset({RoomState.DONE, RoomState.FAILED})
 
 
 class IllegalRoomMove(Exception):
-    """A room was moved to a state that its own does not lead to: an error in the engine."""
+    """A room was opened or moved in a way that its state does not allow: an error in the engine."""
 
 
 @dataclass(eq=False, slots=True)
 class RoomRecord:
-    """One room. Its state changes through ``RoomTable.move`` alone."""
+    """One room: a request of a decode node. Only ``RoomTable.move`` changes its state."""
 
     peer: Peer
-    """The decode node that bootstrapped it."""
+    """The decode node that sent the Bootstrap."""
     bootstrap: Bootstrap
     since_secs: float
-    """When it entered its state, on ``time.monotonic()``'s clock."""
+    """When the room entered its state, on the clock of ``time.monotonic``."""
     deadline_secs: float = float("inf")
-    """From when on it is not begun, and nothing of it is sent any more: the decode node has given it up."""
+    """When the decode node has given the room up: it is not begun later, and no batch of it starts later."""
     keys: tuple[PageKey, ...] = ()
-    """The keys of the whole pages that other prompts may share; empty when the prefix cache is off. No page
-    with a position from ``first_stepped`` on has one: in a prompt that resumes nothing, the same tokens get
-    other bits there on a GPU."""
+    """Keys of the whole pages that other prompts may share; empty when the prefix cache is off. Pages with a
+    position from ``first_stepped`` on have none: on a GPU, a prompt that resumes nothing gets other bits for
+    the same tokens there."""
     state: RoomState = RoomState.QUEUED
     token_ids: npt.NDArray[np.int32] = field(init=False)
-    """All of the prompt, the one that is not computed here too: the bootstrap's bytes, not a copy."""
+    """All tokens of the prompt, with the last one, which is not computed here. They are the Bootstrap's
+    bytes, not a copy."""
 
-    # What it owns from COMPUTING on.
+    # What the room owns from COMPUTING on.
     page_ids: list[int] = field(default_factory=list)
-    """All pages of the computed positions in order, those of its cached prefix included."""
+    """Pages of all computed positions in order, those of the cached prefix included."""
     holding: Holding | None = None
-    """What is its alone: pages, and its slot in this node's aux staging memory."""
+    """What only this room owns: pages, and a slot in this node's aux staging memory."""
     prefix: Prefix | None = None
-    """What of its prompt is cached, for it as for others."""
+    """The cached part of the prompt, which other rooms may use, too."""
 
     # Progress.
     num_cached_tokens: int = 0
     num_ready_tokens: int = 0
     """Leading positions whose KV is in the pool, computed or cached."""
     num_writes_pending: int = 0
-    """Batches submitted whose completion has not come."""
+    """Batches that were submitted and have not completed."""
     num_bytes_sent: int = 0
     transfer_secs: float = 0.0
-    """Time that the transport spent on its batches."""
+    """Time that the transport spent on the room's batches."""
     batch_failed: bool = False
-    """The batch that it failed by ended in an error after which bytes may still land."""
+    """Whether a batch ended in an error after which bytes may still land."""
     end_status: int = 400
-    """The HTTP status, and below the error, that answer messages about the room once it has ended."""
+    """The HTTP status that, with ``end_error``, answers messages about the room once it has ended."""
     end_error: str = "this room was served before; choose a new one"
     delivery: Delivery | None = None
     phases: PhaseLog = field(init=False)
@@ -114,7 +116,7 @@ class RoomRecord:
 
     @property
     def own_page_ids(self) -> list[int]:
-        """Those behind its cached prefix."""
+        """Pages after the cached prefix."""
         return self.page_ids[0 if self.prefix is None else self.prefix.end_page :]
 
     @property
@@ -123,24 +125,24 @@ class RoomRecord:
 
     @property
     def aux_slot_src(self) -> int | None:
-        """Its slot in this node's aux staging memory."""
+        """The room's slot in this node's aux staging memory, or None while it has none."""
         return None if self.holding is None else self.holding.only_slot(PoolKind.AUX)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Leading positions that this node makes KV of, or has it cached: its length everywhere here."""
+        """Leading positions whose KV this node computes or has cached: the room's length on this node."""
         return self.bootstrap.num_computed_tokens
 
     @property
     def first_stepped(self) -> int:
-        """The position from which on rows have the roundings of decode steps; without resumed tokens it is
-        behind the last one that is computed."""
+        """First position whose row is rounded as in decode steps; without resumed tokens it is the one after
+        the last that is computed."""
         return first_stepped(self.bootstrap)
 
     @property
     def first_needed(self) -> int:
-        """The position from which on all are computed, even where they are cached: the last one selects the
-        hint, and a row from that before the first wanted score on says how likely the next token is."""
+        """First position that is computed even if it is cached. The last position selects the hint, and the
+        score of a token comes from the row of the position before it."""
         last = self.num_computed_tokens - 1
         scores = self.bootstrap.scores
         return last if scores is None else min(last, scores.first - 1)
@@ -152,30 +154,31 @@ def first_stepped(bootstrap: Bootstrap) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a decode node was told, and in answer to which of its attempts."""
+    """The answer to a decode node about a delivered room, and which of its attempts it answered."""
 
     node_id: str
     attempt: int
     done: RoomDone
 
     def answers(self, node_id: str, attempt: int) -> bool:
-        """Whether a Bootstrap is that attempt's again: its landing zone still holds what was delivered."""
+        """Return whether a Bootstrap repeats that attempt, whose landing zone still has what was
+        delivered."""
         return attempt > 0 and (self.node_id, self.attempt) == (node_id, attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRoom:
-    """What is remembered of a room: enough to answer a late message about it."""
+    """What is remembered of an ended room, to answer late messages about it."""
 
     status: int
     error: str
     batch_failed: bool
     delivery: Delivery | None = None
-    """What was told of a room that is DONE."""
+    """The delivery of a room that ended in DONE."""
 
 
 class RoomTable:
-    """All live rooms by id and by state, each state in order of entry."""
+    """All live rooms by id and by state, in each state in order of entry, and the remembered ended rooms."""
 
     def __init__(self, max_ended_rooms: int = MAX_ENDED_ROOMS) -> None:
         self._live: dict[Room, RoomRecord] = {}
@@ -186,7 +189,7 @@ class RoomTable:
         """Tokens of the prompts of all QUEUED rooms."""
 
     def open(self, record: RoomRecord) -> None:
-        """Take a new room in, which is QUEUED. It must be neither live nor ended."""
+        """Add a new room in QUEUED. Raises IllegalRoomMove if it is in another state, live or ended."""
         room = record.room
         if room in self._live or room in self._ended:
             raise IllegalRoomMove(f"room {room} is opened but exists already")
@@ -197,7 +200,7 @@ class RoomTable:
         self.num_queued_tokens += len(record.token_ids)
 
     def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Change its state, which ends a phase. In DONE and FAILED the room is no longer live, but
+        """Change a room's state, which ends a phase. A room in DONE or FAILED is no longer live, but
         remembered. Raises IllegalRoomMove."""
         if state not in MOVES[record.state]:
             raise IllegalRoomMove(f"room {record.room} cannot move from {record.state.name} to {state.name}")
@@ -217,19 +220,19 @@ class RoomTable:
             self._ended.popitem(last=False)
 
     def get(self, room: Room) -> RoomRecord | None:
-        """The live room, or None."""
+        """Return the live room, or None."""
         return self._live.get(room)
 
     def live(self, room: Room) -> RoomRecord:
-        """The live room. Raises KeyError when there is none."""
+        """Return the live room. Raises KeyError when there is none."""
         return self._live[room]
 
     def ended(self, room: Room) -> EndedRoom | None:
-        """What is remembered of a room that ended, or None."""
+        """Return what is remembered of an ended room, or None."""
         return self._ended.get(room)
 
     def in_state(self, *states: RoomState) -> Iterator[RoomRecord]:
-        """Live rooms, state by state, each in order of entry. Take a list before changing them."""
+        """Yield live rooms, state by state, each in order of entry. Make a list before moving any."""
         for state in states:
             yield from self._by_state[state].values()
 

@@ -1,14 +1,14 @@
-"""Which prompts' chunks form the next forward. Pure planning: owns nothing, changes nothing.
+"""Chooses the chunks of prompts that form the next forward. Pure planning: owns nothing, changes nothing.
 
-First come, first served: rooms that compute continue in order of admission, then waiting rooms are admitted
-in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all pages of the
-prompt or nothing. The first waiting room that does not fit holds back those behind it, so that a long prompt
-is never starved by short ones.
+Prompts are served in order of arrival: rooms that compute continue in order of admission, then waiting rooms
+are admitted in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all
+pages of the prompt or nothing. The first waiting room that does not fit holds back the later ones, so that
+short prompts never starve a long one.
 
-Two exceptions. A room whose prompt begins like that of an earlier room still computing waits for it, and then
-finds the common pages in the prefix cache; the rooms behind it go ahead. And the long prompt that fills up a
-forward without ending in it gives up to ``short_tokens`` of its tokens to rooms behind it that end in this
-forward with them. A room that is passed by keeps its claim on pages.
+There are two exceptions. A room whose prompt begins like that of an earlier room still computing waits for it
+and then finds the common pages in the prefix cache; later rooms go ahead of it. And a long prompt that fills
+up a forward without ending in it gives up to ``short_tokens`` of its tokens to later rooms whose prompts then
+end in this forward. A room that is passed by keeps its claim on pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.protocol.messages import Room
 
 MAX_LOOKED_AT: Final = 128
-"""Waiting rooms that are considered for one forward: each costs a look into the prefix cache."""
+"""Most waiting rooms that are considered for one forward; each costs a look into the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class StepLimits:
     """Bounds of one forward and of the pool behind it."""
 
     chunk_tokens: int
-    """Tokens computed in one forward at most, all requests together."""
+    """Most tokens of one forward, all requests together."""
     short_tokens: int
-    """Of these, what a prompt that does not end in the forward leaves at most to later ones that do."""
+    """Most of these tokens that a prompt that does not end in the forward leaves to later ones that do."""
     max_requests: int
-    """Requests in one forward, and rooms that compute, at most."""
+    """Most requests in one forward, and most rooms that compute."""
     page_size: int
     num_pages: int
     """Pages in the whole pool."""
@@ -45,8 +45,8 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A room that holds its pages for ``num_tokens`` positions; those from ``num_ready_tokens`` on are still
-    to compute."""
+    """A room that holds pages for ``num_tokens`` positions, of which those from ``num_ready_tokens`` on are
+    not computed yet."""
 
     room: Room
     num_tokens: int
@@ -56,20 +56,21 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A room that holds nothing, with ``num_tokens`` positions to compute, of which the first are cached.
-    ``keys`` are those that may be cached."""
+    """A room that holds nothing, with ``num_tokens`` positions to compute, of which the first
+    ``num_cached_pages`` pages are cached. ``keys``: those of the pages that may come from the cache."""
 
     room: Room
     num_tokens: int
     keys: tuple[PageKey, ...]
     num_cached_pages: int
     num_unused_pages: int
-    """Those of them that no room uses: they count as available until this one does."""
+    """Cached pages that no room uses; they count as available until this room uses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions ``[start, stop)`` of a room. ``admits``: its first; pages are to be reserved."""
+    """Positions ``[start, stop)`` of a room. ``admits``: whether it is the room's first chunk, for which
+    pages are reserved."""
 
     room: Room
     start: int
@@ -78,8 +79,8 @@ class Chunk:
 
 
 def why_never(num_tokens: int, limits: StepLimits) -> str | None:
-    """Why so many tokens of a prompt can never be computed here, or None when the empty pool would hold
-    them."""
+    """Return why so many tokens of a prompt can never be computed here, or None when the empty pool would
+    hold them."""
     num_pages = limits.pages_for(num_tokens)
     if num_pages <= limits.num_pages:
         return None
@@ -98,10 +99,10 @@ def plan_step(
     num_available_pages: int,
     num_aux_slots: int,
 ) -> tuple[Chunk, ...]:
-    """The chunks of the next forward, no two of one room; empty when there is nothing to do.
+    """Return the chunks of the next forward, at most one of each room; none when there is nothing to do.
 
-    ``waiting`` is consumed only as far as rooms are looked at. ``num_available_pages``: free ones and those
-    that the prefix cache would give up. A room that uses such pages takes them out of that number.
+    ``waiting`` is consumed only as far as rooms are looked at. ``num_available_pages``: free pages and those
+    that the prefix cache would evict; a room that uses such cached pages lowers the number.
     """
     forward = _Forward(limits)
     leaders = _Leaders()
@@ -115,7 +116,7 @@ def plan_step(
         if (candidate := next(candidates, None)) is None:
             break
         if leaders.share_more(candidate.keys, candidate.num_cached_pages):
-            # What is behind it in the queue and shares more with it waits as well.
+            # Later rooms that share more pages with this one wait for it, too.
             leaders.add(candidate.keys)
             continue
         num_new_pages = limits.pages_for(candidate.num_tokens) - candidate.num_cached_pages
@@ -132,22 +133,24 @@ def plan_step(
 
 
 class _Forward:
-    """The chunks of one forward, and who gets its tokens."""
+    """The chunks of one forward, while rooms share out its tokens."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.chunks: list[Chunk] = []
         self._limits = limits
         self._left = limits.chunk_tokens
-        """For those before the long prompt and for itself; then what it may still give away."""
+        """Tokens that are not given to a chunk yet; after the long prompt, those that it may still give
+        up."""
         self._long: int | None = None
-        """Place in ``chunks`` of the prompt that does not end in this forward; at most one does not."""
+        """Place in ``chunks`` of the long prompt, the only one that does not end in this forward."""
 
     @property
     def is_full(self) -> bool:
         return self._left <= 0 or len(self.chunks) >= self._limits.max_requests
 
     def add(self, room: Room, start: int, end: int, *, admits: bool) -> bool:
-        """Take a room whose prompt is computed from ``start`` to ``end``, or leave it to a later forward."""
+        """Add a chunk of a room whose positions from ``start`` to ``end`` are to compute. Return False when
+        it must wait for a later forward."""
         if self.is_full:
             return False
         if self._long is None:
@@ -178,7 +181,8 @@ class _Leaders:
             self._by_first_key.setdefault(keys[0], []).append(keys)
 
     def share_more(self, keys: tuple[PageKey, ...], num_pages: int) -> bool:
-        """Whether a leader's prompt begins with more than the first ``num_pages`` pages of ``keys``."""
+        """Return whether a leader's prompt begins with more than the first ``num_pages`` pages of
+        ``keys``."""
         if num_pages >= len(keys):
             return False
         return any(

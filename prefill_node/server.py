@@ -1,6 +1,6 @@
 """The prefill node's front: status and administration on one port, the bootstrap endpoint on another.
 
-Requests are the decode node's. Routers that send each one to both nodes get an empty answer from here.
+The decode node serves requests. A router that sends each request to both nodes gets an empty answer here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, NodeUnava
 log = logging.getLogger(__name__)
 
 _BODY_SECS = 10.0
-"""For a body to come that nobody reads."""
+"""Time limit for receiving a body, which nobody reads."""
 
 _NOTHING: Final[dict[str, Any]] = {"meta_info": {"input_token_logprobs": []}}
-"""The answer to every request. SGLang's ``mini_lb`` puts this list before that of the decode node, which has
-all logprobs of the prompt."""
+"""The answer to every request. SGLang's ``mini_lb`` puts this list before the decode node's, which has all
+logprobs of the prompt."""
 
 _geometry_decoder = msgspec.msgpack.Decoder(Geometry)
 
@@ -66,13 +66,13 @@ def run(settings: PrefillSettings) -> int:
 
 @contextmanager
 def apps(context: NodeContext) -> Iterator[tuple[Starlette, ...]]:
-    """What is served on each of the node's ports."""
+    """Yield the application of each of the node's ports."""
     assert isinstance(context.settings, PrefillSettings)
     yield create_prefill_app(context), create_bootstrap_app(context.settings, context)
 
 
 def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-    # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
+    # Only the engine's process imports these: without torch the front starts in half the time.
     from hisparse_pd.engine.start import run_engine_process
     from hisparse_pd.prefill_node.engine import PrefillEngine
 
@@ -91,10 +91,10 @@ def create_prefill_app(context: NodeContext) -> Starlette:
 
 
 async def _leave_to_decode_node(context: NodeContext, endpoint: Endpoint, request: Request) -> Response:
-    """The answer that says nothing of a request; 503 unless the node serves: its router takes another one.
+    """Return the empty answer, or 503 unless the node serves, so that the router takes another node.
 
-    The body is dropped as it comes, so that the connection can go on. One that is too large or too slow ends
-    the connection.
+    The body is dropped as it comes, so that the connection can be used again. A body that is too large or too
+    slow ends the connection.
     """
     try:
         async with asyncio.timeout(_BODY_SECS):
@@ -102,7 +102,7 @@ async def _leave_to_decode_node(context: NodeContext, endpoint: Endpoint, reques
     except TimeoutError:
         is_whole = False
     except ClientDisconnect:
-        is_whole = False  # nobody reads the answer
+        is_whole = False  # the client, which left, does not read the answer
     try:
         context.link.require_serving()
         response = json_response(_NOTHING)
@@ -115,7 +115,7 @@ async def _leave_to_decode_node(context: NodeContext, endpoint: Endpoint, reques
 
 
 async def _drop_body(request: Request) -> bool:
-    """Whether all of the body has come, and it was no larger than bodies may be."""
+    """Read and drop the body. Return whether all of it came and it was no larger than bodies may be."""
     num_bytes = 0
     async for chunk in request.stream():
         num_bytes += len(chunk)
@@ -125,13 +125,14 @@ async def _drop_body(request: Request) -> bool:
 
 
 def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Starlette:
-    """The read-only discovery endpoint, for whom ``BootstrapGate`` lets in; 503 unless the engine is alive.
+    """Return the read-only discovery endpoint. It answers callers that ``BootstrapGate`` admits, with 503
+    unless the engine is alive.
 
-    Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
+    While the engine is too busy to answer heartbeats, its answer tells decode nodes that the engine is alive.
     """
     gate = BootstrapGate(context.control_keys, PeerList.parse(settings.allowed_peers))
     logged = LogLimiter()
-    for reason in BootstrapGate.REASONS:  # from 0: an alert must see the first one too
+    for reason in BootstrapGate.REASONS:  # counters start at 0, so that an alert sees the first refusal, too
         context.metrics.bootstrap_refusals.labels(reason)
 
     async def bootstrap(request: Request) -> Response:
@@ -158,7 +159,7 @@ def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Sta
 
 
 def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> BootstrapInfo:
-    """``ready``: what the engine of each rank said."""
+    """Return the bootstrap information of a node. ``ready``: the message of each rank's engine."""
     endpoints = [of_rank.control_endpoint.rpartition(":") for of_rank in ready]
     hosts = [host.strip("[]") for host, _, _ in endpoints]
     ranks = [

@@ -1,7 +1,7 @@
-"""Forwards of few tokens as CUDA graphs: the host launches kernels one by one more slowly than they run.
+"""Forwards of few tokens as CUDA graphs, because the host launches such kernels more slowly than they run.
 
-A graph is of one size. Its forward is over rows of its own, which become those of the forward that is wanted;
-what is left are rows of padding, stored in the pools' scratch slots.
+A graph has one number of tokens and rows of its own. Before a replay the rows of the wanted forward are
+copied into it; the remaining rows are padding, which is stored in the pools' scratch slots.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class _Captured:
 
 
 class ShortForwards:
-    """The hidden states of ``DsaModel.forward_with_hidden`` for what fits into a graph; for nothing before
-    ``capture``."""
+    """Computes the hidden states of ``DsaModel.forward_with_hidden`` for forwards that fit into a graph.
+    There are no graphs before ``capture``."""
 
     def __init__(
         self, model: DsaModel, memory: PrefillMemory, page_size: int, kernels: AttentionKernels
     ) -> None:
         self._model, self._memory, self._page_size, self._kernels = model, memory, page_size, kernels
         self._captured: dict[int, _Captured] = {}
-        """By size, smallest first."""
+        """Graphs by number of tokens, smallest first."""
 
     @torch.inference_mode()
     def capture(self, most_tokens: int) -> None:
-        """Graphs for forwards of up to ``most_tokens``, once all that they launch has been compiled."""
+        """Capture graphs for forwards of up to ``most_tokens``. All kernels must have been compiled."""
         started = time.monotonic()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         captured, pool = {}, None
-        for size in (size for size in GRAPH_TOKENS if size <= most_tokens):  # so that they share memory
+        for size in (size for size in GRAPH_TOKENS if size <= most_tokens):  # largest first: memory is shared
             token_ids, kv = self._padding(size)
-            stream.wait_stream(torch.cuda.current_stream())  # which makes the padding
+            stream.wait_stream(torch.cuda.current_stream())  # the current stream makes the padding
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                self._forward(token_ids, kv)  # for what is allocated or compiled for these shapes
+                self._forward(token_ids, kv)  # allocates and compiles what these shapes need
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 hidden = self._forward(token_ids, kv)
             pool = graph.pool()
@@ -66,10 +66,11 @@ class ShortForwards:
 
     @torch.inference_mode()
     def run(self, token_ids: Tensor, kv: PagedKv) -> Tensor | None:
-        """The hidden states, [num_tokens, hidden_size], until the next call; ``kv`` gets the hints. None:
-        there are too many tokens or requests for any graph, or resumed tokens among them.
+        """Return the hidden states, [num_tokens, hidden_size], which are valid until the next call, and write
+        the hints to ``kv``. Return None when there are too many tokens or requests for any graph, or resumed
+        tokens.
 
-        Whom ``kv`` tells of each layer that is written, the caller has to tell of all.
+        A graph does not call the layer hook of ``kv``; the caller must call it for every layer.
         """
         num_tokens, num_requests = len(token_ids), len(kv.last_rows)
         size = next((size for size in self._captured if size >= num_tokens), None)

@@ -1,4 +1,4 @@
-"""How large a prefill node's KV pool is: from settings, model and free GPU memory. Pure functions."""
+"""Pure functions that size a prefill node's KV pool from settings, model and free GPU memory."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.core.model.spec import ModelSpec
 
 BASE_RESERVE_BYTES = 1 << 30
-"""For activations: workspaces of libraries, weights that are unpacked."""
+"""Bytes reserved for libraries' workspaces and for unpacked weights."""
 TOKEN_RESERVE_BYTES = 512 << 10
-"""For activations of one token of a chunk: queries of 128 heads of 576 numbers, twice, and what is less."""
+"""Bytes reserved for one token's activations: twice the queries, 128 heads of 576 numbers, and smaller
+ones."""
 GRAPH_TOKENS = (1024, 256, 64, 16)
-"""Of the forwards that are captured, which keep the activations of the first of them."""
+"""Tokens of each forward that is captured; together they keep the activations of the first, the largest."""
 MAX_INDEXER_BYTES = 1 << 30
-"""For the scores of the indexer, which come in blocks of queries where they would be more."""
+"""Most bytes of indexer scores; scores that would take more are computed in blocks of queries."""
 
 
 def size_kv_pool(settings: PrefillSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
-    """Tokens of the KV pool, as of ``PoolDemand.num_tokens``. Raises StartError."""
+    """Return the tokens of the KV pool; see ``PoolDemand.num_tokens``. Raises StartError."""
     demand = device_demand(settings, spec)
     asked, fraction = settings.kv_pool_tokens, settings.mem_fraction_static
     return demand.num_tokens(asked, memory, fraction, settings.page_size)
 
 
 def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
-    """What the node takes of the GPU beside the weights, by the number of tokens in the KV pool."""
+    """Return the GPU memory that the node needs beside the weights, by the tokens of the KV pool."""
     return PoolDemand(
         option="--kv-pool-tokens",
         fixed={"reserve for activations": reserve_bytes(settings, spec)},
@@ -37,8 +38,8 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
-    """For what the forward of one chunk computes with: a fixed part, its tokens and those of the largest
-    graph, indexer scores. Prompts' scores are computed when the layers' activations are gone."""
+    """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
+    largest graph, and indexer scores. Prompt scores come after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
     return (
         BASE_RESERVE_BYTES

@@ -1,4 +1,5 @@
-"""An engine, a decode node and a room, which the files of this folder share or replace in part."""
+"""Fixtures of an engine, a decode node and a room, which the files of this folder share or replace in
+part."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 @pytest.fixture
 def engine(served: EngineThread) -> Iterator[EngineThread]:
-    """The module's engine with an empty cache; after the test it must serve on and be whole."""
+    """The module's engine with an empty cache; after the test nothing may be in use."""
     served.flush()
     served.forget()
     yield served

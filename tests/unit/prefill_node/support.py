@@ -1,6 +1,7 @@
-"""What the prefill engine's tests drive: an engine in a thread, and decode nodes that want KV of it.
+"""What the prefill engine's tests use: an engine in a thread, and decode nodes that want KV from it.
 
-A decode node is real where it meets the prefill node: control client, Mooncake engine, registered memory.
+The parts of a decode node that meet the prefill node are real: control client, Mooncake engine, registered
+memory.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def checkpoint(path: Path, num_draft_layers: int | None) -> tuple[ModelSpec, Dsa
 
 @dataclass(frozen=True)
 class Submission:
-    """A batch as it was given to the sender, with the source bytes of that moment."""
+    """A batch that the sender got, with its source bytes at that moment."""
 
     batch: WriteBatch
     source: bytes
@@ -95,7 +96,7 @@ class Submission:
 
     @staticmethod
     def bytes_of(batch: WriteBatch) -> bytes:
-        """What is at the source addresses now; its memory must be there."""
+        """Return the bytes at the source addresses now; the memory must still exist."""
         return b"".join(
             ctypes.string_at(addr, length)
             for writes in batch.slices
@@ -104,7 +105,7 @@ class Submission:
 
 
 class Listener:
-    """Who waits for messages, of which those that nobody has asked for yet are kept."""
+    """Waits for messages, and keeps those that no test has asked for yet."""
 
     def __init__(self) -> None:
         self._inbox: list[Any] = []
@@ -113,7 +114,7 @@ class Listener:
         raise NotImplementedError
 
     def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
-        """The first message of a kind; others stay for later."""
+        """Wait for the first message of a kind and return it; other messages stay for later."""
         deadline = time.monotonic() + WAIT_SECS
         while True:
             for position, message in enumerate(self._inbox):
@@ -133,8 +134,8 @@ class Listener:
 class EngineThread(Listener):
     """A real PrefillEngine that serves in a thread, and its front's end of the ipc socket.
 
-    ``before_run`` is called before each forward with its batch, ``after_layer`` in it when a layer is written
-    and the node's own hook is through: to look, to wait, or to raise.
+    Tests replace ``before_run``, which is called with the batch before each forward, and ``after_layer``,
+    which is called after the node's own hook for each written layer. Both may look, wait or raise.
     """
 
     def __init__(
@@ -155,11 +156,11 @@ class EngineThread(Listener):
         self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.computed: dict[int, list[tuple[int, int]]] = {}
-        """Room -> the chunks that were computed."""
+        """The chunks that were computed, by room."""
         self.page_ids: dict[int, list[int]] = {}
-        """Room -> the pages of its prompt."""
+        """The pages of the prompt, by room."""
         self.submitted: dict[int, list[Submission]] = {}
-        """Room -> what was given to the sender, in order."""
+        """What the sender got, in order, by room."""
         self.stats: EngineStats | None = None
         self._front = zmq.Context.instance().socket(zmq.PAIR)
         self._front.setsockopt(zmq.LINGER, 0)
@@ -221,7 +222,8 @@ class EngineThread(Listener):
         wait_until(lambda: len(self.life.rooms) == 0, "the rooms to end")
 
     def pause_until_message(self, chunk_start: int) -> threading.Event:
-        """Pause before the forward of a chunk until there is a message to take in. Set: it paused."""
+        """Make the engine pause before the forward of a chunk until a message arrives. Return an event that
+        is set once it pauses."""
         has_paused = threading.Event()
 
         def wait(batch: Sequence[tuple[RoomRecord, Chunk]]) -> None:
@@ -236,8 +238,8 @@ class EngineThread(Listener):
         assert self.engine._control.socket.poll(WAIT_SECS * 1000)
 
     @contextmanager
-    def queue_stands(self) -> Iterator[None]:
-        """No room is admitted meanwhile; the loop turns."""
+    def admission_paused(self) -> Iterator[None]:
+        """Keep rooms from being admitted inside the block, while the loop goes on."""
         pusher = self.life._pusher
         pusher.has_place = lambda record, num_bytes_pending: False  # type: ignore[method-assign]
         try:
@@ -249,12 +251,13 @@ class EngineThread(Listener):
         self._front.send(engine_messages.encoder.encode(message))
 
     def flush(self) -> None:
-        """Empty the cache of an idle engine, and wait: Bootstraps come another way than the front's word."""
+        """Empty the cache of an idle engine, and wait for it: a Bootstrap that is sent afterwards on the
+        control connection could overtake the front's message."""
         self.send(FlushCache())
         wait_until(lambda: self.num_cached_pages == 0, "the cache to be empty")
 
     def hear(self, timeout_secs: float) -> None:
-        """All messages that there are, once one has come. Statistics are kept aside."""
+        """Wait for a message, then take in all that have come. Statistics go to ``stats``."""
         assert self._error is None, f"the engine died: {self._error!r}"
         while self._front.poll(timeout_secs * 1000):
             timeout_secs = 0.0
@@ -265,7 +268,7 @@ class EngineThread(Listener):
                 self._inbox.append(message)
 
     def next_stats(self) -> EngineStats:
-        """Statistics from after this call: of two in a row, the second."""
+        """Return statistics from after this call: the second that arrive, as the first may be older."""
         for _ in range(2):
             self.stats = None
             deadline = time.monotonic() + WAIT_SECS
@@ -279,17 +282,17 @@ class EngineThread(Listener):
 
     @property
     def num_used_pages(self) -> int:
-        """That rooms have, cached ones included."""
+        """Pages that rooms use, cached ones included."""
         life = self.life
         return (life.pools.totals.device // self.settings.page_size) - life.num_available_pages
 
     @property
     def num_cached_pages(self) -> int:
-        """In use or not."""
+        """Cached pages, in use or not."""
         return self.life.prefixes.num_tokens // self.settings.page_size
 
     def assert_whole(self) -> None:
-        """Nothing is in use. Of an engine without rooms."""
+        """Assert that an engine without rooms has nothing in use."""
         life = self.life
         life.check_integrity()
         assert life.pools.free + life.prefixes.unused == life.pools.totals
@@ -299,7 +302,7 @@ class EngineThread(Listener):
 
     def close(self) -> None:
         if self._thread.is_alive():
-            with suppress(zmq.Again):  # it may be on its way out and have closed its socket
+            with suppress(zmq.Again):  # an engine that is ending may have closed its socket
                 self._front.send(engine_messages.encoder.encode(Shutdown()), zmq.NOBLOCK)
         self._thread.join(WAIT_SECS)
         self._front.close()
@@ -308,7 +311,7 @@ class EngineThread(Listener):
 
 
 class StuckTransport:
-    """Writes that wait for ``release``, and how many began."""
+    """Makes writes wait for ``release``, and counts those that began."""
 
     def __init__(self, engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release = threading.Event()
@@ -338,7 +341,7 @@ def bootstrap_of(
     root: PageKey = NO_ISOLATION,
     attempt: int = 0,
 ) -> Bootstrap:
-    """Landing zones start at slot 0 unless given."""
+    """Return a Bootstrap, whose landing zones start at slot 0 unless they are given."""
     num_landing = len(tokens) - 1 - num_held_tokens
     landing = (Extent(0, num_landing),) if num_landing > 0 else ()
     return Bootstrap(
@@ -376,7 +379,7 @@ class ControlPeer(Listener):
         self._inbox.extend(self.client.receive())
 
     def assert_nothing_more(self) -> None:
-        """Nothing else was said: an answered heartbeat proves that all before it was."""
+        """Assert that no other message came: an answered heartbeat proves that all earlier ones have."""
         self.heartbeat()
         assert self._inbox == []
 
@@ -385,7 +388,7 @@ class ControlPeer(Listener):
         return self.expect(HeartbeatAck)
 
     def bootstrap(self, room: int, tokens: Sequence[int], **changes: Any) -> Bootstrap:
-        """Sends and returns the Bootstrap."""
+        """Send a Bootstrap and return it."""
         message = bootstrap_of(room, tokens, **changes)
         self.client.send(message)
         return message
@@ -395,9 +398,9 @@ class ControlPeer(Listener):
 
 
 class DecodePeer(ControlPeer):
-    """A decode node: registered memory, a control connection, and landing zones of the test's choice.
+    """A decode node: registered memory, a control connection, and landing zones that the test chooses.
 
-    All of its memory can be mapped by the prefill node: ``registration(lane=peer.lane_host.offer)``.
+    ``registration(lane=peer.lane_host.offer)`` lets the prefill node map all of its memory.
     """
 
     NUM_SLOTS = 1024
@@ -456,7 +459,7 @@ class DecodePeer(ControlPeer):
         return msgspec.structs.replace(register, **changes)
 
     def forget(self) -> None:
-        """Clear what earlier tests left: memory and messages."""
+        """Clear the memory and the messages that earlier tests left."""
         for memory in (self.kv_host, self.kv_device, self.index, self.row_checks, self.aux):
             memory.zero_()
         super().forget()
@@ -469,8 +472,8 @@ class DecodePeer(ControlPeer):
         return self.layout.unpack(self.aux[bootstrap.aux_slot].numpy(), bootstrap.room)
 
     def assert_has(self, bootstrap: Bootstrap) -> None:
-        """KV, indexer keys and row checks of the room are bitwise those of the prefill node's pools, and the
-        checks are those of the items."""
+        """Assert that KV, indexer keys and row checks of the room are bitwise those of the prefill node's
+        pools, and that the checks match the items."""
         num_tokens = bootstrap.num_computed_tokens
         src_slots = self.engine.slots(bootstrap.room, num_tokens)[bootstrap.num_held_tokens :]
         kv = self.kv_host if bootstrap.hisparse else self.kv_device
@@ -515,7 +518,7 @@ _rooms = itertools.count(1000)
 
 
 def next_room() -> int:
-    """A room that no other test of this process has."""
+    """Return a room that no other test of this process has."""
     return next(_rooms)
 
 
@@ -525,7 +528,7 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def without_drafts(spec: ModelSpec) -> ModelSpec:
-    """Of a node that runs no MTP layer."""
+    """Return the spec of the same model on a node that runs no MTP layer."""
     groups = spec.index_group_of_layer[: spec.num_layers]
     return replace(spec, num_draft_layers=0, index_group_of_layer=groups)
 
@@ -535,14 +538,14 @@ def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Pools:
 
 
 def all_delivered(peer: DecodePeer, num_rooms: int = 1) -> dict[int, RoomDone]:
-    """Wait until so many rooms are, of which nothing else is told."""
+    """Wait until so many rooms are delivered. Return their messages by room."""
     return {done.room: done for done in (peer.expect(RoomDone) for _ in range(num_rooms))}
 
 
 def deliver(
     engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **changes: Any
 ) -> RoomDone:
-    """One room through; checks what was sent, and what arrived."""
+    """Deliver one room, and check what was sent and what arrived."""
     bootstrap = peer.bootstrap(room, tokens, **changes)
     done = peer.expect(RoomDone)
     assert done.room == room
@@ -559,7 +562,7 @@ def deliver(
 
 
 def assert_hint(engine: EngineThread, peer: DecodePeer, bootstrap: Bootstrap, tokens: Sequence[int]) -> None:
-    """What the last computed token selected is in the aux record."""
+    """Assert that the aux record has what the last computed token selected."""
     hint = peer.aux_record(bootstrap).hint
     assert hint is not None
     expected = computed_alone(engine, tokens).hint.tolist()

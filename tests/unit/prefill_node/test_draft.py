@@ -1,4 +1,4 @@
-"""The MTP layer on the prefill node: what lands of it, at decode nodes that draft and at others."""
+"""The MTP layer on the prefill node: which of its bytes land at decode nodes that draft, and at others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.checkpoints.make_tiny import write_checkpoint
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers, index layers and index groups differ."""
+    """A checkpoint whose numbers of layers, index layers and index groups differ."""
     directory = tmp_path_factory.mktemp("draft")
     write_checkpoint(directory, "glm", draft_gain=1.0)
     return directory
@@ -38,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(
     request: pytest.FixtureRequest, path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineThread]:
-    """Engines that send single layers, of which there are five, and whole chunks."""
+    """An engine that sends single layers, of which there are five, and one that sends whole chunks."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(path, ipc_path) as engine:
         engine.life._pusher._min_batch_bytes = request.param
@@ -58,7 +58,7 @@ def nodes(served: EngineThread) -> Iterator[dict[bool, DecodePeer]]:
 
 
 def landed(peer: DecodePeer, num_tokens: int, first_slot: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """KV and indexer keys of all positions, by layer and by group."""
+    """Return the KV by layer and the indexer keys by group of all positions."""
     slots = slice(first_slot, first_slot + num_tokens)
     return peer.kv_host[:, slots], peer.index[:, slots]
 
@@ -68,7 +68,8 @@ def landed(peer: DecodePeer, num_tokens: int, first_slot: int = 0) -> tuple[torc
 def test_the_draft_layers_bytes_are_those_of_one_forward(
     engine: EngineThread, nodes: dict[bool, DecodePeer], room: int, num_tokens: int
 ) -> None:
-    """Whatever the chunks, 48 tokens here; a decode node that takes none gets what there was without it."""
+    """Chunks, of 48 tokens here, do not change the bytes; a decode node that does not draft gets the other
+    layers alone."""
     tokens = prompt(num_tokens, num_tokens)
     alone = computed_alone(engine, tokens)
     for takes_drafts, peer in nodes.items():
@@ -84,7 +85,7 @@ def test_the_draft_layers_bytes_are_those_of_one_forward(
 def test_a_cached_prefix_brings_the_draft_layer_with_it(
     engine: EngineThread, nodes: dict[bool, DecodePeer], room: int
 ) -> None:
-    """Its last row saw the next token of the prompt that it was computed for, all others the same."""
+    """The draft layer's last cached row saw the first prompt's next token; its other rows are the same."""
     first, second = prompt(1, 64), [*prompt(1, 64)[:32], *prompt(2, 40)]
     deliver(engine, nodes[False], 2 * room, first)
     peer = nodes[True]

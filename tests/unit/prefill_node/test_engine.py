@@ -58,7 +58,8 @@ def test_lands_in_scattered_host_slots_and_index_pages(
 def test_what_the_decode_node_holds_is_computed_and_not_sent(
     engine: EngineThread, peer: DecodePeer, room: int, num_held: int, hisparse: bool
 ) -> None:
-    """Whatever its pages are, in chunks of 48 of which it holds one or two whole; and when all is cached."""
+    """Held tokens need not be whole pages. They include up to two whole chunks of 48; the second room finds
+    all pages in the cache."""
     tokens = prompt(600 + num_held + 100 * hisparse, 100)
     rest = 99 - num_held
     landing = {
@@ -144,7 +145,7 @@ def test_no_logits_are_computed(
         all_delivered(peer)
 
 
-# --- ends that are no delivery --------------------------------------------------------------------------
+# --- ends without delivery ------------------------------------------------------------------------------
 
 
 @pytest.mark.I7
@@ -168,7 +169,7 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
 
 @pytest.mark.I7
 def test_a_room_that_waits_is_given_up_at_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    with engine.queue_stands():
+    with engine.admission_paused():
         peer.bootstrap(room, prompt(9, 200))
         peer.heartbeat()
         assert engine.has_room(room)

@@ -1,4 +1,5 @@
-"""The prefill engine's lanes: decided before the registration is answered, shown, kept, and let go of."""
+"""The prefill engine's lanes: they are chosen before the registration is answered, shown, kept and
+released."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SAME = "both see the same memory"
 
 @pytest.fixture
 def network_fails(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what arrives came over shared memory."""
+    """Make writes over the network fail, so that all that arrives came over shared memory."""
 
     def write(*_: object) -> None:
         raise TransferError("over the network")
@@ -83,7 +84,7 @@ def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_
 def test_a_node_hears_that_its_memory_is_being_opened(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is registered once it is open."""
+    """The node is registered once the memory is open."""
     with decode_peer(engine, "slow") as peer:
         may_open = threading.Event()
         make = Mapping

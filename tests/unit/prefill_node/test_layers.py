@@ -26,14 +26,14 @@ from tests.waiting import WAIT_SECS
 
 AUX = "aux record"
 WHOLE = 1 << 40
-"""Bytes of a batch at least, with which a chunk's layers leave together."""
+"""A minimum size of batches with which all layers of a chunk leave together."""
 
 
 @pytest.fixture(scope="module", params=[WHOLE, 0])
 def served(
     request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineThread]:
-    """Engines that send whole chunks, and single layers, of which there are four."""
+    """An engine that sends whole chunks, and one that sends single layers, of which there are four."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(tiny, ipc_path) as engine:
         engine.life._pusher._min_batch_bytes = request.param
@@ -45,7 +45,8 @@ def sends_layers(engine: EngineThread) -> bool:
 
 
 def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int]]:
-    """Positions [start, stop) -> the layers that left, in order of submission; the aux record is last."""
+    """Return the layers that left, in order of submission, by positions [start, stop). Asserts that the aux
+    record is last."""
     tags = [submission.batch.tag for submission in submissions]
     assert tags[-1] == AUX
     layers: dict[tuple[int, int], list[int]] = {}
@@ -87,7 +88,8 @@ def test_layers_leave_while_the_next_ones_compute(engine: EngineThread, peer: De
 
 
 def test_on_a_gpu_every_layer_leaves_with_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are not there when the hook runs: the event is behind the kernels that store them."""
+    """When the hook runs, the layer's bytes may not be stored yet; the event comes after the kernels that
+    store them."""
     recorded: list[object] = []
 
     class Event:

@@ -1,4 +1,5 @@
-"""Control messages that do not fit, and peers that vanish: documented outcomes, and the node serves on."""
+"""Control messages that do not fit and peers that vanish: they have documented outcomes; the node serves
+on."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ from tests.unit.prefill_node.support import (
 from tests.waiting import wait_until
 
 TOKENS = tuple(range(5, 26))
-"""Twenty are computed."""
+"""A prompt of which twenty tokens are computed."""
 
 
 @pytest.fixture
 def stranger(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
-    """The module's decode node on a fresh connection, not registered. Afterwards the engine must serve on."""
+    """The module's decode node, unregistered on a new connection. Afterwards the engine must serve on."""
     node.reconnect()
     node.forget()
     engine.forget()
@@ -110,7 +111,7 @@ def test_registers_and_answers_heartbeats(engine: EngineThread, stranger: Decode
 def test_a_node_that_does_not_fit_is_refused_with_both_values(
     peer: DecodePeer, changes: dict[str, Any], words: list[str]
 ) -> None:
-    """And with a list of peers KV goes to sessions of the list only."""
+    """With a list of allowed peers, sessions outside the list do not fit either."""
     table = Registrations(peer.geometry, "tcp", PeerList.parse(["10.0.0.0/24", "2001:db8::/32"]))
     in_geometry = {name: changes.pop(name) for name in list(changes) if hasattr(peer.geometry, name)}
     geometry = msgspec.structs.replace(peer.geometry, **in_geometry)
@@ -180,7 +181,8 @@ def test_regions_must_be_whole(peer: DecodePeer) -> None:
 
 
 def test_row_checks_go_to_who_verifies_rows(engine: EngineThread, stranger: DecodePeer) -> None:
-    """Who does not gets everything else; a prefill node without refuses one that verifies."""
+    """A node that does not verify rows gets everything else. A prefill node that computes no checks refuses
+    one that does."""
     host, device, index, _, aux = stranger.regions
     unverified = msgspec.structs.replace(stranger.geometry, has_row_checks=False)
     stranger.register(geometry=unverified, regions=(host, device, index, aux))
@@ -242,7 +244,7 @@ def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: 
 def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
     before = engine.num_dropped("duplicate")
     room = next_room()
-    with engine.queue_stands():
+    with engine.admission_paused():
         first = peer.bootstrap(room, TOKENS)
         peer.bootstrap(room, TOKENS, kv=(Extent(500, 20),), aux_slot=3)
         peer.assert_nothing_more()
@@ -274,7 +276,7 @@ def test_messages_about_rooms_that_are_over_or_unknown_are_answered(
 @pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
     room = next_room()
-    with engine.queue_stands(), closing(ControlPeer(engine)) as other:
+    with engine.admission_paused(), closing(ControlPeer(engine)) as other:
         peer.bootstrap(room, TOKENS)
         peer.heartbeat()
         other.client.send(peer.registration(node_id="decode-1", session="127.0.0.1:9"))
@@ -314,7 +316,8 @@ def test_a_landing_zone_outside_the_regions_is_refused(
 
 
 def check_refused(peer: DecodePeer, error: str, tokens: Sequence[int] = TOKENS, **changes: Any) -> None:
-    """And the room is none: the right Bootstrap is served."""
+    """Assert that a Bootstrap is refused and opens no room: a correct one for the room is served
+    afterwards."""
     before = peer.engine.life.counters["failed_requests_total"]
     room = next_room()
     peer.bootstrap(room, tokens, **changes)
@@ -373,7 +376,7 @@ def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, stran
 
 def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
     room = next_room()
-    with engine.queue_stands():
+    with engine.admission_paused():
         bootstrap = peer.bootstrap(room, TOKENS)
         peer.heartbeat()
         peer.reconnect()
@@ -387,11 +390,11 @@ def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePe
 def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
     engine: EngineThread, peer: DecodePeer, is_at_its_session: bool
 ) -> None:
-    """Whatever its name: a session with other memory is another process."""
+    """The node's name does not matter: a session with other memory is another process."""
     room = next_room()
     kept = tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE)
     other = {"node_id": "decode-1", "regions": kept} if is_at_its_session else {"session": "127.0.0.1:9"}
-    with engine.queue_stands(), closing(ControlPeer(engine)) as successor:
+    with engine.admission_paused(), closing(ControlPeer(engine)) as successor:
         peer.bootstrap(room, TOKENS)
         peer.heartbeat()
         successor.client.send(peer.registration(**other))
@@ -411,7 +414,7 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
-        impatient.queue_stands(),
+        impatient.admission_paused(),
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
@@ -441,18 +444,18 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
 def test_a_decode_node_that_is_busy_keeps_its_rooms(
     tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It sends nothing for long, but ZMQ has its connection; once that is gone, its rooms end."""
+    """The node sends nothing for long, but is connected; once the connection is gone, its rooms end."""
     impatience = {"heartbeat_interval_secs": 0.5}
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
-        impatient.queue_stands(),
+        impatient.admission_paused(),
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
         room = next_room()
         other.bootstrap(room, TOKENS)
-        time.sleep(3.0)  # as much silence as would end it three times
+        time.sleep(3.0)  # three times the silence after which a node without a connection is lost
         assert impatient.has_room(room)
         other.reconnect()
         impatient.wait_until_idle()
@@ -469,7 +472,7 @@ def test_a_full_node_says_so_and_serves_on(tiny: Path, tmp_path: Path) -> None:
     with engine_thread(tiny, tmp_path / "front", **bounds) as engine, decode_peer(engine) as peer:
         peer.register()
         rooms = [next_room() for _ in range(4)]
-        with engine.queue_stands():
+        with engine.admission_paused():
             for place, room in enumerate(rooms):
                 peer.bootstrap(room, prompt(room, 21), kv=(Extent(20 * place, 20),), aux_slot=place)
             failed = peer.expect(RoomFailed)
@@ -484,7 +487,7 @@ def test_a_full_node_says_so_and_serves_on(tiny: Path, tmp_path: Path) -> None:
 def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path) -> None:
     with engine_thread(tiny, tmp_path / "front") as stopping, decode_peer(stopping) as peer:
         peer.register()
-        with stopping.queue_stands():
+        with stopping.admission_paused():
             room = next_room()
             peer.bootstrap(room, TOKENS)
             peer.heartbeat()

@@ -65,7 +65,7 @@ class Scored:
 def ask(
     peer: DecodePeer, tokens: Sequence[int], scores: WantedScores | None, place: int = 0, **changes: Any
 ) -> Bootstrap:
-    """``place``: of the landing zone, among some that do not overlap."""
+    """Send a Bootstrap that wants scores. Requests with different ``place`` have separate landing zones."""
     landing = (Extent(128 * place, len(tokens) - 1),)
     return peer.bootstrap(
         next_room(), tokens, kv=landing, index=landing, aux_slot=place, scores=scores, **changes
@@ -73,7 +73,8 @@ def ask(
 
 
 def receive(peer: DecodePeer, bootstrap: Bootstrap) -> Scored:
-    """What came of a room, to its end; all pieces before that, in order and without a gap."""
+    """Wait for the end of a room and return its scores, whose pieces must have come before, in order and
+    without a gap."""
     done = peer.expect(RoomDone, lambda message: message.room == bootstrap.room)
     inbox = list(peer._inbox)
     pieces = [each for each in inbox if isinstance(each, RoomScores) and each.room == bootstrap.room]
@@ -87,7 +88,7 @@ def receive(peer: DecodePeer, bootstrap: Bootstrap) -> Scored:
 
 
 def logprobs_of(engine: EngineThread, tokens: Sequence[int]) -> torch.Tensor:
-    """[num_tokens, vocab]: one forward of the whole prompt over pools of its own, with all logits."""
+    """Return all logprobs, [num_tokens, vocab], from one forward of the whole prompt over its own pools."""
     kv = own_pools(engine.spec, len(tokens), PAGE_SIZE).access
     ids = torch.tensor(tokens)
     return torch.log_softmax(engine.model.forward(ids, kv.positions, kv, torch.arange(len(tokens))), dim=-1)
@@ -140,7 +141,8 @@ def test_scores_come_in_pieces_of_bounded_size(
 
 @pytest.mark.I5
 def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread, peer: DecodePeer) -> None:
-    """Prompts of one batch want different numbers of tokens, or none; then all is in the cache."""
+    """Prompts of one batch want different numbers of top tokens, or no scores; the second time all is
+    cached."""
     prompts = [prompt(seed, length) for seed, length in ((1, 20), (2, 100), (3, 7), (4, 60))]
     wanted = [WantedScores(1, 2), WantedScores(3 * PAGE_SIZE, 0), None, WantedScores(1, 5)]
     alone = [
@@ -149,7 +151,7 @@ def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread, pee
     ]
     engine.flush()
     for is_warm in (False, True):
-        with engine.queue_stands():
+        with engine.admission_paused():
             asked = [
                 ask(peer, tokens, scores, place)
                 for place, (tokens, scores) in enumerate(zip(prompts, wanted, strict=True))
@@ -189,8 +191,8 @@ def test_logits_come_in_slices(
 
 @pytest.mark.parametrize("num_held", [40, 98, 99])
 def test_scores_of_what_the_decode_node_holds(engine: EngineThread, peer: DecodePeer, num_held: int) -> None:
-    """Held and cached tokens are computed for them all the same; where all is held nothing but the aux record
-    is written."""
+    """Held and cached tokens are computed again for their scores; where all is held only the aux record is
+    written."""
     tokens, wanted = prompt(8, 100), WantedScores(1, 1)
     deliver(engine, peer, next_room(), tokens)
     peer.forget()
@@ -213,7 +215,7 @@ def test_scores_of_what_the_decode_node_holds(engine: EngineThread, peer: Decode
 def test_scores_that_cannot_be_sent_end_their_room_and_no_other(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the queue to the decode node is full, from the second forward on."""
+    """Sending fails from the second forward on, as it does when the queue to the decode node is full."""
     send = ControlServer.send
 
     def send_first(server: ControlServer, identity: bytes, message: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The pusher alone: what leaves with which layer, how often it plans, and how much it has under way.
+"""The pusher alone: what leaves with which layer, how often it plans, and how many batches it has pending.
 
-The sender here copies at the moment of submission. So a layer that is submitted before it was written lands
-as the poison that stood there.
+The sender here copies at the moment of submission, so a layer that is submitted before it was written lands
+as the poison that was there.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PAGE_SIZE = 4
 NUM_SLOTS = 64
 GROUPS = (0, 0, 1, 2, 2)
 SHARING = (0, 0, 1, 2, 1, 3, 4, 0), (0, 1, 1, 1, 2, 2, 2, 2)
-"""KV and index layers of a model of which three layers attend to KV of others."""
+"""KV and index layers of a model in which three layers attend to other layers' KV."""
 NUM_LAYERS, NUM_INDEX_LAYERS = len(GROUPS), 3
 ITEM_BYTES, INDEX_BYTES = 6, 3
 POISON = 0xEE
 
 
 class CopyingSender:
-    """Copies at submission; ``num_waiting`` is what it says of every room."""
+    """A sender that copies at submission, and says that each room has ``num_waiting`` batches pending."""
 
     def __init__(self) -> None:
         self.batches: list[WriteBatch] = []
@@ -106,7 +106,7 @@ class World:
         return record
 
     def write(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
-        """What a forward does with a layer: store its rows, then tell."""
+        """Do what a forward does with a layer: store its rows, then tell the pusher."""
         for push in pushes:
             slots = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
             for memory, of_layer in zip((self.kv, self.index), self.of_layers, strict=True):
@@ -179,7 +179,7 @@ def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
     [(1, ["[0, 1)", "[1, 3)", "[3, 4)", "[4, 6)", "[6, 7)"]), (2, ["[0, 3)", "[3, 6)", "[6, 7)"])],
 )
 def test_layers_without_kv_of_their_own_send_none(layers_per_batch: int, layers: list[str]) -> None:
-    """Their indexer keys leave with the next KV, and the last layer, which has neither, with nobody."""
+    """Their indexer keys leave with the next KV. Nothing leaves for the last layer, which has neither."""
     world = World(layers_per_batch * 9 * ITEM_BYTES, SHARING)
     push = world.pusher.plan(world.record, 2, 11)
     world.forward(push)

@@ -1,6 +1,6 @@
 """A resumed prompt has the bits that the prompt's forward and the decode node's steps gave it.
 
-Attention of steps is rounded otherwise; that is a factor here, because a CPU has one way of summing.
+Steps round attention differently. A factor stands for that here, because a CPU sums in one way only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
 
 PAGE_SIZE = 16
 NUM_TOKENS, FIRST_STEPPED = 400, 60
-"""Tokens that are computed, and the first that steps computed before: the original prompt's last one. These
-are more than one call of attention takes."""
+"""Tokens that are computed, and the first of them that steps had computed: the original prompt's last one.
+The stepped tokens are more than one call of attention takes."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class StepAttention:
 
 
 class Node:
-    """Two prompts' pages, and forwards over them."""
+    """The pages of two prompts of one length, and forwards over them."""
 
     def __init__(self, path: Path) -> None:
         self.spec, self.model = checkpoint(path, 0)
@@ -54,7 +54,7 @@ class Node:
         self.steps.kernels = replace(self.steps.kernels, attention=step_attention)
 
     def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[RoomRecord, Chunk]:
-        """Of the prompt of that number, which are of one length."""
+        """Return a chunk of the prompt with this number, and its room."""
         tokens = prompt(number, NUM_TOKENS + 1)
         bootstrap = bootstrap_of(number, tokens, num_resumed_tokens=num_resumed)
         record = RoomRecord(Peer("", "", b"", PAGE_SIZE, {}, 0.0), bootstrap, 0.0)
@@ -62,7 +62,7 @@ class Node:
         return record, Chunk(Room(number), start, stop, admits=start == 0)
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
-        """KV and indexer keys of a prompt."""
+        """Return the KV and the indexer keys of a prompt."""
         first = number * self.pages_each * PAGE_SIZE
         pools = self.memory.kv, self.memory.index
         kv, index_keys = (pool[:, first : first + NUM_TOKENS].clone() for pool in pools)
@@ -76,7 +76,7 @@ def node(tiny: Path) -> Node:
 
 @pytest.fixture(scope="module")
 def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
-    """What the last of the steps behind a prompt selects, and the rows of all."""
+    """What the last step after a prompt selects, and the rows of prompt and steps."""
     node.prefill.run([node.part(0, 0, FIRST_STEPPED)])
     for position in range(FIRST_STEPPED, NUM_TOKENS):
         computed = node.steps.run([node.part(0, position, position + 1)])
@@ -96,12 +96,12 @@ def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
     bounds: Sequence[int],
     has_neighbour: bool,
 ) -> None:
-    """And no others; in any forwards, beside a prompt of which nothing is resumed."""
+    """No other token is computed so, however forwards are cut, and beside a prompt that resumes nothing."""
     node.prefill.run([node.part(1, 0, NUM_TOKENS)])
     neighbour = node.rows(1)
     node.memory.kv.zero_()
     node.memory.index.zero_()
-    num_resumed = NUM_TOKENS - FIRST_STEPPED  # the last of them is the decode node's to compute
+    num_resumed = NUM_TOKENS - FIRST_STEPPED  # the decode node computes the last of them
     for start, stop in pairwise(bounds):
         batch = [node.part(0, start, stop, num_resumed)]
         if has_neighbour:
@@ -118,7 +118,7 @@ def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
 def test_other_attention_gives_other_rows(
     node: Node, undisturbed: tuple[Computed, tuple[Tensor, Tensor]]
 ) -> None:
-    """Or the test above could not fail."""
+    """This shows that the test above can fail."""
     node.prefill.run([node.part(0, 0, NUM_TOKENS)])
     kv, _ = node.rows(0)
     assert torch.equal(kv[:, :FIRST_STEPPED], undisturbed[1][0][:, :FIRST_STEPPED])

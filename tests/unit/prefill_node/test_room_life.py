@@ -1,6 +1,7 @@
-"""What rooms share, and what waits to be sent to one decode node: whom it keeps from being admitted.
+"""What rooms share, and which rooms are not admitted while much waits to be sent to their decode node.
 
-The rooms' lives, plans and queue are the node's own. Nothing is ever read or written: addresses are made up.
+``RoomLife``, the plans and the send queue are the product's. Nothing is read or written: addresses are made
+up.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class QueuedSender:
         return self.queue.take_completions(0.0)
 
     def write(self, session: str) -> None:
-        """All there is for a peer."""
+        """Write all that is queued for a peer."""
         while (taken := self.queue.next(session, 0.0)) is not None:
             self.queue.finish(taken, Outcome())
 
@@ -104,13 +105,13 @@ class Node:
     def arrive(
         self, room: int, peer: int, num_tokens: int, family: int = 0, num_resumed: int = 0, now: float = 0.0
     ) -> None:
-        """A Bootstrap of so many tokens to compute. Prompts of a family begin alike."""
+        """Receive a Bootstrap with so many tokens to compute. Prompts of one family begin alike."""
         tokens = (*[family or room] * (num_tokens - 1), room, 5)
         message = bootstrap_of(room, tokens, num_resumed_tokens=num_resumed)
         self.life.bootstrap(self.peers[peer], message, now)
 
     def compute(self, room: int) -> None:
-        """Admit a room and compute its prompt: all of it is with the sender then."""
+        """Admit a room and compute its prompt, which is then queued at the sender as a whole."""
         record = self.life.rooms.live(Room(room))
         self.life.admit([record], 0.0)
         stop = record.num_computed_tokens
@@ -188,7 +189,7 @@ def test_a_long_prefix_is_one_batch_that_has_the_rooms_time(node: Node) -> None:
 
 
 def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) -> None:
-    """The first needs pages, and the others' prefixes are the longest unused."""
+    """The first room needs pages, and the other rooms' prefixes have been unused for longest."""
     for room in range(1, 9):
         node.arrive(room, 1, NUM_SLOTS // 8 + 1 - PAGE_SIZE, family=room)
         node.compute(room)
@@ -228,7 +229,7 @@ def test_a_prompt_may_fill_the_context(node: Node) -> None:
 
 @pytest.mark.I7
 def test_no_more_rooms_wait_than_may(node: Node) -> None:
-    """Those that compute or send are no waiting ones. Who was refused may come again."""
+    """Rooms that compute or send do not count as waiting. A room that was refused may come again."""
     for room in range(1, MAX_QUEUED + 1):
         node.arrive(room, 0, 20)
     assert node.told == []
@@ -278,7 +279,7 @@ def test_a_room_waits_until_its_deadline(node: Node) -> None:
 
 @pytest.mark.I7
 def test_a_room_whose_scores_cannot_be_sent_fails(node: Node) -> None:
-    """None is left out in silence: the room ends, and nothing behind them is sent."""
+    """No piece is silently left out: the room ends, and no later piece is sent."""
     node.arrive(1, 0, 20)
     record = node.life.rooms.live(Room(1))
     node.life.admit([record], 0.0)
@@ -298,7 +299,7 @@ def test_a_room_whose_scores_cannot_be_sent_fails(node: Node) -> None:
 
 @pytest.mark.I7
 def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(node: Node) -> None:
-    """Only that one: another prompt or attempt is another room's, and dropped."""
+    """A Bootstrap with another prompt or attempt is dropped."""
     message = bootstrap_of(1, [*range(5, 40)], attempt=3)
     node.life.bootstrap(node.peers[0], message, 0.0)
     node.compute(1)
@@ -349,8 +350,8 @@ def test_a_delivery_is_repeated_for_its_attempt(node: Node) -> None:
 def test_pages_with_resumed_tokens_come_from_nobody_and_go_to_nobody(
     node: Node, num_resumed: tuple[int, int], num_cached: int
 ) -> None:
-    """Nor do they with the token before them. What is before is shared as ever. The two prompts differ in the
-    last token that is computed."""
+    """The same holds for a page with the token before the resumed ones; earlier pages are shared. The two
+    prompts differ in the last token that is computed."""
     for room, resumed in enumerate(num_resumed, start=1):
         node.arrive(room, 0, 100, family=7, num_resumed=resumed)
         node.compute(room)

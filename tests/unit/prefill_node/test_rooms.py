@@ -1,4 +1,4 @@
-"""The room states: what leads where, and what is remembered."""
+"""The states of rooms: which moves are legal, and what is remembered of ended rooms."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_room_is_opened_once_and_queued() -> None:
 
 
 def test_an_ended_room_leaves_nothing_but_its_memory() -> None:
-    """Its prompt goes with it."""
+    """The room's prompt is freed, too."""
     table = RoomTable()
     record = opened(table, num_tokens=1000)
     record.end_status, record.end_error, record.batch_failed = 502, "peer gone", True
@@ -114,7 +114,7 @@ def test_tokens_count_while_their_rooms_wait() -> None:
     ids=["none", "one", "some", "all"],
 )
 def test_the_token_before_the_resumed_ones_is_of_a_step_too(num_resumed: int, first_stepped: int) -> None:
-    """It was the first step's newest token; without resumed tokens no token that is computed is of a step."""
+    """It was the first step's newest token. Without resumed tokens no computed token is of a step."""
     record = opened(RoomTable(), num_tokens=100, num_resumed_tokens=num_resumed)
     assert record.num_computed_tokens == 99
     assert record.first_stepped == first_stepped

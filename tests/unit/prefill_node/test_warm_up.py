@@ -1,4 +1,4 @@
-"""Forwards before the first prompt: of which sizes, and that nothing is left of them."""
+"""Forwards before the first prompt: which sizes they have, and that they change no answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_runs_forwards_of_all_kinds_of_sizes_and_changes_no_answer(
     expected = hint(runner())
     warm = runner()
     sizes: list[tuple[int, int]] = []
-    """Of forwards, and how many of their tokens are computed as in steps."""
+    """Tokens of each forward, and how many of them are computed as in steps."""
     run = warm.run
 
     def noted(batch: Sequence[tuple[RoomRecord, Chunk]], *more: Any) -> Any:

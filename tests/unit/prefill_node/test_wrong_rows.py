@@ -1,6 +1,6 @@
-"""Rows of the prefill node's own pool that change before it reads them again: nothing is made of one.
+"""Rows of the prefill node's own pool that change before it reads them again: no such row is used.
 
-A prompt whose cached prefix has one is computed anew; one that has computed a part already is told so.
+A prompt whose cached prefix has such a row is computed anew; one that is partly computed fails and says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PAGE = 16
 
 @pytest.fixture
 def engine(engine: EngineThread) -> Iterator[EngineThread]:
-    """What a test set aside is taken back before the pools are asked to be whole."""
+    """The engine, which takes back the pages that a test set aside before it checks that nothing is in
+    use."""
     yield engine
     engine.after_layer = lambda layer: None
     engine.wait_until_idle()
@@ -41,7 +42,7 @@ def engine(engine: EngineThread) -> Iterator[EngineThread]:
 
 
 def flip(engine: EngineThread, room: int, position: int, layer: int = 1) -> int:
-    """A bit of a token's row. Returns its slot."""
+    """Flip a bit of a token's row. Return its slot."""
     slot = int(engine.slots(room, position + 1)[position])
     engine.memory.kv[layer, slot, 7] ^= 4
     return slot
@@ -56,11 +57,12 @@ def num_found(engine: EngineThread, kind: str) -> int:
 def test_a_prompt_whose_cached_prefix_is_damaged_is_computed_anew(
     engine: EngineThread, peer: DecodePeer, num_chunks: int
 ) -> None:
-    """And is right, as is what shares the beginning; the page serves nobody until an operator says so."""
+    """Its bytes are right, as are those of prompts with the same beginning. No room gets the page until an
+    operator gives it back."""
     tokens = prompt(1, 100)
     others = [prompt(2, 60), tokens[:64] + prompt(3, 48 * num_chunks)]
     rooms = [next_room() for _ in range(6)]
-    with patch.object(PrefixScrub, "verify_next"):  # which would find it first
+    with patch.object(PrefixScrub, "verify_next"):  # the scrub would find the row first
         deliver(engine, peer, rooms[0], tokens)
         deliver(engine, peer, rooms[1], others[0])
         before = num_found(engine, "cached")
@@ -104,7 +106,7 @@ def test_a_row_of_an_earlier_chunk_ends_its_room_and_no_other(engine: EngineThre
 def test_rooms_that_have_begun_with_a_prefix_end_when_it_is_damaged(
     engine: EngineThread, peer: DecodePeer
 ) -> None:
-    """The one behind them in the queue, which was to begin with it too, computes it."""
+    """A waiting room that would have begun with the same prefix computes it instead."""
     begins = prompt(6, 64)
     tokens, other = begins + prompt(7, 100), begins + prompt(8, 20)
     first, room, other_room = (next_room() for _ in range(3))
@@ -144,7 +146,7 @@ def test_idle_time_goes_through_what_is_cached(engine: EngineThread, peer: Decod
 def test_a_prompt_that_does_not_fit_beside_pages_that_are_set_aside(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Is told so at once, also when it waits already; others are served."""
+    """The prompt is refused at once; prompts that fit are served."""
     with (
         engine_thread(tiny_checkpoint("glm"), tmp_path / "front", kv_pool_tokens=8 * PAGE) as engine,
         decode_peer(engine) as peer,
