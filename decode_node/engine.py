@@ -1,4 +1,4 @@
-"""The decode node's engine: requests that wait, land, run and end, and the line of their steps.
+"""The decode node's engine: it builds the parts, and each turn of its loop calls them in order.
 
 Look-ups of prefill nodes and writes into the registered pools run beside the loop's thread.
 """
@@ -60,11 +60,11 @@ from hisparse_pd.transfer.transport import Transport
 log = logging.getLogger(__name__)
 
 MAX_TURN_SECS = 1.0
-"""A longer turn may have been a stop of the process: quarantines do not count what it took beyond this."""
+"""In a longer turn the process may have been stopped: quarantines do not count its time beyond this."""
 
 
 class DecodeEngine(EngineLoop[DecodeSettings]):
-    """The parts of one decode engine; what happens to a request is ``RequestLife``'s."""
+    """The parts of one decode engine; ``RequestLife`` handles what happens to requests."""
 
     role = "decode"
 
@@ -105,7 +105,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         )
         kv = {PoolKind.HOST: self._memory.k_host, PoolKind.DEVICE: self._memory.k_dev}
         self._set_books(self.requests, self.requests.held, kv, self._memory.row_checks)
-        shared = self._memory.shared_memory()  # with prefill nodes of this machine
+        shared = self._memory.shared_memory()  # for prefill nodes of this machine
         self._lane_host = (
             LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None
         )
@@ -152,7 +152,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
     @staticmethod
     def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
         check_swap_in(settings, spec)
-        # A device pool whose size is not known yet is on a GPU, and takes no main memory.
+        # A device pool whose size is not known yet is on a GPU and takes no main memory.
         totals = make_limits(settings, spec, settings.device_pool_tokens).totals
         return num_host_bytes(spec, totals, settings.page_size, torch.device(settings.device))
 
@@ -164,7 +164,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         )
 
     def close(self) -> None:
-        """End what is still live, say so, and leave."""
+        """Fail the requests that are still live, and close all parts."""
         self.steps.settle()
         now = time.monotonic()
         for request in self.requests.all():
@@ -203,7 +203,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
                 assert_never(message)
 
     def _generate(self, message: GenerateGroup, now: float) -> None:
-        """Take in all samples of a prompt, which share its keys."""
+        """Take in all samples of a prompt; they share its keys."""
         prompt_keys = None
         if not self._settings.disable_prefix_cache:
             prompt_keys = PromptKeys.of(message.root, message.prompt, self.limits.page_size)
@@ -221,7 +221,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             first = first or request
 
     def _follow_grammars(self, now: float) -> None:
-        """Give grammars that are compiled to the requests that wait for them. Nobody else waits for that."""
+        """Give compiled grammars to the running requests that wait for them."""
         for request in self.requests.select(RequestState.LANDING):
             ask_for_grammar(request, self._grammars, now)
         for request in self.requests.select(RequestState.RUNNING):
@@ -246,7 +246,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.steps.carry_out_plan(time.monotonic())
         if not self.steps.advance(is_stopping=self._is_stopping):
             self._has_stopped = True
-        # After a step there are tokens to follow, or slots for those who sat it out.
+        # A step brings tokens to follow, and may free slots for requests that sat it out.
         return (
             self.steps.has_launched
             or bool(self.requests.select(RequestState.ENDING))

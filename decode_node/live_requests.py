@@ -1,4 +1,4 @@
-"""Owns the books: which requests are live, in which state, and which slots each of them owns.
+"""Owns the books: which requests are live, the state of each, and the slots that it owns.
 
 The books are pure, so that every order of moves is tested without memory, tables or sockets. Only
 ``request_life.py`` makes moves, and does the rest of each around the call. Every way out ends in ``release``,
@@ -25,11 +25,11 @@ from hisparse_pd.protocol.messages import Room
 
 
 class DuplicateRoom(Exception):
-    """The room, or the request id, belongs to a live request, or to a quarantined one."""
+    """The room or the request id belongs to a live request, or the room is in quarantine."""
 
 
 class LiveRequests:
-    """All requests between their arrival and their end. Times are of ``time.monotonic``."""
+    """All requests between their arrival and their end. Times are those of ``time.monotonic``."""
 
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
@@ -37,14 +37,15 @@ class LiveRequests:
         self.set_aside = SetAside(pools, self.held, "decode")
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queue_changes = 0
-        """Requests that have come to be WAITING, and that were so no more."""
+        """How often a request has entered or left WAITING."""
         self._by_room: dict[Room, Request] = {}
         self._by_request_id: dict[str, Request] = {}
         self._queues: dict[RequestState, dict[PeerAddress, dict[Request, None]]] = {
             RequestState.CONNECTING: {},
             RequestState.WAITING: {},
         }
-        """None is empty. In order of arrival, those in ``_unsorted`` left out."""
+        """Requests that own nothing yet, by state and prefill node. No queue is empty; those in ``_unsorted``
+        are out of order, the others are in order of arrival."""
         self._unsorted: set[tuple[RequestState, PeerAddress]] = set()
         self._admitted: dict[RequestState, dict[Request, None]] = {
             RequestState.LANDING: {},
@@ -52,7 +53,7 @@ class LiveRequests:
             RequestState.ENDING: {},
         }
         self._next_deadline = float("inf")
-        """No request has an earlier one; it may be one that a request has had."""
+        """No live request has an earlier deadline; this one may be out of date."""
         self._num_opened = 0
         self._num_admitted = 0
 
@@ -69,25 +70,25 @@ class LiveRequests:
         return list(self._by_room.values())
 
     def select(self, *states: RequestState) -> list[Request]:
-        """Live requests, state by state; those that wait in order of arrival."""
+        """Return live requests, state by state; those that wait are in order of arrival."""
         found: list[Request] = []
         for state in states:
             found += self._admitted[state] if state in self._admitted else self._in_order(state)
         return found
 
     def waiting(self) -> Iterator[Request]:
-        """The admission queue, in order of arrival. It must not change meanwhile."""
+        """Iterate over the admission queue in order of arrival. It must not change meanwhile."""
         return self._in_order(RequestState.WAITING)
 
     def _in_order(self, state: RequestState) -> Iterator[Request]:
         return heapq.merge(*(self.queued(state, peer) for peer in self._queues[state]), key=_arrival)
 
     def queued_at(self, state: RequestState) -> list[PeerAddress]:
-        """The prefill nodes of requests that are CONNECTING, or WAITING."""
+        """Return the prefill nodes of requests in ``state``, which is CONNECTING or WAITING."""
         return list(self._queues[state])
 
     def queued(self, state: RequestState, peer: PeerAddress) -> Collection[Request]:
-        """Return the requests that are CONNECTING, or WAITING, for one prefill node, in order of arrival."""
+        """Return the requests of one prefill node that are CONNECTING or WAITING, in order of arrival."""
         queues = self._queues[state]
         if (state, peer) in self._unsorted and peer in queues:
             queues[peer] = dict.fromkeys(sorted(queues[peer], key=_arrival))
@@ -95,7 +96,7 @@ class LiveRequests:
         return queues.get(peer, {}).keys()
 
     def num_queued(self) -> Counter[HisparseFlag]:
-        """Requests that own nothing yet, by what they ask for."""
+        """Count the requests that own nothing yet, by the mode that they ask for."""
         queues = [queue for queues in self._queues.values() for queue in queues.values()]
         return Counter(request.flag for queue in queues for request in queue)
 
@@ -105,7 +106,7 @@ class LiveRequests:
         return queued + [request for request in admitted if request.peer == peer]
 
     def expired(self, now: float) -> list[Request]:
-        """Live requests that have been in their state for too long. They must end, or get a new deadline."""
+        """Return live requests whose deadline is over. The caller ends them or sets a new deadline."""
         if now < self._next_deadline:
             return []
         requests = self._by_room.values()
@@ -115,13 +116,13 @@ class LiveRequests:
 
     @property
     def available(self) -> SlotCounts:
-        """What can be given to requests: free slots, and held ones that nobody uses."""
+        """Slots that requests can get: free ones, and held ones without users."""
         return self.pools.free + self.held.unused
 
     # --- the moves --------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
-        """Take a new request in. Raises DuplicateRoom; the request that has the room stands."""
+        """Take a new request in. Raises DuplicateRoom, and then the request that has the room stays."""
         if request.room in self._by_room or request.room in self.quarantine:
             where = "quarantined after a failed transfer" if request.room in self.quarantine else "in use"
             raise DuplicateRoom(f"bootstrap_room {request.room} is {where} on this node; send another room")
@@ -136,21 +137,24 @@ class LiveRequests:
     def queue(
         self, request: Request, state: RequestState, deadline: float, peer: PeerAddress | None = None
     ) -> None:
-        """To CONNECTING or WAITING, at another rank of its prefill node if ``peer`` names one."""
+        """Move a request to CONNECTING or WAITING. ``peer``: its new rank of the prefill node, if any."""
         self._leave(request)
         request.peer = peer or request.peer
         request.move(state)
         self._enter(request, deadline)
 
     def use_held(self, admission: Admission) -> None:
-        """Keep what of the prompt is held for the request, before anything of the plan makes room."""
+        """Use the held pages of the prompt, before anything in the plan makes room by evicting them."""
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
     def reserve(self, admission: Admission, instance_id: str, deadline: float) -> None:
-        """WAITING → LANDING, with everything reserved. After ``use_held``. Raises PoolExhausted."""
+        """Move a request from WAITING to LANDING, after ``use_held``, with all slots reserved.
+
+        Raises PoolExhausted.
+        """
         request = admission.request
         self.held.make_room(self.pools.rounded(admission.need))
         holding = self.pools.reserve(request.room, admission.need)
@@ -164,23 +168,24 @@ class LiveRequests:
         self._num_admitted += 1
 
     def start(self, request: Request) -> None:
-        """LANDING → RUNNING: all bytes are here, the aux record is read.
+        """Move a request from LANDING to RUNNING: all bytes are here, and the aux record is read.
 
-        The whole pages of its prompt that no step will write to are held from now on, if nothing is to happen
-        to them any more. Where others left the same, the request uses those, and its own are free.
+        The whole pages of its prompt that no step writes to are held from now on, unless the request may have
+        to give them up (``may_share``). Where equal pages are held already, the request uses those, and its
+        own are free.
         """
         self._move(request, RequestState.RUNNING)
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
         is_dropped = request.prefix is not None and request.prefix.is_dropped
-        # Before its tables are filled: its pages may be others afterwards.
+        # This comes before the tables are filled, since it may change which pages the request uses.
         if request.may_share and not is_dropped:
             keys = request.kept_keys(request.first_stepped)
             request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
 
     def grow(self, request: Request, need: SlotCounts) -> None:
-        """More slots for a running request. Raises PoolExhausted."""
+        """Give a running request more slots. Raises PoolExhausted."""
         self.held.make_room(need)
         for kind in PoolKind:
             if need[kind]:
@@ -188,8 +193,10 @@ class LiveRequests:
         self._note_reserved(request)
 
     def replace_device_slots(self, exchange: Exchange) -> None:
-        """Device slots for another hot buffer, with every item on the host by now; dense ends here. Raises
-        PoolExhausted."""
+        """Replace a request's device slots by those of another hot buffer. A dense request becomes hisparse.
+
+        Every item must be on the host by now. Raises PoolExhausted.
+        """
         request = exchange.request
         was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
@@ -201,23 +208,25 @@ class LiveRequests:
         self._note_reserved(request)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
-        """RUNNING → ENDING: the request is over, and owns what it has until nothing on the device uses it.
-        ``is_sound``: its KV is as it should be, and may be held."""
+        """Move a request from RUNNING to ENDING: it keeps its slots until nothing on the device uses them.
+
+        ``is_sound``: its KV is right, and may be held.
+        """
         self._move(request, RequestState.ENDING)
         self.pools.move(request.owned, Stage.ENDING)
         self._forget(request)
         request.is_sound = is_sound
 
     def _forget(self, request: Request) -> None:
-        """Its room and its id are others' to use."""
+        """Let other requests have its room and its id."""
         del self._by_room[request.room]
         del self._by_request_id[request.request_id]
 
     def release(self, request: Request, now: float) -> None:
-        """To ENDED, from any state but RUNNING: the one release path.
+        """Move a request from any state but RUNNING to ENDED: the one release path.
 
-        What a LANDING request's prefill node may still write to goes to quarantine. Everything else is free
-        at once, or held: all whole pages of a sound request. Pages that it shares stay where they are.
+        Slots of a LANDING request that its prefill node may still write to go to quarantine. The whole pages
+        of a sound request are held. Everything else is free at once. Pages that it shares stay held.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is not RequestState.ENDING:
@@ -229,7 +238,7 @@ class LiveRequests:
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
         request.is_sound &= prefix is None or not prefix.is_dropped
-        if prefix is not None:  # let go of first: what it leaves is then one with what it shared
+        if prefix is not None:  # first, so that the pages held below can be merged with it
             self.held.let_go(prefix)
         if was_landing:
             self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
@@ -242,13 +251,13 @@ class LiveRequests:
         self.pools.release(holding)
 
     def stuck(self, now: float) -> SlotCounts:
-        """Slots that may never be free again: those in quarantine whose prefill node gives no sign of life,
-        and pages that are set aside."""
+        """Return the slots that may never be free again: those in quarantine whose prefill node gives no sign
+        of life, and pages that are set aside."""
         in_quarantine = self.pools.owned_by(entry.holding for entry in self.quarantine.stuck(now))
         return in_quarantine + self.pools.used(Stage.SET_ASIDE)
 
     def quarantined_runs(self, now: float) -> tuple[QuarantinedRun, ...]:
-        """What is in quarantine, by the run of a prefill node that it is kept from the others for."""
+        """Return what is in quarantine, summed for each run of a prefill node."""
         by_run: dict[tuple[PeerAddress, str], list[Quarantined]] = {}
         for entry in self.quarantine:
             by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
@@ -271,7 +280,7 @@ class LiveRequests:
         return tuple(runs)
 
     def trouble(self, now: float) -> str:
-        """Why nobody can be admitted before somebody frees slots that are stuck; empty otherwise."""
+        """Return why nothing can be admitted until stuck slots are freed; empty otherwise."""
         usable = self.pools.totals - self.stuck(now)
         used_up = [kind for kind in (PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX) if not usable[kind]]
         if not used_up:
@@ -285,13 +294,11 @@ class LiveRequests:
     # --- the indexes ------------------------------------------------------------------------------
 
     def _move(self, request: Request, state: RequestState, deadline: float = float("inf")) -> None:
-        """Into ``state``, in which it may be until ``deadline``."""
         self._leave(request)
         request.move(state)
         self._enter(request, deadline)
 
     def _leave(self, request: Request) -> None:
-        """Its state, before it enters another."""
         if (queues := self._queues.get(request.state)) is None:
             del self._admitted[request.state][request]
             return
@@ -324,7 +331,7 @@ class LiveRequests:
     # --- what the node holds ----------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise PoolIntegrityError unless every slot is free, or owned by exactly the requests known here."""
+        """Raise PoolIntegrityError unless every slot is free or has exactly one owner that is known here."""
         admitted = self._admitted
         self.pools.check_integrity(
             {

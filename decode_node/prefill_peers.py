@@ -1,11 +1,11 @@
-"""Owns the connections to prefill nodes: found, registered with, heard of, lost, and found again.
+"""Owns the connections to prefill nodes: it finds and registers with them, and notices when they are lost.
 
-A peer is named by its bootstrap endpoint, and found through it again whenever it comes back, as the same run
-or another, on the same control port or another (``discovery.py``).
+A peer is named by its bootstrap endpoint. It is found through that again whenever it comes back, as the same
+run or another, on the same control port or another (``discovery.py``).
 
-A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has the
-time of a registration to come back with its rooms, and its endpoint is asked meanwhile whether it is gone. An
-engine that hangs leaves heartbeats unanswered, which are messages, although ZMQ goes on answering.
+A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has
+``REGISTER_TIMEOUT_SECS`` to come back with its rooms; meanwhile its endpoint is asked whether it is gone. An
+engine that hangs does not answer heartbeats, which are messages, although ZMQ itself still answers.
 
 ``poll`` never waits and reports what happened as events, oldest first.
 """
@@ -50,7 +50,7 @@ REGISTER_TIMEOUT_SECS = 5.0
 REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
 LAST_WORDS_SECS = 0.1
-"""After the end of a run's lane: what it had said, such as that a room is delivered, may be under way."""
+"""Time between the end of a run's lane and its loss: what it said before, such as RoomDone, may yet come."""
 
 
 class PeerPhase(StrEnum):
@@ -59,12 +59,12 @@ class PeerPhase(StrEnum):
     REGISTERING = "registering"
     """Connected, Register sent."""
     READY = "ready"
-    """Registered; heartbeats go to and fro."""
+    """Registered; heartbeats are exchanged."""
 
 
 @dataclass(frozen=True)
 class PeerReady:
-    """Registered: for the first time, again, or as another run of the node."""
+    """The peer is registered: for the first time, again, or as another run of the node."""
 
     address: PeerAddress
     instance_id: str
@@ -72,7 +72,7 @@ class PeerReady:
 
 @dataclass(frozen=True)
 class PeerRefused:
-    """The peer will not have this node, or the other way round; trying again changes nothing."""
+    """The peer refuses this node, or this node refuses the peer; trying again changes nothing."""
 
     address: PeerAddress
     error: str
@@ -80,7 +80,7 @@ class PeerRefused:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """A registered peer is gone, or hangs. ``last_heard_at``: of ``time.monotonic``, in seconds."""
+    """A registered peer is gone or hangs. ``last_heard_at`` is a time of ``time.monotonic``, in seconds."""
 
     address: PeerAddress
     instance_id: str
@@ -97,15 +97,15 @@ class InstanceGone:
 
 @dataclass(frozen=True)
 class WriterGone:
-    """The run ``instance_id`` wrote through shared memory alone, and has let go of it: nothing more lands.
-    Its rooms were reported lost before."""
+    """The run ``instance_id`` wrote through shared memory only, and has let go of it: nothing more lands. A
+    PeerLost came before."""
 
     instance_id: str
 
 
 @dataclass(frozen=True)
 class RoomMessage:
-    """A message about a room by the run that is registered; not checked against what is known of the room."""
+    """A message about a room from the registered run; the receiver checks it against its own rooms."""
 
     address: PeerAddress
     instance_id: str
@@ -114,7 +114,7 @@ class RoomMessage:
 
 @dataclass(frozen=True)
 class RanksChanged:
-    """What ``address_for`` says of this prefill node's rooms is not what it was."""
+    """The number of this prefill node's ranks has changed, and with it the answers of ``address_for``."""
 
     node: tuple[str, int]
 
@@ -132,14 +132,14 @@ class _Peer:
     phase: PeerPhase = PeerPhase.AWAY
     client: ControlClient | None = None
     instance_id: str = ""
-    """The run that was registered with; kept when it is lost, until it is known to be gone."""
+    """The run that was registered with. It is kept when it is lost, until it is known to have ended."""
     found_instance_id: str = ""
-    """The run that the look-up found which this connection was made for."""
+    """The run that a look-up found and that this connection was made to."""
     instance_heard_at: float = 0.0
-    """When that run was last heard, as opposed to a successor of it."""
+    """When the run ``instance_id`` itself was last heard, and not a successor."""
     page_size: int = 0
     lane: tuple[str, str] = ("", "")
-    """What the run writes over, and why; empty when it does not say."""
+    """The lane that the run writes over, and why; empty if it does not say."""
     last_error: str = ""
     last_used_at: float = 0.0
     connected_at: float = 0.0
@@ -148,13 +148,13 @@ class _Peer:
     """When its last message came."""
     beat_at: float = 0.0
     num_unanswered: int = 0
-    """Heartbeats since then. They are counted, since this node's own pauses are nobody's silence."""
+    """Heartbeats sent since ``heard_at``. Counting them, and not time, leaves out this node's own pauses."""
 
 
 @dataclass
 class PrefillPeers:
-    """All prefill nodes that this engine knows, each rank a peer of its own, for one thread. Times are of
-    ``time.monotonic``."""
+    """All prefill nodes that this engine knows; each rank is a peer of its own. Not thread-safe. Times are
+    those of ``time.monotonic``."""
 
     node_id: str
     session: str
@@ -163,25 +163,25 @@ class PrefillPeers:
     regions: tuple[Region, ...]
     heartbeats: Heartbeats
     health_timeout_secs: float
-    """Silence after which an engine counts as hung, and this node's peers with it."""
+    """Time without an answer after which a peer counts as hung."""
     poller: Poller
     keys: ControlKeys | None = None
     allowed: PeerList | None = None
-    """Where prefill nodes may be; None: anywhere."""
+    """Addresses that prefill nodes may have; None allows any."""
     lane_host: LaneHost | None = None
     """Hands this node's memory to prefill nodes of this machine; None: it stays private."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Messages dropped by connections that are closed by now; see ``num_dropped``."""
+    """Messages that closed connections have dropped; ``num_dropped`` adds those of open ones."""
 
     def __post_init__(self) -> None:
         self._peers: dict[PeerAddress, _Peer] = {}
         self._events: list[PeerEvent] = []
-        """What the ``poll`` that is under way has found so far."""
+        """Events that the ``poll`` under way will return."""
         self._num_peers_ever = 0
         self._num_ranks: dict[tuple[str, int], int] = {}
-        """Number of ranks of each node in ``_peers`` that has more than one."""
+        """Number of ranks of those nodes in ``_peers`` that have more than one."""
         self._ended: deque[tuple[str, float]] = deque()
-        """Runs whose lanes have ended, and when that was heard."""
+        """Runs whose lanes have ended, each with the time at which this was noticed."""
         self._wakeup = Wakeup()
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
@@ -189,11 +189,11 @@ class PrefillPeers:
     # --- what others ask --------------------------------------------------------------------------
 
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
-        """The rank of that prefill node whose business the room is; the first, until the node was found."""
+        """Return the rank of a prefill node that serves the room; the first one until the node is found."""
         return PeerAddress(host, port, room % self._num_ranks.get((host, port), 1))
 
     def use(self, address: PeerAddress, now: float) -> None:
-        """Get to know the peer, at the next ``poll``, and keep the connection open for a while."""
+        """Connect to the peer, from the next ``poll`` on, and keep the connection open for a while."""
         peer = self._peers.get(address)
         if peer is None:
             self._num_peers_ever += 1
@@ -205,31 +205,32 @@ class PrefillPeers:
         peer.last_used_at = now
 
     def may_entrust(self, address: PeerAddress) -> bool:
-        """Whether the peer is registered with, and connected."""
+        """Return whether the peer is connected and registered with, so that it may be given rooms."""
         peer = self._peers.get(address)
         return peer is not None and peer.phase is PeerPhase.READY
 
     def is_opening(self, address: PeerAddress, now: float) -> bool:
-        """Whether the peer is alive and about to register this node, whose memory it opens meanwhile."""
+        """Return whether the peer is alive and registering this node, which includes opening its memory."""
         peer = self._peers.get(address)
         if peer is None or peer.phase is not PeerPhase.REGISTERING:
             return False
         return now - peer.heard_at < REGISTER_TIMEOUT_SECS
 
     def instance_id(self, address: PeerAddress) -> str:
-        """The peer must be one that may be entrusted with a room; the same holds for ``page_size``."""
+        """Return the run of a peer that was registered with."""
         return self._peers[address].instance_id
 
     def page_size(self, address: PeerAddress) -> int:
+        """Return the page size of a peer that was registered with."""
         return self._peers[address].page_size
 
     def last_error(self, address: PeerAddress) -> str:
-        """Why the peer is not there; for the error that a client gets."""
+        """Return why the peer is not there, for the error that a client gets."""
         peer = self._peers.get(address)
         return peer.last_error if peer is not None and peer.last_error else "no answer yet"
 
     def send(self, address: PeerAddress, message: ToPrefill) -> bool:
-        """False when the message cannot leave: no connection, or a full queue."""
+        """Send a message. Returns False if it cannot leave: there is no connection, or its queue is full."""
         peer = self._peers.get(address)
         return peer is not None and peer.client is not None and peer.client.send(message)
 
@@ -239,7 +240,7 @@ class PrefillPeers:
 
     @property
     def lanes(self) -> tuple[PeerLane, ...]:
-        """What the registered peers write over; those left out that do not say."""
+        """Lanes that the registered peers write over; peers that do not say are left out."""
         ready = (peer for peer in self._peers.values() if peer.phase is PeerPhase.READY)
         return tuple(PeerLane(str(peer.address), *peer.lane) for peer in ready if peer.lane[0])
 
@@ -259,7 +260,7 @@ class PrefillPeers:
     # --- the loop's part --------------------------------------------------------------------------
 
     def poll(self, now: float, wanted: Container[PeerAddress]) -> list[PeerEvent]:
-        """Take in what has arrived and do what is due. ``wanted``: peers that somebody waits for."""
+        """Receive messages, do what is due, and return what happened. ``wanted``: peers that are needed."""
         self._wakeup.clear()
         for peer in tuple(self._peers.values()):
             self._receive(peer, now)
@@ -279,7 +280,7 @@ class PrefillPeers:
         while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
             instance_id, _ = self._ended.popleft()
             for peer in self._peers.values():
-                if peer.instance_id == instance_id:  # which has died, or has lost patience with this node
+                if peer.instance_id == instance_id:  # the run has died, or has given this node up
                     error = f"prefill node {peer.address} has let go of this node's memory"
                     self._give_up(peer, error)
             self._events.append(WriterGone(instance_id))
@@ -316,7 +317,9 @@ class PrefillPeers:
                 f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
                 f"{PROTOCOL_VERSION}; run the same release on both"
             )
-        elif message.geometry.index_rotation != self.geometry.index_rotation:  # older ones do not look
+        elif (
+            message.geometry.index_rotation != self.geometry.index_rotation
+        ):  # older releases do not check it
             error = (
                 f"index_rotation: prefill node {peer.address} has {message.geometry.index_rotation!r}, this "
                 f"node {self.geometry.index_rotation!r}; run the same release on both"
@@ -325,7 +328,7 @@ class PrefillPeers:
             self._reject(peer, error)
             return
         if message.instance_id != peer.found_instance_id:
-            # The socket connected again by itself. Whether the ranks are as many as before, a look-up says.
+            # The socket has reconnected by itself. A look-up tells whether the number of ranks has changed.
             self._run_is_over(peer, f"prefill node {peer.address} was restarted")
             return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
@@ -344,7 +347,7 @@ class PrefillPeers:
             log.error("%s", error)
             self._reject(peer, error)
         elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
-            # It does not know this node any more: it lost patience, or was restarted behind the same port.
+            # The peer does not know this node any more: it gave up, or was restarted behind the same port.
             self._register(peer, now)
 
     def _take_lookup(self, peer: _Peer, now: float) -> None:
@@ -455,7 +458,7 @@ class PrefillPeers:
         self.send(peer.address, Heartbeat(peer.num_unanswered))
 
     def _give_up(self, peer: _Peer, error: str) -> None:
-        """Disconnect; a peer whose run was registered with is reported lost."""
+        """Disconnect, and report the peer lost if its run was registered with."""
         if peer.phase is not PeerPhase.AWAY and peer.instance_id:
             log.warning("%s", error)
             self._events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
@@ -463,12 +466,12 @@ class PrefillPeers:
         peer.last_error = error
 
     def _reject(self, peer: _Peer, error: str) -> None:
-        """The same, and trying again changes nothing."""
+        """Give the peer up, and report that trying again changes nothing."""
         self._give_up(peer, error)
         self._events.append(PeerRefused(peer.address, error))
 
     def _run_is_over(self, peer: _Peer, error: str) -> None:
-        """The same, and the run that was registered with is known to have ended."""
+        """Give the peer up, and report that the run that was registered with has ended."""
         self._give_up(peer, error)
         if peer.instance_id:
             self._events.append(InstanceGone(peer.instance_id))

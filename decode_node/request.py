@@ -31,26 +31,26 @@ KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.HISPARSE: (PoolKind.HOST, PoolKind.INDEX),
     Mode.DENSE: (PoolKind.DEVICE, PoolKind.INDEX),
 }
-"""Where the KV and the indexer keys of a request are, and of the prefix that it leaves."""
+"""Pools that hold the KV and the indexer keys of a request, and of the prefix that it leaves."""
 
 
 class RequestState(StrEnum):
-    """Where a request is, and what it owns there."""
+    """The states of a request, and what it owns in each."""
 
     CONNECTING = "connecting"
-    """Waits for its prefill node to be registered with. Owns nothing."""
+    """Waits until its prefill node is registered with. Owns nothing."""
     WAITING = "waiting"
     """Waits in the admission queue. Owns nothing."""
     LANDING = "landing"
     """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
-    index pages, an aux slot and a req_row; hisparse: lookup slots, and the device slots of its hot buffer to
-    be. Of a held prefix it uses, and does not own, the pages before those."""
+    index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
+    its future hot buffer. It may use pages of a held prefix before these, which it does not own."""
     RUNNING = "running"
-    """Owns the same but the aux slot, and what it has grown by. In the next step when it is ``READY``; the
-    first has the prompt's last token as its newest."""
+    """Owns the same except the aux slot, and what it has grown by. It is in the next step if it is ``READY``;
+    the newest token of its first step is the prompt's last one."""
     ENDING = "ending"
-    """Has ended for its client, and owns the same as long as a step in flight, or what fills its row, uses
-    any of it. Its room and its id are free for others."""
+    """Has ended for its client. Owns the same until no step in flight, and nothing that fills its row, uses
+    any of it. Other requests may have its room and its id."""
     ENDED = "ended"
     """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
 
@@ -66,12 +66,12 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
 
 
 class RunStage(StrEnum):
-    """What a RUNNING request is about."""
+    """What a RUNNING request waits for, or does next."""
 
     AWAITS_GRAMMAR = "awaits grammar"
-    """What its output has to follow is being compiled."""
+    """The grammar that its output must follow is being compiled."""
     FILLING = "filling"
-    """Its row of the tables is being filled, or its hot buffer is."""
+    """Its row of the tables, or its hot buffer, is being filled."""
     LAST = "last"
     """No token may follow those in flight."""
     SITS_OUT = "sits out"
@@ -85,7 +85,7 @@ class IllegalMove(Exception):
 
 
 class PeerAddress(NamedTuple):
-    """The bootstrap endpoint that names a prefill node, and one of its ranks."""
+    """The bootstrap endpoint of a prefill node, and one of the node's ranks."""
 
     host: str
     port: int
@@ -101,89 +101,88 @@ class PeerAddress(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One sample of one prompt. Times are of ``time.monotonic``, in seconds."""
+    """One sample of one prompt. Times are those of ``time.monotonic``, in seconds."""
 
     request_id: str
     room: Room
     num_prompt_tokens: int
     sampling: SamplingParams
     flag: HisparseFlag
-    """What was asked for, or the node's policy when the request did not say."""
+    """The mode that the request asks for, or the node's policy if it does not say."""
     peer: PeerAddress
     arrived_at: float
     prompt: bytes
-    """Its token ids, as of ``pack_token_ids``; what stands for them once its KV is here is the last one's."""
+    """The prompt's token ids, packed by ``pack_token_ids``; only the last one once its KV is here."""
     root: PageKey = NO_ISOLATION
-    """The key of its isolation, behind which the keys of its pages come."""
+    """The key of its isolation, from which the keys of its pages follow."""
     scores: WantedScores | None = None
-    """The logprobs of the prompt's own tokens that its prefill node is to tell."""
+    """The logprobs of prompt tokens that its prefill node must send."""
     arrived_seq: int = -1
     """Order of arrival."""
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
-    """When the present state has lasted too long; infinite while running."""
+    """The time at which its present state has lasted too long; infinite while it runs."""
     prompt_keys: PromptKeys | None = None
-    """By which its KV is found when it has ended, and what is held for it; None: neither."""
+    """Keys that find held pages for it, and its own pages once they are held; None turns off both."""
     dense_refusal: str = ""
     """Why this request cannot be dense; empty when it can."""
     is_speculative: bool = True
     """Whether its steps may verify drafts."""
     first_sample: Request | None = None
-    """The first sample of the same prompt, where this is another one."""
+    """The first sample of the same prompt; None if this is the first."""
     prompt_token_ids: NDArray[np.int32] | None = None
-    """Each that the prompt has, once, where draws depend on them; behind these the resumed ones in order."""
+    """The prompt's distinct token ids, then its resumed ones in order; None if no draw depends on them."""
 
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
     held_prefix_tokens: int = 0
-    """Leading tokens of the prompt, in whole pages, whose KV and indexer keys were here already: nothing
-    lands for them."""
+    """Tokens of the prompt, in whole pages, whose KV and indexer keys were held: nothing lands there."""
     prefix: Prefix | None = None
-    """The first of its pages, shared with whoever begins alike; its own are behind them."""
+    """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
-    """What it owns of the pools of tokens."""
+    """The slots that it owns in ``TOKEN_POOLS``."""
     reserved_tokens: int = 0
-    """Positions, from 0 on, that have a slot in every pool that they need one in."""
+    """Positions, from 0 on, that have a slot in each pool in which they need one."""
     hot_capacity: int = 0
     """Entries of the hot buffer; 0 when dense."""
     admitted_seq: int = -1
     """Order of admission."""
     instance_id: str = ""
-    """The run of the prefill node that got the Bootstrap; empty where nothing lacks."""
+    """The run of the prefill node that got the Bootstrap; empty if it needs no prefill node."""
     num_scored: int = 0
-    """Positions whose scores have come."""
+    """Prompt positions whose scores have come."""
 
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)
     unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """The latest of the output, which the front has not been told of."""
+    """Logprobs of the output that, like ``unsent_token_ids``, the front has not got yet."""
     grammar: Future[Grammar] | None = None
-    """What its output has to follow, asked for with its KV; None where that is nothing, and at its end."""
+    """The grammar that its output must follow; None without one, until it is asked for, and at its end."""
     grammar_asked_at: float = 0.0
     matcher: Matcher | None = None
-    """How far its output has come in that, steps in flight left out; None until it is compiled."""
+    """The output's place in the grammar, without steps in flight; None until the grammar is compiled."""
     is_filling: bool = False
-    """Whether its row, or its hot buffer, may still be being filled."""
+    """Whether filling of its row or its hot buffer may still be under way."""
     is_sound: bool = False
-    """When ENDING: whether the KV that it has made is as it should be."""
+    """Whether, when it is ENDING, all of its KV is right, so that it may be held."""
     num_in_flight: int = 0
-    """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
-    planned. Of a step that verifies drafts, the one token that it is sure to yield."""
+    """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts left
+    out. At most one when a step is planned."""
     num_drafts_in_flight: int = 0
-    """Drafts that launched steps verify at most: so many tokens more may come."""
+    """Most drafts that launched steps verify: as many tokens more may come."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """What the draft layer guesses to follow the newest token; the next step takes them."""
+    """Tokens that the draft layer guesses to follow the newest one; the next step takes them."""
     num_drafted: int = 0
     num_accepted: int = 0
-    """Drafts that were verified and accepted."""
+    """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Per hot group, what a new hot buffer is to be warmed with, most useful first."""
+    """Positions to warm a new hot buffer with, for each hot group, most useful first."""
     delivery: RoomDone | None = None
-    """What its prefill node said of the KV that it has sent."""
+    """The prefill node's message that all KV is sent; None if there was none."""
     row_counters: tuple[int, int, int] = (0, 0, 0)
-    """Hits, misses and evictions of its row; ``earlier_counters``: of the rows that it had before."""
+    """Hits, misses and evictions of its present row; ``earlier_counters`` has those of its earlier rows."""
     earlier_counters: tuple[int, int, int] = (0, 0, 0)
     num_retractions: int = 0
 
@@ -192,36 +191,35 @@ class Request:
 
     @property
     def first_resumed(self) -> int:
-        """The position from which on the prompt is the output so far of a request that goes on here."""
+        """First position of the prompt that is output already, of a resumed stream; else the prompt's end."""
         return self.num_prompt_tokens - self.sampling.num_resumed_tokens
 
     @property
     def first_stepped(self) -> int:
-        """The position from which on KV is of decode steps, or rounded like theirs: that of the last token
-        before the output. Where these tokens are inside another one's prompt, their KV has other bits on a
-        GPU."""
+        """First position whose KV is computed, or rounded, as in a decode step: the last one before the
+        output. On a GPU the KV of the same tokens inside a prompt has other bits."""
         return self.first_resumed - 1
 
     @property
     def num_landing_tokens(self) -> int:
-        """The end of the positions whose KV the prefill node sends: the last token's is the first step's."""
+        """End of the positions whose KV the prefill node sends; the first step computes the last token's."""
         return self.num_prompt_tokens - 1
 
     @property
     def lacks_nothing(self) -> bool:
-        """Whether it needs no prefill node: all KV but the last token's is here, and no score is wanted."""
+        """Whether it needs no prefill node: all KV but the last token's is held, and no score is wanted."""
         return self.held_prefix_tokens == self.num_landing_tokens and self.scores is None
 
     @property
     def newest_token_id(self) -> int:
-        """The input of its next step, steps in flight left out."""
+        """The input of its next step, if no step is in flight."""
         if self.output_token_ids:
             return self.output_token_ids[-1]
         return int(unpack_token_ids(self.prompt[-TOKEN_BYTES:])[0])
 
     @property
     def resumed_token_ids(self) -> NDArray[np.int32]:
-        """The end of the prompt that is the output's beginning, where draws depend on it."""
+        """The prompt's last tokens, which are output already; empty if no draw depends on them."""
         num_resumed = self.sampling.num_resumed_tokens
         if not num_resumed or self.prompt_token_ids is None:
             return np.empty(0, np.int32)
@@ -229,23 +227,23 @@ class Request:
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether its tokens have to be counted: asked for each step."""
+        """Whether its tokens have to be counted; cached, since each step asks."""
         return self.sampling.changes_logits
 
     @property
     def life_tokens(self) -> int:
-        """Token slots of the whole life: the last output token's KV is never computed."""
+        """Token slots that its whole life takes; the last output token's KV is never computed."""
         return self.num_prompt_tokens + self.sampling.max_new_tokens - 1
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV exists, steps in flight left out: all but the newest output token."""
+        """Tokens whose KV exists, without steps in flight: all but the newest token."""
         return self.num_prompt_tokens + len(self.output_token_ids) - 1
 
     @property
     def next_seq_len(self) -> int:
-        """Length of the sequence in the next step, the newest token included; the longest that it may have
-        while drafts are in flight."""
+        """Length of the sequence in the next step, the newest token included. While drafts are in flight, it
+        is the greatest possible length."""
         return self.num_kv_tokens + self.num_in_flight + self.num_drafts_in_flight + 1
 
     @property
@@ -255,42 +253,42 @@ class Request:
 
     @property
     def is_sure_of_next(self) -> bool:
-        """Whether it has a next step, and slots for it, however many of the drafts in flight are right."""
+        """Whether it has a next step and slots for it, however many drafts in flight are right."""
         num_tokens = self.next_index + self.num_drafts_in_flight
         return num_tokens < self.sampling.max_new_tokens and self.has_slots_for_next
 
     @property
     def next_index(self) -> int:
-        """Output tokens before the one that the next step samples; more where drafts in flight are right."""
+        """Output tokens before the one that the next step samples, if no draft in flight is right."""
         return len(self.output_token_ids) + self.num_in_flight
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether its next token is that of the largest logit, and nobody asks for more than that."""
+        """Whether its next token is just the one with the largest logit, and no logprobs are wanted."""
         params = self.sampling
         if params.grammar or params.temperature != 0 or params.num_logprobs is not None:
             return False
         return self.next_index >= params.min_new_tokens and not self.changes_logits
 
     def enter_step(self, most_drafts: int) -> None:
-        """A step that verifies so many of its drafts at most was launched."""
+        """Note that a step was launched that verifies at most ``most_drafts`` of its drafts."""
         self.num_in_flight += 1
         self.num_drafts_in_flight += most_drafts
 
     def leave_step(self, most_drafts: int) -> None:
-        """Note that the tokens of that step are read, and are added next."""
+        """Note that the tokens of such a step are read; the caller emits them next."""
         self.num_in_flight -= 1
         self.num_drafts_in_flight -= most_drafts
 
     @property
     def owned(self) -> Holding:
-        """The holding of a request that has one. Raises IllegalMove otherwise."""
+        """The request's holding. Raises IllegalMove if it has none."""
         if self.holding is None:
             raise IllegalMove(f"room {self.room} is {self.state} and owns nothing")
         return self.holding
 
     def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
-        """Its slots in the order of positions: those that it shares, and its own behind them."""
+        """Return its slots in the order of positions: those that it shares, then its own."""
         if self.prefix is None or kind not in self.kv_pools:
             return self.owned[kind]
         return joined(self.prefix.extents(kind) + self.owned[kind])
@@ -313,12 +311,12 @@ class Request:
 
     @property
     def has_slots_for_next(self) -> bool:
-        """Whether the next token has its slots; who has none for it waits until it is given some."""
+        """Whether the next step's positions have slots; without them the request sits out."""
         return self.reserved_tokens >= self.next_seq_len
 
     @property
     def run_stage(self) -> RunStage:
-        """What a RUNNING request is doing."""
+        """The stage of a RUNNING request."""
         if self.sampling.grammar and self.matcher is None:
             return RunStage.AWAITS_GRAMMAR
         if self.is_filling:
@@ -328,25 +326,27 @@ class Request:
         return RunStage.READY if self.has_slots_for_next else RunStage.SITS_OUT
 
     def take_drafts(self, max_drafts: int) -> list[int]:
-        """The drafts that its next step verifies, ``max_drafts`` at most, and none behind the last token that
-        was asked for; the step after has others."""
+        """Return the drafts that its next step verifies, and forget all of them.
+
+        These are at most ``max_drafts``, and none behind the last token that was asked for.
+        """
         drafts, self.draft_token_ids = self.draft_token_ids, []
         num_left = self.sampling.max_new_tokens - self.next_index
         return drafts[: max(0, min(max_drafts, num_left - 1))]
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether it may go on as hisparse, its device pages for others: unless it shares some."""
+        """Whether it is dense and may become hisparse to free its device pages: not if it shares pages."""
         return self.mode is Mode.DENSE and self.prefix is None
 
     @property
     def may_share(self) -> bool:
-        """Whether others may use the pages of its prompt while it runs: unless it may have to leave them."""
+        """Whether others may use its prompt's pages while it runs: not if it may have to give them up."""
         return self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
-        """Keys of the prompt's pages that may come from a held prefix: those with the bits of prompts."""
+        """Keys of the prompt pages that may come from a held prefix: those before ``first_stepped``."""
         if self.prompt_keys is None:
             return ()
         return self.prompt_keys.keys[: self.first_stepped // self.prompt_keys.page_size]
@@ -361,7 +361,7 @@ class Request:
         return self.prompt_keys.with_output(pack_token_ids(self.output_token_ids))[:num_pages]
 
     def move(self, state: RequestState) -> None:
-        """Enter ``state``. Raises IllegalMove, with the room, when the transition table does not allow it."""
+        """Enter ``state``. Raises IllegalMove, with the room, if the transition table does not allow it."""
         if state not in _MOVES[self.state]:
             raise IllegalMove(f"room {self.room} cannot go from {self.state} to {state}")
         self.state = state

@@ -1,8 +1,8 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
 Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``RequestTables``), and the word to the front or the prefill node. Nothing here waits: a request that ends in
-the middle of a step is ENDING until that is over.
+(``RequestTables``), and the message to the front or the prefill node. A request that ends in the middle of a
+step stays ENDING until that step is over; no handler waits for a step.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ from hisparse_pd.transfer.aux_record import AuxMismatch
 log = logging.getLogger(__name__)
 
 CONTACT_TIMEOUT_SECS = 10.0
-"""A request's wait for its prefill node to be found and registered with at most."""
+"""Longest time that a request waits for its prefill node to be found and registered with."""
 
 _OTHERS_MAY_DO_BETTER = (429, 502, 503)
-"""Status of rooms that another prefill node may serve: this one is full, was cut off, or shuts down."""
+"""Statuses of failed rooms that another prefill node may serve: this one is full, cut off or stopping."""
 
 _DEFAULT_FLAG = {
     HisparsePolicy.AUTO: HisparseFlag.AUTO,
@@ -89,7 +89,10 @@ _DEFAULT_FLAG = {
 
 @dataclass
 class RequestLife:
-    """``send`` takes messages to the front. Times are of ``time.monotonic``."""
+    """Handlers of what happens to requests. Times are those of ``time.monotonic``.
+
+    ``send`` takes messages to the front.
+    """
 
     limits: Limits
     policy: HisparsePolicy
@@ -101,7 +104,7 @@ class RequestLife:
     send: Callable[[FromEngine], None]
     contact_timeout_secs: float = CONTACT_TIMEOUT_SECS
     stream_interval: int = 1
-    """Tokens in a message to the front; a request's first and last ones do not wait."""
+    """Tokens in a message to the front; a request's first and last tokens are sent at once."""
 
     # --- from the front ---------------------------------------------------------------------------
 
@@ -115,9 +118,10 @@ class RequestLife:
         prompt_token_ids: NDArray[np.int32] | None = None,
         first_sample: Request | None = None,
     ) -> Request | None:
-        """Take a request in, or answer at once why not. ``root``, ``prompt``: see ``GenerateGroup``.
-        ``prompt_keys``: None when nothing is held for it; ``prompt_token_ids``: None when no draw depends on
-        which the prompt has."""
+        """Take a request in and return it, or send the error that refuses it.
+
+        ``root``, ``prompt``: see ``GenerateGroup``; the other arguments: see ``Request``.
+        """
         num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
@@ -159,7 +163,7 @@ class RequestLife:
         return request
 
     def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
-        """The client is gone, or has all it asked for: no answer. Unknown ids are of requests that ended."""
+        """End a request whose client is gone or has its answer. Unknown ids are those of ended requests."""
         request = self.requests.get_by_id(request_id)
         if request is not None:
             if not has_finished:
@@ -168,7 +172,7 @@ class RequestLife:
             self._end(request, now, is_sound=True)
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
-        """The operator says that this run of a prefill node is over. One that answers is not."""
+        """Release the rooms of a run that an operator declares over, unless that run still answers."""
         peers = {entry.peer for entry in self.requests.quarantine if entry.instance_id == instance_id}
         for peer in peers:
             if self.peers.may_entrust(peer) and self.peers.instance_id(peer) == instance_id:
@@ -201,7 +205,7 @@ class RequestLife:
                 assert_never(event)
 
     def _readdress(self, event: RanksChanged, now: float) -> None:
-        """What was not given to a rank yet goes to the one whose business it is."""
+        """Move requests that no rank has been given yet to the rank that serves their room now."""
         for request in self.requests.select(RequestState.CONNECTING, RequestState.WAITING):
             if request.peer.node != event.node:
                 continue
@@ -212,7 +216,7 @@ class RequestLife:
                 self.peers.use(address, now)
 
     def _repeat_messages(self, event: PeerReady) -> None:
-        """The same run may have missed what was said before it registered us; repetition is harmless."""
+        """Repeat what the same run may have missed before it registered this node; repetition is harmless."""
         for request in self.requests.of_peer(event.address):
             if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
                 self.peers.send(event.address, _bootstrap(request))
@@ -225,7 +229,8 @@ class RequestLife:
                 self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
-        """Running requests need the peer no more, and what came after its last word was not its to lose."""
+        """Fail the requests that need the lost peer. Running ones do not; those that came after its last word
+        go on waiting for it."""
         for request in self.requests.of_peer(event.address):
             match request.state:
                 case RequestState.LANDING:
@@ -241,7 +246,8 @@ class RequestLife:
                     assert_never(request.state)
 
     def _room_message(self, event: RoomMessage, now: float) -> None:
-        """Only the run that was given the room knows what is in flight; its successor never heard of it."""
+        """Take a message only from the run that was given the room: its successor knows nothing of writes in
+        flight."""
         message = event.message
         room = Room(message.room)
         request = self.requests.get(room)
@@ -266,7 +272,7 @@ class RequestLife:
                     self.metrics.drop("late")
                 case _:
                     assert_never(message)
-        entry = self.requests.quarantine.get(room)  # since now, if the message has ended the request
+        entry = self.requests.quarantine.get(room)  # just entered if the message has ended the request
         if entry is not None and (entry.peer, entry.instance_id) == sender:
             self._quarantined_message(entry, message, now)
         elif not was_landing:
@@ -291,7 +297,7 @@ class RequestLife:
                 assert_never(message)
 
     def _scored(self, request: Request, message: RoomScores, now: float) -> None:
-        """Logprobs of prompt tokens, for the front."""
+        """Pass logprobs of prompt tokens on to the front."""
         row_bytes = score_dtype(message.num_top).itemsize
         wanted = request.scores
         if (
@@ -312,7 +318,7 @@ class RequestLife:
         self.fail(request, 502, f"prefill node {request.peer} sent {error}", now, PREFILL_NODE_FAILED)
 
     def _landed(self, request: Request, message: RoomDone, now: float) -> None:
-        """All bytes are here: go on with the prompt's last token."""
+        """Take the aux record of a request all of whose KV is here, and start it."""
         if request.scores is not None:
             num_wanted = max(0, request.num_prompt_tokens - request.scores.first)
             if request.num_scored != num_wanted:
@@ -336,7 +342,7 @@ class RequestLife:
         self._start(request, now)
 
     def _start(self, request: Request, now: float) -> None:
-        """All its KV is here but the last token's, which its first step makes."""
+        """Start a request: all its KV is here but the last token's, which its first step computes."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
@@ -376,7 +382,7 @@ class RequestLife:
             self.fail(request, 400, error, now)
 
     def expire(self, now: float) -> None:
-        """End what has taken too long, and free what was used or quarantined for long enough."""
+        """End requests that have taken too long, and free slots that nothing uses any more."""
         self.release_ended(now)
         self.requests.quarantine.expire(now)
         self._report_stuck(now)
@@ -448,7 +454,7 @@ class RequestLife:
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
-        """Other device slots for a running request that is in no step."""
+        """Exchange the device slots of a running request, which must be in no step."""
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
@@ -464,7 +470,7 @@ class RequestLife:
         self._on_device(self.tables.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
-        """A slice of what rows are filled with, and who is FILLING no more."""
+        """Launch the next slices of rows that are being filled, and note which rows are filled."""
         failed = self.tables.go_on()
         for request in self.requests.select(RequestState.RUNNING):
             if not request.is_filling:
@@ -478,8 +484,10 @@ class RequestLife:
     def _on_device(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
     ) -> bool:
-        """Do to a running request's memory and tables what its move needs. False when it failed and ended,
-        with its slots free for the others, as their plan wants them."""
+        """Apply ``action`` to a running request, and return whether that worked.
+
+        If not, the request fails and its slots are freed at once, as the rest of the plan needs them.
+        """
         try:
             action(request)
         except Exception as error:
@@ -494,7 +502,7 @@ class RequestLife:
     def emit(
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], now: float
     ) -> None:
-        """Give its next tokens to the client, up to the one that ends the request if there is one."""
+        """Give a request's next tokens to its client, up to the one that ends it if there is one."""
         is_first = not request.output_token_ids
         if is_first:
             request.phases.end(now)
@@ -547,8 +555,10 @@ class RequestLife:
         request.unsent_logprobs.clear()
 
     def row_is_wrong(self, request: Request, now: float) -> None:
-        """Something that was read for it is not what was written: nothing that was made of it may be used.
-        Its tokens until then are right."""
+        """Stop using the KV of a request for which a row was read that is not what was written.
+
+        Its tokens until then are right.
+        """
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
@@ -559,7 +569,7 @@ class RequestLife:
             request.is_sound = False
 
     def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
-        """Its grammar says no more which tokens may come, as when it is too complex from here on."""
+        """Fail a request whose grammar cannot tell the next tokens, as when it gets too complex."""
         self.fail(request, 400, f"the output cannot follow its grammar: {error}", now)
 
     def fail(self, request: Request, status: int, error: str, now: float, code: str = "") -> None:
@@ -573,8 +583,8 @@ class RequestLife:
         self.send(RequestFailed(request.request_id, status, error, code, request.phases.take()))
 
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
-        """The one way out of every state: of steps, of the tables, of the books."""
-        request.grammar = None  # nobody else may want it
+        """Take a request out of steps, tables and books: the one way out of every state."""
+        request.grammar = None  # no other request may need it
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
             return
@@ -583,26 +593,28 @@ class RequestLife:
         self._let_go(request, now)
 
     def _let_go(self, request: Request, now: float, *, waits: bool = False) -> None:
-        """Release what a request that is ENDING owns, unless the step that it is in, or what fills its row,
-        uses any of it (I1). ``waits``: wait for what fills the row, though for no step."""
+        """Release what an ENDING request owns, unless a step in flight or the filling of its row uses any of
+        it (I1). ``waits``: wait for the filling to end; a step is never waited for."""
         if not request.num_in_flight and (waits or self.tables.is_ready(request)):
             self.tables.release(request)
             self.requests.release(request, now)
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:
-        """Let go of what those own that are ENDING, as soon as nothing uses it any more."""
+        """Release what ENDING requests own, where nothing uses it any more. ``waits``: see ``_let_go``."""
         for request in self.requests.select(RequestState.ENDING):
             self._let_go(request, now, waits=waits)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
-        """Spare the prefill node the work of a room that ends here."""
+        """Tell the prefill node of a LANDING request that the room ends, so that it stops its work."""
         if request.state is RequestState.LANDING:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 
 
 def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
-    """One of ``ROW_KINDS``, by where the row came from and where it was read. ``num_landing_tokens``: the end
-    of the positions that a prefill node computes."""
+    """Return one of ``ROW_KINDS``, by where the row came from and where it was read.
+
+    ``num_landing_tokens``: the end of the positions that a prefill node computes.
+    """
     if wrong.read_at is ReadAt.SCRUB:
         return "scrub"
     if wrong.item.position >= num_landing_tokens:
@@ -611,7 +623,7 @@ def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
 
 
 def _bootstrap(request: Request) -> Bootstrap:
-    """What is missing of the prompt's KV, and where it is to land."""
+    """Return the message that says which KV of the prompt is missing, and where it is to land."""
     start, stop = request.held_prefix_tokens, request.num_landing_tokens
     return Bootstrap(
         room=request.room,

@@ -1,7 +1,7 @@
-"""Verifies rows of hot buffers where they lie, whether or not a step reads them.
+"""Verifies rows of hot buffers in place, whether or not a step reads them.
 
-Every few steps one request's hot buffer is verified in one hot group, before a step that the request is in:
-wrong rows come with that step's results.
+Every few steps one request's hot buffer is verified in one hot group, before a step that the request is in.
+That step's results report wrong rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEPS_BETWEEN: Final = 32
 
 
 class Scrubber:
-    """Verifies a little at a time; without row checks nothing."""
+    """Verifies hot buffers a little at a time; does nothing without row checks."""
 
     def __init__(self, tables: RequestTables) -> None:
         self._tables = tables

@@ -1,4 +1,4 @@
-"""The decode node's front: the client's answer, as text, whole or streamed, with the prompt's logprobs."""
+"""The decode node's front: it answers clients in text, whole or streamed, with the prompt's logprobs."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def run(settings: DecodeSettings) -> int:
 
 @contextmanager
 def apps(node: NodeContext) -> Iterator[tuple[Starlette, ...]]:
-    """By its name further fronts, processes of their own, get it."""
+    """Yield the front's application. Further fronts, which are processes of their own, find this by name."""
     with closing(DecodeContext.of(node)) as context:
         yield (create_decode_app(context),)
 
 
 def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-    # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
+    # Only the engine's process imports these: the front needs no torch, and starts in half the time without.
     from hisparse_pd.decode_node.engine import DecodeEngine
     from hisparse_pd.engine.start import run_engine_process
 
@@ -84,8 +84,10 @@ def create_decode_app(context: DecodeContext) -> Starlette:
 
 
 async def _drain(context: DecodeContext, request: Request) -> Response:
-    """As SIGTERM to the node: its first front, of which the others are children, gets one. Asked for again it
-    is no second one, which would end the wait for requests in flight."""
+    """Drain the node, as SIGTERM does: its first front, the parent of the others, gets that signal.
+
+    A repeated call sends no second signal, which would end the wait for requests in flight.
+    """
     if not context.link.is_leaving:
         os.kill(os.getpid() if context.link.front_number == 0 else os.getppid(), signal.SIGTERM)
     return json_response({"status": "the node takes nothing new, and ends"})
@@ -94,7 +96,7 @@ async def _drain(context: DecodeContext, request: Request) -> Response:
 async def _deltas(
     context: DecodeContext, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
 ) -> AsyncGenerator[Delta, None]:
-    """Run the samples; yield what comes, until all have finished. ``scores``, by prompt, are filled.
+    """Run the samples, and yield what comes until all have finished. Fills ``scores``, by prompt.
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
@@ -127,7 +129,7 @@ async def _deltas(
             if delta.finish is not None:
                 work.timeline.finished(output.index, len(output.token_ids), delta.finish.reason)
                 num_live -= 1
-                group.finish(event.request_id)  # a stop string is news to the engine
+                group.finish(event.request_id)  # the engine does not know of stop strings
             yield delta
 
 
@@ -136,7 +138,7 @@ def _request_id(output: SampleOutput) -> str:
 
 
 def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
-    """``tokens`` as the client sees them: none where none is wanted."""
+    """Return ``tokens`` as the client sees them: none if the sample wants none."""
     if not output.sample.is_empty:
         return tokens
     return Tokens(tokens.request_id, (), finish_reason=FinishReason.LENGTH, stats=tokens.stats)
