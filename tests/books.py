@@ -1,4 +1,4 @@
-"""Requests of a decode node without an engine: their records, and the books that plans are carried out in."""
+"""Requests of a decode node without an engine: their records, and plans that are carried out on the books."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hisparse_pd.protocol.messages import Room
 
 PEER = PeerAddress("prefill", 8998)
 HOT_BUFFER = 8
-"""Entries, of requests that no plan admits."""
+"""Hot buffer entries of the admissions that are made here and not planned."""
 
 
 def make_request(
@@ -26,7 +26,7 @@ def make_request(
     arrived_at: float = 0.0,
     **more: Any,
 ) -> Request:
-    """``more``: other attributes."""
+    """Make a request. ``more``: other attributes."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt = pack_token_ids(range(num_prompt_tokens))
     request = Request(f"id-{room}", Room(room), num_prompt_tokens, sampling, flag, peer, arrived_at, prompt)
@@ -36,14 +36,14 @@ def make_request(
 
 
 def enqueue(rooms: LiveRequests, request: Request, deadline: float = 9.0) -> Request:
-    """Its prefill node is registered with at once."""
+    """Open a request and let it wait for admission, as if its prefill node were registered with."""
     rooms.open(request)
     rooms.queue(request, RequestState.WAITING, deadline)
     return request
 
 
 def admission_of(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> Admission:
-    """With ``num_slots`` for KV, those included of all that is held of its prompt."""
+    """Make an admission with ``num_slots`` for KV, those of held pages of its prompt included."""
     found = rooms.held.find(request.usable_keys, KV_POOLS[mode])
     num_pages = found.num_pages if found else 0
     num_own = num_slots - num_pages * rooms.pools.page_size
@@ -55,14 +55,14 @@ def admission_of(rooms: LiveRequests, request: Request, mode: Mode, num_slots: i
 
 
 def land(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> Request:
-    """Open it, and admit it at once."""
+    """Open a request and admit it at once."""
     admission = admission_of(rooms, enqueue(rooms, request), mode, num_slots)
     carry_out(rooms, StepPlan(admissions=(admission,)))
     return request
 
 
 def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> None:
-    """As a node does, without its memory. The run of a prefill node is named after its address."""
+    """Carry out a plan as a node does, without memory. A prefill node's run is named after its address."""
     for admission in plan.admissions:
         rooms.use_held(admission)
     for exchange in plan.exchanges:
@@ -75,7 +75,7 @@ def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> Non
 
 
 def end(rooms: LiveRequests, request: Request, now: float = 0.0, *, is_sound: bool = False) -> None:
-    """As a node does when no step uses what the request owns."""
+    """End a request as a node does once no step uses what it owns."""
     if request.state is RequestState.RUNNING:
         rooms.start_ending(request, is_sound=is_sound)
     rooms.release(request, now)

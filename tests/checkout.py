@@ -1,4 +1,4 @@
-"""Copies of the checkout, for what is built of it elsewhere."""
+"""Copies of the checkout, for tests that build from it elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 def files_of_checkout(*paths: str) -> list[str]:
-    """What git has, or would take, of ``paths`` and is there; all without one. Links to folders are files."""
+    """Return the files of ``paths``, or all, that git tracks or would add. Links to folders are files."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *paths]
     listing = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60).stdout
     return [name for name in listing.split("\0") if name and (REPO / name).exists()]

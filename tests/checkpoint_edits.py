@@ -1,4 +1,4 @@
-"""Changes to the files of a checkpoint that a test has for itself."""
+"""Changes to the files of a checkpoint that only one test uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def edit_config(checkpoint: Path, **changes: Any) -> None:
 
 
 def edit_weights(checkpoint: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    """``edit`` changes the tensors of the checkpoint's one file, by name."""
+    """Let ``edit`` change the tensors of the checkpoint's one file, by name."""
     from safetensors.torch import load_file, save_file
 
     file = checkpoint / "model.safetensors"

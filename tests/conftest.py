@@ -1,4 +1,4 @@
-"""What every kind of test shares: the tiny checkpoints, and those of random weights with tied scores."""
+"""What every kind of test shares: scheduling, tiny checkpoints, and random ones with tied scores."""
 
 import functools
 import gc
@@ -15,9 +15,9 @@ import pytest
 
 # Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As engines start: threads that wait leave the cores to others, where there are several all the same.
+# As engines are started: where a pool has several threads all the same, waiting ones yield the cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# As the nodes have it (kernels.row_math.fix_arithmetic), before the first product of any test.
+# As on the nodes (kernels.row_math.fix_arithmetic); it counts from the first product of any test.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # How long an example takes says nothing on a machine that is busy with others.
 hypothesis.settings.register_profile("busy machine", deadline=None)
@@ -28,14 +28,14 @@ REPO = Path(__file__).parents[1]
 SHARED_PAIRS = ("pair", "trained_pair")
 """Fixtures of ``tests.integration.conftest``."""
 OF_EACH_MODEL = "tests/integration/test_oracle.py"
-"""It would be half of `make test-full` in one process."""
+"""A file that would take half of `make test-full` in one process."""
 LAST = "tests/integration/test_live_page.py"
-"""It takes a node away from the pair that it shares."""
+"""A file that runs last, because it takes a node away from the pair that it shares."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """No garbage collection looks at what tests import: it took a third of this, and more later."""
+    """Keep garbage collection away from what tests import: it took a third of this time, and more later."""
     gc.disable()
     try:
         return (yield)
@@ -45,13 +45,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The router's tests, which mostly wait, run beside those that compute instead of alone at the end."""
+    """Run the router's tests, which mostly wait, beside those that compute instead of alone at the end."""
     items.sort(key=lambda item: (item.path.match(LAST), not item.nodeid.startswith("tests/unit/router/")))
 
 
 @functools.cache
 def shared_pair(file: str) -> str | None:
-    """The shared pair that the tests of ``file`` ask for."""
+    """Return the shared pair that the tests of ``file`` ask for, or None."""
     text = (REPO / file).read_text() if file.startswith("tests/integration/") else ""
     asked = (
         name for name in SHARED_PAIRS if f" {name}: Deployment" in text or f"({name}: Deployment" in text
@@ -61,9 +61,9 @@ def shared_pair(file: str) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: the files of a shared pair go to one process, which alone starts it.
+    """With ``--dist loadfile``, send all files of a shared pair to one process, which alone starts it.
 
-    Of ``OF_EACH_MODEL`` the tests of a model do, by the end of their names.
+    The tests of ``OF_EACH_MODEL`` go to one process a model, by the end of their names.
     """
     if config.getoption("dist") != "loadfile":
         return None
@@ -81,9 +81,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def processes_hear_hangups() -> Iterator[None]:
-    """The processes that tests start get SIGHUP's default also where the tests run under ``nohup``.
+    """Give processes that tests start the default of SIGHUP, also where the tests run under ``nohup``.
 
-    A signal that is ignored stays ignored in a program that is started; one with a handler does not.
+    An ignored signal stays ignored in a program that is started; a handled one gets its default.
     """
     before = signal.getsignal(signal.SIGHUP)
     if before is signal.SIG_IGN:
@@ -94,7 +94,7 @@ def processes_hear_hangups() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def certificates_are_read_once() -> Iterator[None]:
-    """Each client of httpx reads those of the machine, and each call of its functions makes one: 17 ms."""
+    """Read the machine's certificates once: every client of httpx reads them, in 17 ms."""
     import httpx._transports.default as transports
 
     with pytest.MonkeyPatch.context() as patch:

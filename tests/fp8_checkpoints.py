@@ -1,4 +1,4 @@
-"""Tiny checkpoints in fp8, and the same weights in float32 for whoever reads no fp8."""
+"""Tiny checkpoints in fp8, and the same weights in float32 for code that reads no fp8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.checkpoints.quantize_fp8 import quantize_checkpoint
 
 
 def write_fp8_checkpoint(directory: Path, variant: str, draft_gain: float | None = None) -> tuple[Path, Path]:
-    """A checkpoint in fp8 and its equal in float32, both below ``directory``."""
+    """Write a checkpoint in fp8 and its equal in float32 below ``directory``; return both."""
     from safetensors.torch import load_file, save_file
 
     original, in_fp8, in_float32 = (directory / name for name in ("original", "fp8", "float32"))

@@ -1,4 +1,4 @@
-"""The isolation that tests give prompts where they are about something else."""
+"""The isolation root of prompts in tests that are about something else."""
 
 from hisparse_pd.protocol.messages import ROOT_BYTES
 

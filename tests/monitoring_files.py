@@ -1,4 +1,4 @@
-"""The queries of deploy/monitoring, of the alerts and of the dashboard, with the metrics that they name."""
+"""Queries of the alerts and of the dashboard in deploy/monitoring, with the metrics that they name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DASHBOARD = MONITORING / "grafana" / "dashboards" / "hisparse-pd.json"
 SCRAPE_LABELS = frozenset(("instance", "job"))
 """Labels that Prometheus adds."""
 RANK_LABEL = "dp_rank"
-"""Only what nodes of several ranks say of their engines has it."""
+"""Label of an engine's metrics at nodes of several ranks."""
 
 _SELECTOR = re.compile(r"(hisparse_pd:\w+)(?:\{([^}]*)\})?")
 _WORDS_MATCHER = re.compile(r'(\w+)\s*=~?\s*"([\w|]+)"')
@@ -34,7 +34,7 @@ class Query:
 
     @property
     def metrics(self) -> dict[str, set[str]]:
-        """The names of our metrics, each with the labels that the query needs of it, but for a rank."""
+        """Names of our metrics, each with the labels that the query needs of it, the rank's not included."""
         grouping = {
             label.strip() for group in _GROUPING.findall(self.expression) for label in group.split(",")
         } - {RANK_LABEL}
@@ -45,7 +45,7 @@ class Query:
 
     @property
     def words(self) -> list[tuple[str, str, str, str]]:
-        """Job ("" for any), metric, label and word: what each selector names one by one."""
+        """Job ("" for any), metric, label and value of what selectors name; label "" for a metric alone."""
         found = []
         for name, matchers in _SELECTOR.findall(self.expression):
             named = {label: words.split("|") for label, words in _WORDS_MATCHER.findall(matchers)}
@@ -57,7 +57,7 @@ class Query:
 
     @property
     def by_rank(self) -> set[str]:
-        """Of ``metrics``, those that the query does not put together over the ranks of a node."""
+        """Names of our metrics that the query does not aggregate over the ranks of a node."""
         return {
             match[1]
             for match in _SELECTOR.finditer(self.expression)
@@ -65,7 +65,7 @@ class Query:
         }
 
     def _is_aggregated(self, position: int) -> bool:
-        """Whether it stands in the parentheses of an aggregation that leaves out the rank."""
+        """Whether ``position`` is inside an aggregation that leaves out the rank."""
         depth = 0
         for index in range(position - 1, -1, -1):
             depth += {")": 1, "(": -1}.get(self.expression[index], 0)
@@ -89,7 +89,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def dashboard_queries() -> list[Query]:
-    """Those of the panels, with Grafana's variables filled in, and those of the variables."""
+    """Queries of the panels, with Grafana's variables filled in, and queries of the variables."""
     found = [
         Query(f"panel {panel['title']!r}", _filled_in(target["expr"]))
         for panel in dashboard()["panels"]

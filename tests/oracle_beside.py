@@ -1,4 +1,4 @@
-"""The oracle beside a test: it computes what is expected while the nodes are started and asked."""
+"""An oracle that computes the expected tokens while a test starts its nodes and sends requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module of the tests in a process of its own, which answers lines: for tests of memory and of deaths."""
+"""A test module in a process of its own that answers lines, for tests of memory and of deaths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 
 
 class OtherProcess:
-    """``python -m module *args``, run by the command ``wrapper``. It is killed in the end."""
+    """The process of ``python -m module *args``, run by the command ``wrapper``. It is killed in the end."""
 
     def __init__(self, module: str, *args: object, wrapper: Sequence[str] = ()) -> None:
         command = [*wrapper, sys.executable, "-m", module, *map(str, args)]
@@ -23,14 +23,14 @@ class OtherProcess:
         return self.process.stdout.readline().strip()
 
     def ask(self, line: str) -> str:
-        """The line that answers ``line``."""
+        """Send ``line``; return the line that answers it."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         return self.read_line()
 
     def pause(self) -> None:
-        """Returns when all its threads have stopped, which a signal that was sent does not say."""
+        """Stop the process. Returns when all its threads have stopped, which is after the signal was sent."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
@@ -38,7 +38,7 @@ class OtherProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """The signal alone: nobody waits until it has ended."""
+        """Send the signal, without waiting for the end."""
         self.process.kill()
 
     def close(self) -> None:

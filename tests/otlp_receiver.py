@@ -1,4 +1,4 @@
-"""A collector of traces for tests: an HTTP server that decodes what comes by OTLP."""
+"""A collector of traces for tests: an HTTP server that decodes OTLP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ERROR = 2
 
 @dataclass(frozen=True)
 class Span:
-    """Times are Unix time, in nanoseconds."""
+    """One received span. Times are Unix time, in nanoseconds."""
 
     service: str
     name: str
@@ -32,15 +32,15 @@ class Span:
     attributes: dict[str, Any]
     events: list[str]
     error: str | None
-    """None: it ended well."""
+    """Message of the span's error, or None."""
 
 
 class Receiver:
-    """What has come so far."""
+    """The collector, with all that it has received so far."""
 
     def __init__(self) -> None:
         self.resources: dict[str, dict[str, Any]] = {}
-        """By service."""
+        """Attributes of each resource, by service."""
         self.paths: set[str] = set()
         self.status = 200
         self.may_answer = threading.Event()

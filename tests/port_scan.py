@@ -1,4 +1,4 @@
-"""A port scan: who listens in some processes, and visits of strangers who hang up at once or talk garbage."""
+"""A port scan: finds listening ports of processes; strangers connect and hang up at once or send garbage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Address = tuple[str, int]
 
 _CONNECT_SECS = 2.0
 _ANSWER_SECS = 0.05
-"""For an answer that nobody needs: until then what was sent has been read, most times."""
+"""Wait before hanging up; in most cases the peer has read by then what was sent."""
 _LISTENS = "0A"
 _RESET = struct.pack("ii", 1, 0)
 
@@ -46,11 +46,11 @@ VISITS = (
     _STORE_GREETING + b"\x01" + b"\xff" * 16,
     b"SSH-2.0-scanner\r\n",
 )
-"""What a stranger says: to HTTP, ZMQ, TLS, the store of torch.distributed, and to anything else."""
+"""What strangers send: meant for HTTP, ZMQ, TLS, the store of torch.distributed, or for nothing."""
 
 
 def visit(address: Address, data: bytes, *, reset: bool) -> None:
-    """One connection that says ``data`` and hangs up, with a reset where it is to."""
+    """Connect, send ``data`` and hang up, with a TCP reset if ``reset``."""
     with suppress(OSError), socket.create_connection(address, _CONNECT_SECS) as sock:
         if data:
             sock.settimeout(_ANSWER_SECS)
@@ -62,7 +62,7 @@ def visit(address: Address, data: bytes, *, reset: bool) -> None:
 
 
 def scan(addresses: Iterable[Address]) -> None:
-    """Every visit to every address, twice; to loopback where that is a wildcard."""
+    """Make every visit to every address, closed and reset; for a wildcard address, to loopback."""
     for host, port in addresses:
         address = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host.removeprefix("::ffff:")), port
         for data in VISITS:
@@ -71,7 +71,7 @@ def scan(addresses: Iterable[Address]) -> None:
 
 
 def listening(pids: Iterable[int]) -> list[Address]:
-    """Where these processes, and all that they have started, listen for TCP (Linux)."""
+    """Return where these processes and their descendants listen for TCP (Linux)."""
     sockets = set[str]()
     for pid in itertools.chain.from_iterable(map(_descendants, pids)):
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -96,7 +96,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _address(digits: str) -> str:
-    """Of the kernel's tables."""
+    """The IP address that the kernel's tables write as ``digits``."""
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

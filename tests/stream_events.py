@@ -1,4 +1,4 @@
-"""Streams of all APIs, whatever their pieces, as what a client has in the end: the whole answer."""
+"""The whole answers that clients of all APIs get by their streams, however these are cut into events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_SERVING = {
     *("hisparse", "cached_tokens", "held_tokens", "cache_read_input_tokens", "input_tokens"),
     *("completion_tokens_details", "spec_draft_token_num", "spec_accept_token_num"),
 }
-"""How an answer was served; where the prompt was cached and where not differs between two of them."""
+"""Fields that say how an answer was served; they may differ between two equal answers."""
 
 _GROWS = {
     "reasoning": "reasoning_text",
@@ -24,7 +24,7 @@ _GROWS = {
     "function_call": "function_call_arguments",
     "custom_tool_call": "custom_tool_call_input",
 }
-"""What events call the text of an item of responses."""
+"""Name that events have for the text of each type of item of a response."""
 
 
 def events_in(text: str) -> list[Json]:
@@ -33,7 +33,7 @@ def events_in(text: str) -> list[Json]:
 
 
 def named_events(text: str) -> list[tuple[str, Json]]:
-    """Of a stream whose events have names, and no [DONE]."""
+    """Return the events, with their names, of a stream that has no [DONE]."""
     *events, end = text.split("\n\n")
     assert end == ""
     found = []
@@ -45,13 +45,13 @@ def named_events(text: str) -> list[tuple[str, Json]]:
 
 
 def said_in(path: str, text: str) -> Any:
-    """What two streams of ``path`` have in common that say the same."""
+    """Return what any two streams of ``path`` with the same answer have in common."""
     assert ":journal" not in text
     return without(answer_in(path, text), EACH_TIME_ANEW | _OF_SERVING)
 
 
 def answer_in(path: str, text: str) -> Any:
-    """The answer that the stream ``text`` of ``path`` makes, whose events are in order."""
+    """Return the answer of the stream ``text`` of ``path``; check that its events are in order."""
     failed = [event for event in events_in(text) if event.get("error")]
     assert not failed, failed
     match path:
@@ -72,7 +72,7 @@ def without(value: Any, names: set[str]) -> Any:
 
 
 def _last_of_each(events: Sequence[Json]) -> list[Json]:
-    """Events of ``/generate`` have all that those before them had."""
+    """The last event of each sample of ``/generate``; each event has all tokens of those before it."""
     last: dict[int, Json] = {}
     for event in events:
         index = event.pop("index", 0)
@@ -84,7 +84,7 @@ def _last_of_each(events: Sequence[Json]) -> list[Json]:
 
 
 def _grow(held: Json, piece: Json) -> None:
-    """Texts and lists go on, objects by their fields; what else there is comes last."""
+    """Add a piece to ``held``: texts and lists are appended, objects grow by field, the rest is replaced."""
     for name, value in piece.items():
         if isinstance(value, dict) and isinstance(held.get(name), dict):
             _grow(held[name], value)
@@ -95,7 +95,7 @@ def _grow(held: Json, piece: Json) -> None:
 
 
 def _choices(chunks: Sequence[Json]) -> Json:
-    """Of completions and chats."""
+    """The answer of a stream of completions or chats."""
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     answer: Json = {"choices": {}}
     for chunk in chunks:
@@ -121,7 +121,7 @@ def _choices(chunks: Sequence[Json]) -> Json:
 
 
 def _message(events: Sequence[tuple[str, Json]]) -> Json:
-    """Of Anthropic's; the arguments of calls are read as its client reads them."""
+    """The answer of a stream of Anthropic's API; arguments of calls are read as its client reads them."""
     assert all(name == event["type"] for name, event in events)
     answer: Json = {}
     open_blocks: list[int] = []
@@ -151,7 +151,7 @@ def _message(events: Sequence[tuple[str, Json]]) -> Json:
 
 
 def input_in(written: str) -> Json:
-    """The input of a call of Anthropic's, as far as it is written."""
+    """Return the input of a call of Anthropic's API, as far as it is written."""
     with suppress(ValueError):
         found = pydantic_core.from_json(written, allow_partial=True)
         if isinstance(found, dict):
@@ -160,7 +160,10 @@ def input_in(written: str) -> Json:
 
 
 def _response(events: Sequence[tuple[str, Json]]) -> Json:
-    """Of OpenAI's: each item is opened, grows and is closed; the last event has all as they were closed."""
+    """The answer of a stream of OpenAI's responses.
+
+    Each item is opened, grows and is closed; the last event has all items as they were closed.
+    """
     assert all(name == event["type"] for name, event in events)
     assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
     assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]

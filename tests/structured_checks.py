@@ -1,6 +1,6 @@
-"""What clients see of structured output: checks of a served model, whatever it says within its grammar.
+"""Checks of structured output as clients get it, from a served model that writes anything its grammar allows.
 
-The schemas are small and bounded, so that a model that knows nothing ends too.
+The schemas are small and bounded, so that an untrained model ends, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TOOLS_TEMPLATE = (
     "<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value>{% endfor %}</tool_call>"
     "{% endfor %}{% endfor %}[assistant]"
 )
-"""A chat template that takes tools, and calls as GLM's."""
+"""A chat template that takes tools and writes calls as GLM does."""
 
 MAX_TOKENS = 1500
-"""Far more than is needed but for white space, of which a model may write 64 characters at each place."""
+"""Enough even if a model writes as much white space as it may: 64 characters at each place."""
 
 
 class Closed(BaseModel):
-    """No further properties: a schema as it stands lets a model write as many as it likes, of any length."""
+    """A schema without further properties, of which a model could write any number, of any length."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 class Served:
-    """A served model. ``extra``: fields that every body has besides."""
+    """Clients of a served model. ``extra``: further fields of every body."""
 
     def __init__(self, url: str, extra: Mapping[str, Any]) -> None:
         self._extra = dict(extra)
@@ -85,7 +85,7 @@ class Served:
 
 
 def check_chats(served: Served) -> None:
-    """``response_format``, and vLLM's and SGLang's words for the same."""
+    """Check ``response_format``, and the fields that vLLM and SGLang have for the same."""
     chat = served.openai.chat.completions
     parsed = chat.parse(**served.chat_options(), response_format=Report).choices[0]
     assert isinstance(parsed.message.parsed, Report)

@@ -1,8 +1,9 @@
 """Checkpoints of random weights and odd sizes, in which equal scores are the rule.
 
-Unlike those of ``tools.checkpoints.make_tiny`` nothing keeps scores apart: the indexer's heads all rectify,
-so that a hundred positions of a query score exactly zero and the boundary of its selection goes through the
-middle of them. Two correct implementations give the same tokens only if both take the lowest positions.
+Unlike in those of ``tools.checkpoints.make_tiny``, nothing keeps scores apart: the indexer's heads all
+rectify, so that a hundred positions of a query score exactly zero and the boundary of its selection goes
+through the middle of them. Two correct implementations give the same tokens only if both take the lowest
+positions.
 """
 
 from __future__ import annotations

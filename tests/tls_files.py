@@ -19,7 +19,7 @@ class TlsFiles:
     key: Path
 
     def trusting(self) -> ssl.SSLContext:
-        """For a client that trusts this certificate alone."""
+        """Return the context of a client that trusts this certificate alone."""
         return ssl.create_default_context(cafile=self.cert)
 
     def serving(self) -> ssl.SSLContext:
@@ -33,7 +33,7 @@ class TlsFiles:
 
 
 def make_tls_files(directory: Path, *, password: str = "") -> TlsFiles:
-    """Over those that are there, in the directory; ``password``: of the key."""
+    """Write a certificate and its key into ``directory``, over earlier ones. ``password``: the key's."""
     directory.mkdir(exist_ok=True)
     files = TlsFiles(directory / "cert.pem", directory / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]

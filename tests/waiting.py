@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 WAIT_SECS: Final = 60.0
-"""A test that waits longer has failed."""
+"""Limit of a test's wait; one that waits longer has failed."""
 NEVER_SECS: Final = 3600.0
-"""For limits of the product that must not pass in a test, however long its waits take."""
+"""A value for the product's limits that must not expire in a test, however long its waits take."""
 
 
 def wait_until(
@@ -19,7 +19,7 @@ def wait_until(
     timeout_secs: float = WAIT_SECS,
     poll_secs: float = 0.005,
 ) -> None:
-    """Raises TimeoutError, which names ``what``."""
+    """Poll until ``condition`` is true. Raises TimeoutError, which names ``what``."""
     deadline = time.monotonic() + timeout_secs
     while not condition():
         if time.monotonic() > deadline:

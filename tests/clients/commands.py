@@ -1,4 +1,4 @@
-"""Clients that are programs: run to their end, in a directory of their own."""
+"""Clients that are programs, run to their end in a directory of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TIMEOUT_SECS = 240.0
 
 
 def run(directory: Path, *command: str, **environment: str) -> str:
-    """What it printed. Raises AssertionError with that where it fails."""
+    """Run a program; return its output. Raises AssertionError with the output if it fails."""
     done = subprocess.run(
         command,
         cwd=directory,

@@ -26,7 +26,7 @@ if not any(map(importlib.util.find_spec, ("anthropic", "litellm"))):
     collect_ignore_glob = ["test_*.py"]  # this is neither of the clients' environments
 _SERVES = re.compile(r"^hisparse-pd serves (\S+) at (\S+)/v1$", re.MULTILINE)
 
-# Of `make demo`: hot buffers that long prompts overflow, and drafts.
+# Options of `make demo`: hot buffers that long prompts overflow, and drafts.
 DEMO_OPTIONS = (
     *("--page-size", "64", "--chunked-prefill-size", "512", "--kv-pool-tokens", "16384"),
     *("--device-buffer-size", "260", "--device-pool-tokens", "6656", "--host-pool-tokens", "32768"),
@@ -45,7 +45,7 @@ OFFLINE = {
     "LANGSMITH_TRACING": "false",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
-"""No client may need the network. Set before any of them is imported, for some look at once."""
+"""Environment without a network; set before clients are imported, since some read it on import."""
 
 os.environ.update(OFFLINE)
 
@@ -55,7 +55,7 @@ class Served:
     """A running pair."""
 
     url: str
-    """Of the router, without /v1."""
+    """The router's address, without /v1."""
     model: str
     model_path: Path
 
@@ -66,7 +66,7 @@ class Served:
 
 @contextmanager
 def _serving(model_path: Path, log_path: Path, *options: str) -> Iterator[Served]:
-    """A pair on free ports."""
+    """Run a pair on free ports."""
     ports = [word for name in ("", "prefill-", "decode-", "bootstrap-") for word in (f"--{name}port", "0")]
     command = ["hisparse_pd", "pair", "--model-path", str(model_path), *ports, "--num-threads", "1", *options]
     with running(command, log_path) as (model, url):
@@ -75,9 +75,9 @@ def _serving(model_path: Path, log_path: Path, *options: str) -> Iterator[Served
 
 @contextmanager
 def running(command: Sequence[str], log_path: Path) -> Iterator[tuple[str, str]]:
-    """A module of the project while it serves: the name of the model, and the router's address.
+    """Run a module of the project; yield the model's name and the router's address.
 
-    Raises RuntimeError with its log where it does not start.
+    Raises RuntimeError with its log if it does not start.
     """
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -101,7 +101,7 @@ def running(command: Sequence[str], log_path: Path) -> Iterator[tuple[str, str]]
 
 
 def _wait_serving(process: subprocess.Popen[bytes], log_path: Path) -> tuple[str, str]:
-    """A pair that gets no further ends by itself."""
+    """Wait with no limit of its own: a pair that gets no further ends by itself."""
     while (found := _SERVES.search(log := log_path.read_text(errors="replace"))) is None:
         if process.poll() is not None:
             raise RuntimeError(f"the pair does not serve; its log ends:\n{log[-6000:]}")
@@ -119,9 +119,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An untrained model with a token a byte, which can write anything, and any text when it is free to.
+    """A pair with an untrained model, a token a byte, which writes anything that a grammar allows.
 
-    Without a chat template, as DeepSeek-V3.2 is published: its chats may have tools.
+    It has no chat template, like DeepSeek-V3.2 as it is published, so chats may have tools.
     """
     directory = tmp_path_factory.mktemp("tiny")
     model_path = directory / "tiny"

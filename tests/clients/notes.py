@@ -1,4 +1,4 @@
-"""What the retrieval model is asked by every client, and what is right."""
+"""What every client asks the retrieval model, and the right answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOTES = (
 
 
 def question(*keys: str) -> str:
-    """Of a chat; a plain text ends in " Answer:" besides."""
+    """The question as a chat has it; a plain text ends in "Answer:", too."""
     return f"{NOTES}\nQuestion: {', '.join(keys)}?"
 
 
 def said(*keys: str) -> list[Any]:
-    """A chat that asks."""
+    """Messages of a chat that asks the question."""
     return [{"role": "user", "content": question(*keys)}]
 
 

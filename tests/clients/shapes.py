@@ -1,6 +1,6 @@
-"""What the untrained model is made to write: its text is arbitrary, so only a grammar gives it a shape.
+"""Schemas for the untrained model: its text is arbitrary, so only a grammar gives it a shape.
 
-All is bounded, so that an answer ends before ``MAX_TOKENS``, a token a byte.
+All are bounded, so that an answer with a token a byte ends before ``MAX_TOKENS``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 MAX_TOKENS = 1024
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 7}
-"""Drawn, since a greedy model without training may repeat itself."""
+"""Options that draw tokens, since a greedy untrained model may repeat itself."""
 
 
 class Ticket(BaseModel):

@@ -1,8 +1,9 @@
 """The service with a stand-in for the model: real router and fronts, and a script in the engines' place.
 
-Run by the project's interpreter, beside the clients. ``--says``: a file with a list in JSON, the answers of
-a conversation in their order: each a text, or a tool's name and its arguments, to be written as GLM's calls
-are. To a text is added what the conversation says of the amber falcon, last: a tool's result has to tell it.
+It runs in the project's environment, not in the clients'. ``--says``: a JSON file with the answers of a
+conversation in their order. Each is a text, or a tool's name and its arguments, which are written as GLM
+writes calls. The last number that the conversation gives for the amber falcon is added to a text, so a tool's
+result must have contained it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.unit.api.tiny_tokenizer import make_tokenizer
 CONTEXT_LENGTH = 1 << 20
 FINDS = re.compile(r"amber falcon is (\w+)")
 TITLE = '{"title": "Badges"}'
-"""What is said where no tools are: the agent asks for a name of the conversation."""
+"""Answer to a request without tools, in which an agent asks for a title of the conversation."""
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
@@ -41,7 +42,7 @@ TEMPLATE = (
 
 
 def answer(says: list[Any], prompt: str) -> str:
-    """What the model would write behind ``prompt``."""
+    """Return what the model writes after ``prompt``."""
     if not prompt.startswith("[tools]"):
         return f"A title.</think>{TITLE}"
     step = says[min(prompt.count("\x01assistant\x02"), len(says)) - 1]
@@ -55,7 +56,7 @@ def answer(says: list[Any], prompt: str) -> str:
 
 
 def script(says: list[Any], prompt_of: Callable[[str], str]) -> scripted_engine.Script:
-    """What the decode node does with a request, whose prompt is its group's."""
+    """Return the script of the decode node's engine. A request's prompt is that of its group."""
 
     def run(generate: Generate) -> Iterable[FromEngine | float]:
         yield from stops_after(answer(says, prompt_of(generate.request_id)))(generate)

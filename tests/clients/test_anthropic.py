@@ -20,7 +20,7 @@ TOOLS: list[Any] = [
     for kind in (Weather, Time)
 ]
 GREEDY, DRAWN = {"temperature": 0}, {"temperature": 1.0}
-"""Of the body: the client has no words of its own for them."""
+"""Extra fields of the body, for which the client has no parameters."""
 
 
 @pytest.fixture(scope="module")

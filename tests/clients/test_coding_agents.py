@@ -1,7 +1,7 @@
 """Claude Code and Codex as npm has them: each reads files with its own tools and answers, over several turns.
 
 Behind the real router and fronts a script stands in for the model (``stand_in``): reasoning, texts, calls.
-What the agents send is theirs alone, and all of it has to be taken.
+The agents alone decide what they send, and the service must accept all of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def files(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saying(tmp_path: Path) -> Says:
-    """Serves a model that says what it is told to; yields the router's address."""
+    """A function that serves a model with scripted answers and yields the router's address."""
 
     @contextmanager
     def serve(*says: Any, model: str = "tiny") -> Iterator[str]:
@@ -67,14 +67,14 @@ def saying(tmp_path: Path) -> Says:
 
 
 def statuses(url: str) -> dict[str, float]:
-    """How many requests the router answered with each status."""
+    """Return the number of requests that the router answered, by status."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         found = _ANSWERED.findall(answer.read().decode())
     return {status: float(count) for status, count in found}
 
 
 def claude_code(files: Path, url: str, *arguments: str, model: str = "tiny") -> str:
-    """What it prints: its last text."""
+    """Run Claude Code; return the last text, which it prints."""
     environment = {
         "HOME": str(files.parent / "home"),
         "ANTHROPIC_BASE_URL": url,
@@ -87,7 +87,7 @@ def claude_code(files: Path, url: str, *arguments: str, model: str = "tiny") -> 
 
 
 def codex(files: Path, url: str, *arguments: str, model: str = "tiny") -> str:
-    """Its last text."""
+    """Run Codex; return its last text."""
     home, last = files.parent / "codex", files.parent / "last.txt"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
@@ -105,7 +105,7 @@ def codex(files: Path, url: str, *arguments: str, model: str = "tiny") -> str:
     return last.read_text()
 
 
-# A name of Anthropic's makes it send a budget of thinking.
+# For a model with a name of Anthropic's it sends a budget for thinking.
 @pytest.mark.parametrize("model", ["tiny", "claude-sonnet-4-5"])
 def test_claude_code(files: Path, saying: Says, model: str) -> None:
     says = (
@@ -123,7 +123,7 @@ def test_claude_code(files: Path, saying: Says, model: str) -> None:
 
 
 def test_claude_code_goes_on_without_an_image(files: Path, saying: Says) -> None:
-    """An image that it has just read is refused in words that it knows: it asks again without."""
+    """An image that it has just read is refused in words that it knows, so it asks again without it."""
     (files / "picture.png").write_bytes(base64.b64decode(PIXEL))
     says = (
         ["Read", {"file_path": str(files / "picture.png")}],
@@ -138,14 +138,14 @@ def test_claude_code_goes_on_without_an_image(files: Path, saying: Says) -> None
 
 
 def test_codex(files: Path, saying: Says) -> None:
-    """Its tools have namespaces, and one would be run by a server. It starts a helper, which asks as well."""
+    """Its tools have namespaces, and one is for a server to run. Its helper sends requests, too."""
     says = (
         ["exec_command", {"cmd": "cat first.txt"}],
         "The badge is",
         ["exec_command", {"cmd": "cat second.txt"}],
         "The locker is",
         ["multi_agent_v1.spawn_agent", {"message": "Read a file."}],
-        "As I said,",  # also when it is asked again, as it is once its helper is ready
+        "As I said,",  # also to a further request, sent once its helper is ready
     )
     with saying(*says) as url:
         assert codex(files, url, "Which badge?") == "The badge is 58213."
@@ -155,7 +155,7 @@ def test_codex(files: Path, saying: Says) -> None:
 
 
 def test_codex_edits_files(files: Path, saying: Says) -> None:
-    """A name of OpenAI's makes it send a tool that takes a text."""
+    """For a model with a name of OpenAI's it sends a tool that takes a text."""
     model = "gpt-5.5"
     says = (["apply_patch", {"input": PATCH}], ["exec_command", {"cmd": "cat third.txt"}], "The desk is")
     with saying(*says, model=model) as url:

@@ -1,4 +1,4 @@
-"""LiteLLM, which speaks to the pair as to OpenAI, to vLLM and to Anthropic."""
+"""LiteLLM, which treats the pair as OpenAI, as vLLM and as Anthropic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEATHER: dict[str, Any] = {
 
 
 def options(served: Served, provider: str = "openai") -> dict[str, Any]:
-    """Of ``litellm.completion``. As Anthropic, it is given the service's address without /v1."""
+    """Options of ``litellm.completion``. For Anthropic it needs the service's address without /v1."""
     base = served.url if provider == "anthropic" else served.v1
     return {
         "model": f"{provider}/{served.model}",

@@ -1,4 +1,4 @@
-"""lm-eval on a task of our own: numbers are read out of notes, and its scores say that they are right."""
+"""lm-eval on a task of our own: the model reads numbers out of notes, and every score must be full."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def evaluate(
     batch_size: int = 1,
     tokenizer: str = "huggingface",
 ) -> dict[str, Any]:
-    """The metrics of one run over all notes."""
+    """Run a task over all notes; return its metrics."""
     documents = [
         {
             "notes": NOTES,
@@ -107,7 +107,7 @@ def test_a_choice_by_loglikelihood(tmp_path: Path, demo: Served) -> None:
 
 @pytest.mark.parametrize("tokenizer", ["huggingface", "remote"])
 def test_loglikelihood(tmp_path: Path, demo: Served, tokenizer: str) -> None:
-    """``acc``: every token of the right answer is the one that the model would have written."""
+    """``acc`` is 1 if every token of the right answer is the one that the model would have written."""
     metrics = evaluate(tmp_path, demo, SCORE, tokenizer=tokenizer)
     assert metrics["acc,none"] == 1.0
     assert 1.0 <= metrics["perplexity,none"] < 1.5

@@ -1,4 +1,4 @@
-"""aiperf and guidellm put the pair under a short load; by their reports, all was answered right."""
+"""aiperf and guidellm put the pair under a short load; their reports show that all answers were right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 32
 
 
 def write_prompts(path: Path, field: str, ending: str = "") -> None:
-    """A line a question, each asked several times."""
+    """Write a line for each question, several times over."""
     lines = [json.dumps({field: question(key) + ending}) for key in NUMBERS]
     path.write_text("\n".join(lines * (NUM_REQUESTS // len(lines))) + "\n")
 
@@ -33,7 +33,7 @@ def write_prompts(path: Path, field: str, ending: str = "") -> None:
 )
 def test_aiperf(tmp_path: Path, demo: Served, endpoint: str, limit: str) -> None:
     write_prompts(tmp_path / "prompts.jsonl", "text")
-    # Offline, aiperf takes tokenizers from the cache of their hub alone.
+    # Offline, aiperf finds tokenizers only in the cache of their hub.
     cached = tmp_path / "hf" / "hub" / "models--demo--retrieval"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("local")

@@ -28,7 +28,7 @@ def client(demo: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def writer(tiny: Served) -> Iterator[openai.OpenAI]:
-    """Of the model that writes anything."""
+    """Client of the model that writes anything."""
     with openai.OpenAI(base_url=tiny.v1, api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
@@ -101,7 +101,7 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_echo_scores_a_prompt(client: openai.OpenAI) -> None:
-    """As evaluations do it: the right number is likely in its place, another one is not."""
+    """An evaluation scores prompts by ``echo``: the right number is likely in its place, another is not."""
 
     def likelihood(number: str) -> float:
         text = f"{question('calm otter')}\nAnswer:"
@@ -210,7 +210,7 @@ def test_responses_parse(writer: openai.OpenAI) -> None:
 
 
 def test_json_mode(writer: openai.OpenAI) -> None:
-    """An object may be longer than an answer: one that is cut off says so, one that ends is whole."""
+    """An object may be longer than the limit: a cut answer says so, and one that ended is whole."""
     whole = writer.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Write JSON."}],
@@ -229,7 +229,7 @@ def test_json_mode(writer: openai.OpenAI) -> None:
 
 
 def test_a_choice_of_texts_is_made_by_the_model(client: openai.OpenAI) -> None:
-    """In vLLM's words, which clients send as extra fields; the trained model picks the right one of them."""
+    """vLLM's fields, sent as extra ones, allow several texts; the trained model picks the right one."""
     for key in ("calm otter", "quiet raven"):
         texts = [f"Answer: {key} is {number}." for number in NUMBERS.values()]
         for constraint in ({"choice": texts}, {"regex": rf"Answer: {key} is \d{{4,5}}\."}):
@@ -252,13 +252,13 @@ def test_chat_tools(writer: openai.OpenAI, tool_choice: Any) -> None:
     whole = writer.chat.completions.parse(
         messages=messages, tool_choice=tool_choice, parallel_tool_calls=False, **options
     )
-    assert whole.choices[0].finish_reason in ("tool_calls", "stop")  # a named one ends in "stop", at OpenAI
+    assert whole.choices[0].finish_reason in ("tool_calls", "stop")  # OpenAI ends a named one with "stop"
     calls = whole.choices[0].message.tool_calls
     assert calls
     assert len(calls) == 1
     kind = Weather if tool_choice is WEATHER else (Weather, Time)
     assert all(isinstance(call.function.parsed_arguments, kind) for call in calls)
-    # What the tool says goes back, and the model answers in text.
+    # The tool's result goes back, and the model answers in text.
     messages += [whole.choices[0].message.to_dict()]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "4 degrees"} for call in calls]
     closing = writer.chat.completions.create(
@@ -269,7 +269,7 @@ def test_chat_tools(writer: openai.OpenAI, tool_choice: Any) -> None:
 
 
 def test_chat_tools_stream(writer: openai.OpenAI) -> None:
-    """As many calls as the model makes."""
+    """Every call of the stream is parsed, however many the model makes."""
     with writer.chat.completions.stream(
         model="tiny",
         messages=[{"role": "user", "content": QUESTION}],

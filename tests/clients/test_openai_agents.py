@@ -30,7 +30,7 @@ MODELS = pytest.mark.parametrize(
     "model_of", [OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"]
 )
 CALLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "parallel_tool_calls": False}
-"""How many calls an untrained model makes is by chance, and so is how many tokens they take."""
+"""One call at a time, because an untrained model makes any number of calls, of any length."""
 ModelOf = Callable[[str, AsyncOpenAI], Model]
 
 
@@ -39,14 +39,14 @@ def model(model_of: ModelOf, served: Served) -> Model:
 
 
 def num_tokens(served: Served, text: str) -> int:
-    """Of a chat with this one message."""
+    """Return the number of tokens of a chat with this one message."""
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
     with urllib.request.urlopen(f"{served.url}/tokenize", body, timeout=60) as answer:
         return int(json.load(answer)["count"])
 
 
 def run(agent: Agent[None], asked: Any, *, streams: bool = False, max_turns: int = 1) -> tuple[Any, str]:
-    """The result, and the text that was streamed."""
+    """Run an agent; return the result and the text that was streamed."""
 
     async def to_its_end() -> tuple[Any, str]:
         if not streams:
@@ -87,7 +87,7 @@ def test_an_agent_streams(demo: Served, model_of: ModelOf) -> None:
 @pytest.mark.parametrize("tool_choice", ["required", "weather"], ids=["required", "named"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_an_agent_calls_a_function(tiny: Served, model_of: ModelOf, tool_choice: str, streams: bool) -> None:
-    """It is forced to, and the untrained model fills in what the function's schema leaves open."""
+    """The call is forced; the untrained model fills in what the function's schema leaves open."""
     called: list[Weather] = []
 
     @function_tool
@@ -115,10 +115,9 @@ def test_an_agent_calls_a_function(tiny: Served, model_of: ModelOf, tool_choice:
     ids=["chat-text", "chat-typed", "responses-typed"],
 )
 def test_an_agent_answers_after_its_call(tiny: Served, model_of: ModelOf, result: type) -> None:
-    """The call and its result are in the second request, in which there is nothing left to call.
+    """The second request has the call and its result, but no tool, which the model would call at random.
 
-    An untrained model that may call does so by chance. As free text, its answer goes on up to the limit,
-    which a response may not.
+    As free text, the model's answer goes on up to the limit, so only chats are asked for one.
     """
     called: list[str] = []
 

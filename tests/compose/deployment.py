@@ -1,4 +1,4 @@
-"""One compose project: a copy of the tree with its own .env and keys, brought up, asked, and taken down."""
+"""One compose project: a copy of the tree with its own .env and keys, brought up, used, and taken down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUEST_TIMEOUT_SECS = 120.0
 wait_until = functools.partial(waiting.wait_until, timeout_secs=HEALTHY_TIMEOUT_SECS, poll_secs=0.2)
 BASE = ("docker-compose.yml", "compose.monitoring.yml")
 UNHURRIED = {"DRAIN_TIMEOUT_SECS": "280", "STOP_GRACE_PERIOD": "300s"}
-"""Requests in flight finish before a drain is over, however slow this machine is."""
+"""Limits under which requests in flight finish before a drain is over, however slow this machine is."""
 
 _NOT_COPIED = ("docs", "tests")
 PROMPT = "The key of room 41 is 7. " * 40
@@ -34,7 +34,7 @@ _COMPLETION = {"model": "retrieval", "prompt": PROMPT, "temperature": 0, "ignore
 
 
 def copy_tree(directory: Path) -> None:
-    """The files that a deployment needs: no keys, no .env, no results."""
+    """Copy the files that a deployment needs, without keys, .env and results."""
     copy_of_checkout(directory, *(f":!{name}" for name in _NOT_COPIED))
 
 
@@ -64,7 +64,7 @@ class Deployment:
         return {"authorization": f"Bearer {(self.deploy / 'secrets/api.key').read_text().strip()}"}
 
     def configure(self, **changes: str) -> None:
-        """Write .env: the example with the values of our own, now with these changes."""
+        """Write .env: the example with our own values, to which these changes are added."""
         self.values |= changes
         lines = (self.deploy / ".env.example").read_text().splitlines()
         kept = [line for line in lines if line.split("=", 1)[0] not in self.values]
@@ -80,12 +80,12 @@ class Deployment:
         return run(command, self.engine.environment, timeout_secs, self.deploy)
 
     def up(self, *services: str) -> None:
-        """Start them, and wait until all are healthy."""
+        """Start services, and wait until all are healthy."""
         self.compose("up", "-d", *services, timeout_secs=BUILD_TIMEOUT_SECS)
         self.wait_healthy(*(name for name in services if name != "prometheus"))
 
     def container(self, service: str) -> str:
-        """The id of a service's container, whatever state it is in."""
+        """Return the id of a service's container, whatever state it is in."""
         labels = {
             "project": self.project,
             "service": service,
@@ -129,7 +129,7 @@ class Deployment:
             self.engine.docker("exec", self.container(service), "sh", "-c", "kill -KILL -1")
 
     def down(self) -> None:
-        """Raises AssertionError when something of the project is left."""
+        """Take the project down. Raises AssertionError when something of it is left."""
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "20")
         label = ["--filter", f"label=com.docker.compose.project={self.project}"]
         for listing in (("ps", "-aq"), ("network", "ls", "-q"), ("volume", "ls", "-q")):
@@ -151,7 +151,7 @@ class Deployment:
 
     @contextlib.contextmanager
     def stream(self, max_tokens: int) -> Iterator[Iterator[str]]:
-        """The data of the events of a completion, as they come."""
+        """Yield the data of the events of a completion, as they come."""
         with httpx.stream(
             "POST",
             f"{self.url}/v1/completions",
@@ -164,7 +164,7 @@ class Deployment:
             yield (line.removeprefix("data: ") for line in answer.iter_lines() if line)
 
     def ask_prometheus(self, path: str, **parameters: str) -> dict[str, Any]:
-        """What its API answers. Raises httpx.HTTPError."""
+        """Return what Prometheus's API answers. Raises httpx.HTTPError."""
         url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}"
         answer = httpx.get(url, params=parameters, timeout=REQUEST_TIMEOUT_SECS, trust_env=False)
         data = answer.raise_for_status().json()["data"]
@@ -172,7 +172,7 @@ class Deployment:
         return data
 
     def targets(self) -> dict[str, str]:
-        """The health of Prometheus's targets, by instance; none while it starts."""
+        """Return the health of Prometheus's targets by instance; none while it starts."""
         try:
             targets = self.ask_prometheus("targets")["activeTargets"]
         except httpx.TransportError:
@@ -187,7 +187,7 @@ class Deployment:
 
 
 class Load:
-    """Clients that ask for the same completion over and over, in both modes, and keep what they get."""
+    """Clients that ask for the same completion over and over, in both modes, and count the answers."""
 
     def __init__(self, deployment: Deployment, num_clients: int = 3) -> None:
         self._deployment = deployment
@@ -214,7 +214,7 @@ class Load:
             return self.texts.total()
 
     def wait_answered(self, count: int) -> None:
-        """Until ``count`` more are answered."""
+        """Wait until ``count`` more requests are answered."""
         target = self.num_answered + count
         wait_until(lambda: self.num_answered >= target, f"{count} answers")
 
@@ -254,12 +254,12 @@ def deployed(engine: Engine, directory: Path, project: str) -> Iterator[Deployme
         PROMETHEUS_PORT=f"127.0.0.1:{deployment.prometheus_port}",
         PROMETHEUS_IMAGE=prometheus_image,
         DEVICE_BUFFER_SIZE=str(2 * _index_topk(tree / "tools/checkpoints/retrieval")),
-        DECODE_ARGS="--speculative-num-steps 3",  # the dashboard asks for drafts too
+        DECODE_ARGS="--speculative-num-steps 3",  # the dashboard has queries of drafts, too
         NUM_THREADS="1",
         **UNHURRIED,
     )
     try:
-        # On a machine with nothing but Docker, setup.sh builds the image for the sake of the keys.
+        # On a machine with nothing but Docker, setup.sh builds the image to make the keys.
         run(["sh", "setup.sh"], engine.environment, BUILD_TIMEOUT_SECS, deployment.deploy)
         deployment.compose("build", "prefill", timeout_secs=BUILD_TIMEOUT_SECS)
         if not _may_filter_sockets(engine, f"{project}:cpu"):

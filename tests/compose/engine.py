@@ -1,6 +1,6 @@
 """A Docker engine for the tests: the one that runs, else one of their own that leaves nothing behind.
 
-The one that runs is what the docker command finds, so ``DOCKER_HOST`` names another. An own engine has a
+A running engine is what the docker command finds, so ``DOCKER_HOST`` can name another. An own engine has a
 private socket and a private data directory. What it changes outside of them (``Surroundings``) is put back
 when it ends.
 """
@@ -26,7 +26,7 @@ _FORWARDING = tuple(Path("/proc/sys/net", name) for name in ("ipv4/ip_forward", 
 _INTERFACES = Path("/sys/class/net")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _DIRECTORIES = tuple(map(Path, ("/etc/docker", "/opt/containerd", "/run/containerd", "/run/docker")))
-"""Where dockerd and its containerd put a key, sockets and empty directories, whatever their own are."""
+"""Directories where dockerd and containerd put a key, sockets and the like, whatever their options."""
 
 _PACKET_FILTERS = ("iptables", "ip6tables")
 _PASSED = re.compile(r"(?i)(https?|no)_proxy|PATH|HOME|LANG|DOCKER_.*")
@@ -51,7 +51,7 @@ class Engine:
         return run(["docker", *arguments], self.environment, timeout_secs)
 
     def compose_command(self) -> list[str]:
-        """``docker compose`` where it is installed, else ``docker-compose``."""
+        """Return ``docker compose`` where it is installed, else ``docker-compose``."""
         with contextlib.suppress(CommandFailed):
             self.docker("compose", "version")
             return ["docker", "compose"]
@@ -66,7 +66,7 @@ def run(
     timeout_secs: float = 120.0,
     directory: Path | None = None,
 ) -> str:
-    """Standard output. Raises CommandFailed with all output, subprocess.TimeoutExpired."""
+    """Run a command; return its output. Raises CommandFailed with all output, subprocess.TimeoutExpired."""
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=timeout_secs, cwd=directory
     )
@@ -78,7 +78,7 @@ def run(
 
 @contextlib.contextmanager
 def docker_engine() -> Iterator[Engine]:
-    """Raises EngineMissing."""
+    """Yield the running engine, or one that is started here. Raises EngineMissing."""
     if shutil.which("docker") is None:
         raise EngineMissing(
             "no docker command; on Debian: apt-get install docker.io docker-compose debootstrap"
@@ -109,7 +109,7 @@ def docker_engine() -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def _dockerd(root: Path) -> Iterator[str]:
-    """An engine of our own; yields its DOCKER_HOST."""
+    """Run an engine of our own; yield its DOCKER_HOST."""
     host = f"unix://{root}/docker.sock"
     command = ["dockerd", "--host", host, "--data-root", f"{root}/data", "--exec-root", f"{root}/run"]
     with (root / "dockerd.log").open("wb") as log:
@@ -147,7 +147,7 @@ class Surroundings:
     control_groups: frozenset[Path]
     forwarding: dict[Path, str]
     rules: dict[tuple[str, str], str]
-    """By packet filter and table, as its ``-restore`` takes them, without counters."""
+    """Rules by packet filter and table, as its ``-restore`` takes them, without counters."""
 
     @classmethod
     def now(cls) -> Surroundings:
@@ -161,7 +161,7 @@ class Surroundings:
         )
 
     def differences(self, before: Surroundings) -> list[str]:
-        """What is here and was not, or is not as it was."""
+        """Return what is new, or not as it was ``before``."""
         new = (self.mounts - before.mounts, self.interfaces - before.interfaces)
         paths = (self.directories - before.directories, self.control_groups - before.control_groups)
         changed = [path for path in self.forwarding if self.forwarding[path] != before.forwarding.get(path)]
@@ -176,7 +176,7 @@ class Surroundings:
         ]
 
     def restore(self) -> None:
-        """Raises CalledProcessError, OSError."""
+        """Put everything back as it was here. Raises CalledProcessError, OSError."""
         now = Surroundings.now()
         for filter_and_table, rules in now.rules.items():
             text = self.rules.get(filter_and_table, _empty(rules))
@@ -210,7 +210,7 @@ def _empty(rules: str) -> str:
 
 
 def _remove(root: Path) -> None:
-    """Whatever is still mounted below goes first; raises OSError when something cannot be removed."""
+    """Unmount what is mounted below ``root``, and remove it. Raises OSError when something stays."""
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for mount in sorted((path for path in mounts if path.startswith(f"{root}/")), reverse=True):
         subprocess.run(["umount", "--lazy", mount], check=True)

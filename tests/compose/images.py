@@ -1,6 +1,6 @@
 """What images are built from without a registry: a base image of packages, and a folder of wheels.
 
-Both take what this machine is configured with: its package mirror, proxies, certificates and package index.
+Both use this machine's configuration: its package mirror, proxies, certificates and package index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _APT_SETTINGS = re.compile(r'^(?:Acquire::(?:https?::[Pp]roxy|Check-Valid-Until|
 
 
 def base_image(engine: Engine, work_dir: Path, tag: str) -> str:
-    """What ours stand on: BASE_IMAGE, the public image, or one made of Debian's packages as ``tag``."""
+    """Return the base of our images: BASE_IMAGE, the public one, or ``tag``, made of Debian's packages."""
     if given := os.environ.get("BASE_IMAGE"):
         return given
     try:
@@ -59,10 +59,10 @@ def _debian_image(engine: Engine, work_dir: Path, tag: str) -> str:
 
 
 def collect_wheels(repo: Path, directory: Path) -> bool:
-    """Put all that the CPU images need below ``directory``, from wherever this machine's pip gets it.
+    """Download the wheels that the CPU images need into ``directory``, by this machine's pip.
 
-    False, and nothing is done, when this interpreter is not that of the base images: the build then asks the
-    package index.
+    Returns False, and does nothing, when this interpreter has another version than the base images': the
+    build then asks the package index.
     """
     if sys.version_info[:2] != _SUITE_PYTHON:
         return False

@@ -81,7 +81,7 @@ def test_both_modes_give_the_same_answer(deployment: Deployment) -> None:
 
 
 def lanes(deployment: Deployment) -> dict[str, set[tuple[str, str]]]:
-    """Lane and reason of the pair, as Prometheus has them of each node."""
+    """Return lane and reason of the pair as Prometheus has them, by node."""
     found: dict[str, set[tuple[str, str]]] = {}
     for series in deployment.ask_prometheus("query", query="hisparse_pd:lane_info")["result"]:
         labels = series["metric"]
@@ -90,7 +90,7 @@ def lanes(deployment: Deployment) -> dict[str, set[tuple[str, str]]]:
 
 
 def wait_for_lane(deployment: Deployment, lane: str, reason: str) -> None:
-    """Until each node says that of its one peer, after a request."""
+    """Send requests until one is answered, and wait until each node reports this lane to its peer."""
     expected = {f"{node}:30000": {(lane, reason)} for node in ("prefill", "decode")}
     wait_until(deployment.is_serving, "requests are answered")
     try:
@@ -150,7 +150,7 @@ def test_prometheus_evaluates_every_rule(deployment: Deployment) -> None:
 
 
 def test_every_query_of_the_dashboard_returns_data(deployment: Deployment) -> None:
-    """As Grafana asks them; what is drawn only above 0 or of several ranks, without that condition."""
+    """Queries are Grafana's, without their conditions that draw only values above 0 or only several ranks."""
     queries = {
         query.expression.removesuffix(" > 0").replace(', dp_rank!=""', ""): query.where
         for query in dashboard_queries()
@@ -211,7 +211,7 @@ def test_a_service_that_is_stopped_finishes_its_requests(deployment: Deployment,
 
 @pytest.mark.parametrize("service", ["decode", "router"])
 def test_a_drain_is_bounded(hurried: Deployment, service: str) -> None:
-    """The request takes longer than the drain may: it ends with an error, and the service ends by itself."""
+    """A request that outlasts the drain ends with an error, and the service ends by itself."""
     with hurried.stream(max_tokens=ENDLESS) as events:
         assert not is_error(next(events))
         hurried.compose("stop", service)
@@ -238,7 +238,7 @@ def is_error(event: str) -> bool:
 
 
 def _first_refusal(deployment: Deployment) -> int | None:
-    """The status that new requests get once the service drains; None when it does not listen any more."""
+    """The status that new requests get once the service drains; None when it no longer listens."""
     while True:
         try:
             answer = deployment.complete(1)

@@ -1,4 +1,4 @@
-"""The files that are put over docker-compose.yml: for other hardware, and with the public router."""
+"""Override files of docker-compose.yml, for other hardware and for the public router."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_node_that_dies_is_used_again_once_it_is_back(scaled: Deployment) -> N
     numbers = itertools.count()
 
     def all_are_used() -> bool:
-        # Each another prompt: what begins alike stays with one prefill node.
+        # Each prompt is another, because those that begin alike stay with one prefill node.
         answer = scaled.complete(4, prompt=f"Request {next(numbers)}.", hisparse=True)
         assert answer.status_code == 200, answer.text
         used.update(answer.headers[f"x-hisparse-pd-{kind}"] for kind in ("prefill", "decode"))
@@ -69,7 +69,7 @@ STREAMS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 class Streams:
-    """Clients that ask for streams over and over, each for one of its own, and compare what they say."""
+    """Clients that each ask for a stream of their own over and over, and compare its answers."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -98,7 +98,7 @@ class Streams:
         )
 
     def _said(self, stream: int) -> Any:
-        """Raises httpx.TransportError, AssertionError."""
+        """Ask for a stream; return its answer. Raises httpx.TransportError, AssertionError."""
         path, body = STREAMS[stream]
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": "retrieval", "max_tokens": 240, "ignore_eos": True, **body, **usage}
@@ -123,7 +123,7 @@ def test_every_node_is_replaced_while_streams_go_on(scaled: Deployment) -> None:
         return httpx.get(scaled.url + path, timeout=30, trust_env=False)
 
     def told_of(name: str) -> dict[str, Any]:
-        """What the router knows of a node."""
+        """Return what the router knows of a node."""
         networks = scaled.inspect(name)["NetworkSettings"]["Networks"].values()
         addresses = [network["IPAMConfig"]["IPv4Address"] for network in networks]
         nodes: list[dict[str, Any]] = of_router("/health").json()["nodes"]

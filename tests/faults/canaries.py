@@ -1,7 +1,7 @@
 """A pattern in every free slot of a decode node's pools, verified before the slot is given out again.
 
-A write that lands in a slot which nobody holds, or which somebody else held before, changes the pattern. All
-free slots are also verified every few seconds. Quarantined slots are not free: there bytes may land.
+A write to a slot that no request holds, perhaps meant for its last holder, changes the pattern. All free
+slots are also verified every few seconds. Quarantined slots are not free: late bytes may land there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ SlotArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Canaries:
-    """Of one decode node, in the pools of ``kinds``. The report is a JSON object, written again after each
-    sweep and each finding."""
+    """Canaries of one decode node, in the pools of ``kinds``.
+
+    The report is a JSON object, written again after each sweep and each finding.
+    """
 
     def __init__(
         self, memory: DecodeMemory, totals: SlotCounts, report: Path, kinds: Sequence[PoolKind]
@@ -97,14 +99,14 @@ class Canaries:
         return True
 
     def report(self) -> None:
-        """Whole at any time: this process may be killed while it writes."""
+        """Replace the report as a whole, since this process may be killed while it writes."""
         draft = self._path.with_suffix(".draft")
         draft.write_text(json.dumps({**self.counts, "findings": self.findings}))
         draft.replace(self._path)
 
 
 class CanaryPools(Pools):
-    """Tells the canaries what is given out and what comes back. Checks of integrity bring the sweeps."""
+    """Pools that tell the canaries which slots are given out and freed; integrity checks start the sweeps."""
 
     canaries: Canaries | None = None
 
@@ -149,7 +151,7 @@ class CanaryPools(Pools):
 
 
 def free_slots(pools: Pools, kind: PoolKind) -> SlotArray:
-    """Those that nobody holds."""
+    """Return the slots that nobody holds."""
     is_free = np.ones(pools.totals[kind], np.bool_)
     for holding in pools._holdings:
         is_free[extents_to_slots(holding[kind])] = False
@@ -157,7 +159,7 @@ def free_slots(pools: Pools, kind: PoolKind) -> SlotArray:
 
 
 def keep_canaries(report: Path, kinds: Sequence[PoolKind] = KINDS) -> None:
-    """Let every ``DecodeEngine`` that this process makes from now on have canaries."""
+    """Give canaries to every ``DecodeEngine`` that this process makes from now on."""
     pools: list[CanaryPools] = []
 
     def make_pools(totals: SlotCounts, page_size: int) -> CanaryPools:
@@ -176,12 +178,12 @@ def keep_canaries(report: Path, kinds: Sequence[PoolKind] = KINDS) -> None:
 
 
 def _wait_for(slots: Tensor) -> None:
-    """Until what any stream of the device of ``slots`` has begun is done."""
+    """Wait until all streams of the device of ``slots`` are idle."""
     if slots.device.type == "cuda":
         torch.cuda.synchronize(slots.device)
 
 
 def _pattern(layer: int, num_slots: int, num_bytes: int) -> Tensor:
-    """uint8 [num_slots, num_bytes]: another one for each slot and layer."""
+    """A pattern of uint8 [num_slots, num_bytes], which varies by slot and layer."""
     seeds = (torch.arange(num_slots) * 7919 + layer * 104_729 + 17) % 65_521
     return ((seeds[:, None] * 31 + torch.arange(num_bytes) * 97) >> 2).to(torch.uint8)

@@ -1,14 +1,14 @@
 """The command line of the product, with faults and canaries in the engine: ``python -m tests.faults.node``.
 
-Some variables of the environment say what is put in; without them it is the product as it is.
+Variables of the environment say what is put in; without them this is the product unchanged.
 
 TRANSPORT_FAULTS   JSON of ``FaultRates``, with a ``report`` file: writes to peers fail, are late, and so on
 CANARY_REPORT      file: free slots of a decode node hold a pattern, which is verified
-CANARY_POOLS       of which pools; all, if it is not said
-ROW_FAULTS         file: says which rows are damaged, and how often (``rows.py``)
+CANARY_POOLS       the pools that have canaries; all by default
+ROW_FAULTS         file that says which rows are damaged, and how often (``rows.py``)
 
-The engine runs in a spawned child, which imports this module as ``__mp_main__`` before anything else. That is
-where they are put in: at names of modules that the engine looks up when it is made.
+The engine runs in a spawned child, which imports this module as ``__mp_main__`` before anything else. Faults
+are put in there, under names of modules that the engine looks up when it is made.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Rows that are not what they should be: by memory that fails, or by a prefill node that is wrong.
+"""Wrong rows, as failing memory or a faulty prefill node would make them.
 
-Which kind of damage is done, and how often, stands in a file, ``KIND SHARE``, that is read each time; each
-one is a line of a report beside it. All of it happens in the engine's own thread, between two moves.
+A file, read each time, says ``KIND SHARE``: the kind of damage and how often it is done. Each damage adds a
+line to a report beside the file. All of it happens in the engine's own thread.
 
-flipped landing  bits of what has landed for a room change before it is admitted
+flipped landing  bits of what has landed for a room change before its landing is processed
 neighbours       bits of free index pages, and of their checks, change when others are given out
-cached           bits of a prefill node's cached rows that nobody uses change before it plans
-other layer      a batch has in each layer but its last the rows of the next one
-other positions  a batch has each row one place further
-early            what a forward computes leaves before it, as it was then
+cached           bits of unused cached rows change before the prefill node plans
+other layer      a batch has the next layer's rows in each of its layers but the last
+other positions  a batch has the next position's row at each position
+early            rows are sent before the forward that computes them
 repeated         a batch is sent twice
 """
 
@@ -31,11 +31,11 @@ from tests.faults.canaries import free_slots
 from tests.waiting import wait_until
 
 NUM_BITS = 20
-"""That change in what has landed, or is cached, at a time."""
+"""Bits that one damage flips."""
 
 
 class RowFaults:
-    """Of one engine. ``order``: the file that says what is to be done."""
+    """Row faults of one engine. ``order``: the file that says what to do."""
 
     def __init__(self, order: Path) -> None:
         self._order = order
@@ -52,7 +52,7 @@ class RowFaults:
         return True
 
     def flip(self, items: Tensor, slots: Any) -> None:
-        """Bits of ``items``, uint8 [num_layers, num_slots, item_bytes], at some of ``slots``."""
+        """Flip bits of ``items``, uint8 [num_layers, num_slots, item_bytes], at some of ``slots``."""
         for _ in range(NUM_BITS if len(slots) else 0):
             slot, layer = int(self._random.choice(slots)), self._random.randrange(len(items))
             items[layer, slot, self._random.randrange(items.shape[2])] ^= 1 << self._random.randrange(8)
@@ -63,7 +63,7 @@ def report_of(order: Path) -> Path:
 
 
 def put_in_row_faults(order: Path) -> None:
-    """Into every engine that this process makes from now on."""
+    """Put row faults into every engine that this process makes from now on."""
     faults = RowFaults(order)
     _damage_decode_nodes(faults)
     _damage_prefill_nodes(faults)
@@ -107,7 +107,7 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
         life = self._life
         unused = [
             each for each in life.prefixes if not each.num_users
-        ]  # others are being sent, behind a look
+        ]  # the others are being sent, after a check
         if life.waiting() and unused and faults.is_due("cached"):
             cached = [extent for each in unused for extent in each.holding[PoolKind.DEVICE]]
             faults.flip(self._memory.kv, extents_to_slots(cached))

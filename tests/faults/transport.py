@@ -1,10 +1,8 @@
-"""A Mooncake that fails: below everything of the product, where its calls leave for the extension.
+"""A faulty Mooncake, put in where the product calls its extension, and slow copies to shared memory.
 
-And copies to shared memory that are slow. They do nothing else that a network does: a copy that has returned
-is there, whole, and nothing comes later.
-
-What it does is what a network may do, and no more. A write that returns 0 has landed, whole. One that returns
-an error has landed not at all, in part, or later. The descriptors of one write have no order.
+Mooncake does what a network may do, and no more. A write that returns 0 has landed completely. One that
+returns an error has not landed, has landed in part, or lands later. The descriptors of one write have no
+order. Copies to shared memory are slow at most: one that has returned has landed completely.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class FaultRates:
 
 
 class FaultyMooncake:
-    """In place of ``mooncake.engine.TransferEngine``; all but writes goes to the real one."""
+    """Stands in for ``mooncake.engine.TransferEngine``; all calls but writes go to the real one."""
 
     def __init__(self, mooncake: Any, rates: FaultRates) -> None:
         self._mooncake = mooncake
@@ -111,7 +109,7 @@ class FaultyMooncake:
         return int(self._mooncake.batch_transfer_sync_write(session, src, dst, lengths))
 
     def _write_later(self, session: str, writes: Sequence[tuple[int, int, int]], secs: float) -> None:
-        """As bytes do that sit in a socket: they were read when the write was made."""
+        """Land the bytes ``secs`` later as they are now, like bytes that wait in a socket."""
         lengths = [length for _, _, length in writes]
         content = b"".join(_read(src, length) for src, _, length in writes)
         held = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -131,14 +129,14 @@ class FaultyMooncake:
 
 
 def report(rates: FaultRates, fault: str) -> None:
-    """A line a fault, which is there also when this process is killed at once."""
+    """Write a line for a fault, which lasts even if this process is killed at once."""
     descriptor = os.open(rates.report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, f"{fault}\n".encode())
     os.close(descriptor)
 
 
 def _read(address: int, num_bytes: int) -> bytes:
-    """Of main memory, or of a GPU's where there is one."""
+    """Bytes of main memory, or of a GPU's where CUDA is in use."""
     if not torch.cuda.is_initialized():
         return ctypes.string_at(address, num_bytes)
     from cupy.cuda import runtime
@@ -149,7 +147,7 @@ def _read(address: int, num_bytes: int) -> bytes:
 
 
 def break_transport(rates_json: str) -> None:
-    """Let every ``TransferEngine`` that this process makes from now on have a ``FaultyMooncake``."""
+    """Give this process's further ``TransferEngine``s a ``FaultyMooncake``, and slow its copies."""
     rates = FaultRates(**json.loads(rates_json))
     make = hisparse_pd.transfer.engine._new_mooncake_engine
     hisparse_pd.transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
@@ -157,8 +155,9 @@ def break_transport(rates_json: str) -> None:
 
 
 class SlowCopies:
-    """In place of ``transfer.lane_copy.copy_ranges``: the second half of some copies is up to ``slow_secs``
-    late."""
+    """Stands in for ``transfer.lane_copy.copy_ranges``; the second half of some copies is up to ``slow_secs``
+    late.
+    """
 
     def __init__(self, rates: FaultRates) -> None:
         self._rates = rates

@@ -23,7 +23,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 _FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # in a container as root there is none
+    "--no-sandbox",  # root in a container has no sandbox
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -61,7 +61,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def show_as(self, *, width: int, height: int, dark: bool = False) -> None:
-        """The size of the window, in CSS pixels, and the colour scheme that the user prefers."""
+        """Set the window's size, in CSS pixels, and the colour scheme that the user prefers."""
         self._command(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -73,7 +73,7 @@ class Page:
         self._command("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
-        """The JSON value of a JavaScript expression. Raises BrowserError when it throws."""
+        """Return the JSON value of a JavaScript expression. Raises BrowserError when it throws."""
         answer = self._command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -93,7 +93,7 @@ class Page:
         return str(self.evaluate(f"document.getElementById({json.dumps(element_id)}).textContent"))
 
     def type(self, element_id: str, text: str) -> None:
-        """Replace what stands in a field, as a user who leaves it then."""
+        """Replace the text of a field and leave the field, as a user would."""
         field = f"document.getElementById({json.dumps(element_id)})"
         self.evaluate(f"{field}.focus(); {field}.select()")
         self._command("Input.insertText", text=text)
@@ -176,7 +176,7 @@ def open_page(profile: Path) -> Iterator[Page]:
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Its reading and its writing end, clear of the descriptors that the browser knows by number."""
+    """Return a pipe's reading and writing end, above the descriptors that the browser knows by number."""
     ends = []
     for low in os.pipe():
         ends.append(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 10))

@@ -16,9 +16,9 @@ from tests.integration.preloaded import Preloaded
 
 @pytest.fixture(autouse=True, scope="package")
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Services are forked from a process that has imported what they import, but where there is a GPU.
+    """Fork services from a process that has imported what they import, unless there is a GPU.
 
-    The processes of a test run share it.
+    All processes of a test run share it.
     """
     if DEVICE != "cpu":
         yield
@@ -30,13 +30,13 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="package")  # it would take time from the tests that come after these, and memory
+@pytest.fixture(scope="package")  # later it would take time and memory from other tests
 def pair(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
     """A prefill node, a decode node and our router. Tests leave it as they found it.
 
-    Its checkpoint has no chat template, as DeepSeek-V3.2 is published: its chats may have tools.
+    Its checkpoint has no chat template, like DeepSeek-V3.2 as it is published, so chats may have tools.
     """
     directory = tmp_path_factory.mktemp("pair")
     checkpoint = shutil.copytree(tiny_checkpoint("v32"), directory / "model")
@@ -52,8 +52,9 @@ def pair(
 
 @pytest.fixture(scope="package")
 def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Of the trained model: hot buffers in which a long request has one draft, a device pool that gives
-    auto a choice.
+    """A pair of the trained model.
+
+    A long request's hot buffer has room for one draft, and the device pool leaves auto a choice.
     """
     from tools.bench.documents import RETRIEVAL_MODEL  # and torch, which pytest's controller does not need
 

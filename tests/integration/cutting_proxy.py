@@ -1,4 +1,4 @@
-"""A TCP proxy before a decode node that cuts a stream behind so many lines of its journal."""
+"""A TCP proxy before a decode node that cuts a stream after so many lines of its journal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _REQUEST_ID = re.compile(rb"^x-request-id: *(\S+)", re.IGNORECASE | re.MULTILINE
 
 @dataclass
 class CuttingProxy:
-    """``url`` stands for the node's. ``cut_after``: lines that an answer may bring; None: any number.
+    """A proxy whose ``url`` stands for the node's. ``cut_after``: lines that an answer may bring; None: any.
 
-    The cut comes in the middle of what follows the last line, so that the router has a piece of it.
+    The cut comes in the middle of what follows the last line, so that the router gets a piece of it.
     """
 
     node_url: str

@@ -38,9 +38,9 @@ Result = TypeVar("Result")
 REQUEST_TIMEOUT_SECS = 200.0
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
-"""Of every node, unless its own options name one; what they are compared with stays on the CPU."""
+"""Device of nodes whose own options name none; what nodes are compared with stays on the CPU."""
 START_TIMEOUT_SECS = 90.0 if DEVICE == "cpu" else 240.0
-"""Without progress of a node that loads, or compiles all kernels of its steps where there are none yet."""
+"""Limit without progress of a node that loads, or compiles the kernels that it does not find."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
 FORKED_MODULES = ("hisparse_pd", "tests.faults.node")
 NO_FAULTS: Mapping[str, str] = MappingProxyType({})
@@ -63,11 +63,11 @@ class Service:
     health_path: str = "/health"
     env: dict[str, str] = field(default_factory=dict)
     tls: TlsFiles | None = None
-    """What it serves https with."""
+    """Certificate of a service that serves https."""
     process: subprocess.Popen[bytes] | ForkedService | None = field(default=None, repr=False)
 
     preloaded: ClassVar[Preloaded | None] = None
-    """What services are forked from; None: they are started by the command."""
+    """Process from which services are forked; None: they are started by the command."""
 
     @property
     def url(self) -> str:
@@ -94,14 +94,14 @@ class Service:
             )
 
     def put_in(self, faults: Mapping[str, str]) -> None:
-        """From the next start on; none: the product as it is."""
+        """Put in faults from the next start on; without any, the service is the product unchanged."""
         self.module, self.env = ("tests.faults.node", dict(faults)) if faults else ("hisparse_pd", {})
 
     def is_healthy(self) -> bool:
         return self._health().is_healthy
 
     def wait_healthy(self) -> None:
-        """For as long as it gets further."""
+        """Wait for as long as the service makes progress."""
         limit = ProgressTimeout(START_TIMEOUT_SECS)
         while not (health := self._health()).is_healthy:
             limit.note(self.name, health.loading)
@@ -120,7 +120,7 @@ class Service:
             return probe(client, self.url + self.health_path)
 
     def exit_status(self, timeout_secs: float = waiting.WAIT_SECS) -> int:
-        """Of a service that ends by itself, or that was told to."""
+        """Wait for the end of a service that ends by itself or was told to; return its exit status."""
         assert self.process is not None
         return self.process.wait(timeout_secs)
 
@@ -129,11 +129,11 @@ class Service:
         return self.process.poll() is not None
 
     def signal_group(self, signal_number: int) -> None:
-        """To the service's processes: front and engine."""
+        """Send a signal to the service's processes, front and engine."""
         os.killpg(self.pid, signal_number)
 
     def stop(self) -> int:
-        """SIGTERM, as an operator would. Returns the exit status."""
+        """Send SIGTERM, as an operator would. Returns the exit status."""
         if self.process is None:
             return 0
         if (status := self.process.poll()) is None:
@@ -149,7 +149,7 @@ class Service:
         return status
 
     def kill(self) -> None:
-        """SIGKILL to front and engine at once, as a machine's death would."""
+        """Send SIGKILL to front and engine at once, like a machine's death."""
         if self.process is not None and self.process.poll() is None:
             self.signal_group(signal.SIGKILL)
             self.process.wait()
@@ -158,12 +158,12 @@ class Service:
         return self.log_path.read_bytes()[-num_bytes:].decode(errors="replace")
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics, by name with labels, summed over the ranks of a node."""
+        """Return the samples of /metrics, by name with labels, summed over the ranks of a node."""
         return samples_of(httpx.get(self.url + "/metrics", timeout=waiting.WAIT_SECS).text)
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Of Prometheus text, by name with labels, summed over those that differ by their rank only."""
+    """Return the samples of Prometheus text by name with labels, summed over the ranks of a node."""
     samples: dict[str, float] = {}
     for match in re.finditer(r"^([^#\s]\S*(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE):
         name = _RANK_LABEL.sub("", match[1]).replace(",}", "}").removesuffix("{}")
@@ -172,7 +172,7 @@ def samples_of(text: str) -> dict[str, float]:
 
 
 def is_empty(node: Service) -> bool:
-    """Nothing runs or waits, and no pool holds anything, prefix cache and quarantine included."""
+    """Whether nothing runs or waits, and no pool holds anything, prefix cache and quarantine included."""
     held = {"pool_used_tokens", "quarantined_tokens"}
     held |= {"num_running_reqs", "num_queue_reqs", "num_transfer_queue_reqs"}
     return not any(
@@ -181,13 +181,13 @@ def is_empty(node: Service) -> bool:
 
 
 def is_idle(node: Service) -> bool:
-    """No request runs or waits."""
+    """Whether no request runs or waits."""
     samples = node.metrics()
     return samples["hisparse_pd:num_running_reqs"] == 0 and samples["hisparse_pd:num_queue_reqs"] == 0
 
 
 def pool_usage(node: Service) -> float:
-    """Tokens in use or in quarantine over all pools, the prefix cache aside."""
+    """Return the tokens in use or in quarantine over all pools, without the prefix cache."""
     return sum(
         value
         for name, value in node.metrics().items()
@@ -196,32 +196,32 @@ def pool_usage(node: Service) -> float:
 
 
 def engine_pids(node: Service) -> list[int]:
-    """The engines among the front's children, in order of ranks; the other child is multiprocessing's own."""
+    """Return the engines among the front's children, by rank; the other child is multiprocessing's own."""
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
     return sorted(pid for pid in commands if "spawn_main" in commands[pid] or PRELOADED in commands[pid])
 
 
 def at_once(ask: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
-    """What ``ask`` returns of each item, of so many at a time."""
+    """Return what ``ask`` returns for each item, ``num_threads`` at a time."""
     with ThreadPoolExecutor(num_threads) as threads:
         return list(threads.map(ask, items))
 
 
 def generate_body(**change: Any) -> dict[str, Any]:
-    """Of 16 greedy tokens after PROMPT; ``change``: other fields, and ``params`` of its sampling."""
+    """Make a body for 16 greedy tokens after PROMPT. ``change``: other fields, and ``params`` of sampling."""
     params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **change.pop("params", {})}
     prompt = {} if "input_ids" in change else {"text": PROMPT}
     return {**prompt, "sampling_params": params, **change}
 
 
 def generate(url: str, **change: Any) -> httpx.Response:
-    """The answer to ``generate_body``."""
+    """Return the answer to ``generate_body``."""
     return httpx.post(f"{url}/generate", json=generate_body(**change), timeout=REQUEST_TIMEOUT_SECS)
 
 
 def generated(url: str, **change: Any) -> Any:
-    """The body of an answer of ``generate`` that is right."""
+    """Return the body of the answer of ``generate``, which must be a 200."""
     answer = generate(url, **change)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -239,7 +239,7 @@ def openai_client(url: str) -> openai.OpenAI:
 
 
 def streamed(url: str, body: Mapping[str, Any]) -> list[Any]:
-    """The events of a streamed answer, decoded."""
+    """Return the events of a streamed answer, decoded."""
     with httpx.stream("POST", url, json={**body, "stream": True}, timeout=REQUEST_TIMEOUT_SECS) as answer:
         assert answer.status_code == 200, answer.read()
         text = "".join(answer.iter_text())
@@ -248,7 +248,7 @@ def streamed(url: str, body: Mapping[str, Any]) -> list[Any]:
 
 
 def generate_by(prefill: Service, decode: Service, room: int, **change: Any) -> httpx.Response:
-    """The decode node's answer to a ``generate`` that names the prefill node, as a router sends it."""
+    """Return the decode node's answer to a ``generate`` that names the prefill node, as a router's does."""
     room_fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
     return generate(decode.url, **room_fields, bootstrap_room=room, **change)
 
@@ -260,7 +260,7 @@ class Load:
     url: str
     num_clients: int
     max_new_tokens: int = 0
-    """0: from 8 to 24, by turns."""
+    """New tokens of each request; 0: from 8 to 24, in turn."""
     answers: list[httpx.Response] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _counter: Iterator[int] = field(default_factory=itertools.count)
@@ -273,7 +273,7 @@ class Load:
             answer = generate(self.url, text=text, hisparse=FLAGS[number % 3], params=params)
             self.answers.append(answer)
             if answer.status_code != 200:
-                self._over.wait(0.1)  # who is away answers at once, and takes a core from those who come back
+                self._over.wait(0.1)  # refusals come at once, and would take a core from nodes that start
 
     def __enter__(self) -> Load:
         self._threads = [threading.Thread(target=self._client) for _ in range(self.num_clients)]
@@ -287,7 +287,7 @@ class Load:
             thread.join()
 
     def wait_for_more(self, num_answers: int) -> None:
-        """Until so many further requests came back right."""
+        """Wait until so many further requests came back with a 200."""
         target = self.num_ok + num_answers
         wait_until(lambda: self.num_ok >= target, f"{num_answers} further answers")
 
@@ -313,7 +313,7 @@ class Deployment:
         return self.router.url
 
     def flush_prefix_caches(self) -> None:
-        """What prefill nodes have cached and decode nodes hold."""
+        """Drop what prefill nodes have cached and decode nodes hold."""
         for node in (*self.prefill, *self.decode):
             httpx.post(node.url + "/flush_cache", timeout=waiting.WAIT_SECS).raise_for_status()
 
@@ -371,7 +371,7 @@ def deployment(
     prefill_faults: Mapping[str, str] = NO_FAULTS,
     decode_faults: Mapping[str, str] = NO_FAULTS,
 ) -> Iterator[Deployment]:
-    """``prefill_faults`` and ``decode_faults``: what ``tests.faults.node`` puts into the nodes."""
+    """Run nodes and a router. ``prefill_faults``, ``decode_faults``: what ``tests.faults.node`` puts in."""
     prefill = [
         prefill_service(checkpoint, log_dir, f"prefill-{i}", prefill_options) for i in range(num_prefill)
     ]

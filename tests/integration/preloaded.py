@@ -1,13 +1,13 @@
-"""Services without the seconds that an interpreter needs to import torch: forks of a process that has it.
+"""Services as forks of a process that has imported torch, which spares them the seconds of the import.
 
-``Preloaded`` is the side of the tests. ``python -m tests.integration.preloaded FD`` is the process, which has
+``Preloaded`` is the tests' side. ``python -m tests.integration.preloaded FD`` is the process, which has
 imported what services import, and to which all processes of a test run connect. Each service is a fork of it
-that goes on as ``python -m MODULE ARGUMENTS`` would, in a session, with output and an environment of its own.
-What a service starts by ``multiprocessing``, its engines and further fronts, is forked as well, and gets what
-a spawned child would get: the pickled process, no other descriptor, and no signal handler.
+that goes on as ``python -m MODULE ARGUMENTS`` would, with a session, output and environment of its own. What
+a service starts by ``multiprocessing``, its engines and further fronts, is forked as well, and gets what a
+spawned child would get: the pickled process, no other descriptor, and no signal handler.
 
-Forks share what differs between two interpreters, such as the seed of hashes. Therefore ``test_failures``
-starts one node of each kind by the command.
+Forks share what would differ between two interpreters, such as the seed of hashes. Therefore
+``test_failures`` starts one node of each kind by the command.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ MODULES = (
 )
 MAX_ORDER_BYTES = 1 << 17
 CONNECT_TIMEOUT_SECS = 60.0
-"""Until a process to which nobody is connected ends."""
+"""Time after which a process without a connection ends."""
 
 
 class ForkedService:
-    """What tests use of ``subprocess.Popen``, for a fork of the preloaded process."""
+    """The part of ``subprocess.Popen`` that tests use, for a fork of the preloaded process."""
 
     def __init__(self, pid: int, exit_status: BinaryIO) -> None:
-        """``exit_status``: a pipe that brings it in a line, when the service has ended."""
+        """``exit_status``: a pipe that brings the exit status as a line once the service has ended."""
         self.pid = pid
         self.returncode: int | None = None
         self._exit_status = exit_status
@@ -89,13 +89,13 @@ class ForkedService:
 
 
 class Preloaded:
-    """A connection, made for the first service, to the process that is forked, which is started if need be.
+    """A connection to the process that is forked; the first service makes it, and starts that if need be.
 
-    That ends when the last connection is closed.
+    The process ends when the last connection is closed.
     """
 
     def __init__(self, directory: Path) -> None:
-        """``directory``: exists. Those with the same share the process."""
+        """``directory`` must exist; all connections with the same one share the process."""
         self._directory = directory
         self._socket: socket.socket | None = None
 
@@ -124,14 +124,14 @@ class Preloaded:
 
     @property
     def _address(self) -> str:
-        """In Linux's abstract namespace, where a name goes with the process that has it."""
+        """An address in Linux's abstract namespace, where a name goes with its process."""
         return f"\0{self._directory}"
 
     def _connected(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(ConnectionError):
             connection.connect(self._address)
-            if connection.recv(1):  # nothing of one that is about to end
+            if connection.recv(1):  # one that is about to end sends nothing
                 return connection
         connection.close()
         return None
@@ -158,7 +158,7 @@ class Preloaded:
 
 
 def main() -> None:
-    """Fork a service for each order, until nobody is connected any more."""
+    """Fork a service for each order, until no connection is left."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
     for module in MODULES:
@@ -168,7 +168,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     if os.fork() != 0:
-        return  # who started it waits no longer
+        return  # the process that started this one waits no longer
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of services
     tests: list[socket.socket] = []
     while True:
@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def serve(order: dict[str, Any], log: int, told: int) -> None:
-    """Fork the service, and tell its pid and at last its exit status. Returns in the service alone."""
+    """Fork the service; report its pid and, at its end, its exit status. Returns in the service alone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid != 0:
@@ -217,7 +217,7 @@ def serve(order: dict[str, Any], log: int, told: int) -> None:
 
 
 def fork_instead_of_spawning(popen: Any, process: BaseProcess) -> None:
-    """In place of the method of ``Popen`` that starts an interpreter for a process of ``multiprocessing``."""
+    """Stands in for the method of ``Popen`` that starts an interpreter for a ``multiprocessing`` process."""
     pickled = io.BytesIO()
     set_spawning_popen(popen)
     try:
@@ -247,7 +247,7 @@ def run_child(pickled: bytes, sentinel_of_parent: int, descriptors: set[int]) ->
     try:
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in descriptors:
-                with contextlib.suppress(OSError):  # that of the directory
+                with contextlib.suppress(OSError):  # the listing's own
                     os.close(int(name))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

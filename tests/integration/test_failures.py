@@ -1,4 +1,4 @@
-"""Two prefill nodes and their lanes: who gets what, and nodes that are killed, start again, hang or stop.
+"""Two prefill nodes and their lanes: which node gets a request, and nodes that hang, stop or lose an engine.
 
 Invariants I1, I2, I5 and I7. The tests share the nodes and leave them healthy; the last one stops some.
 """
@@ -46,9 +46,9 @@ ROUTER = ["--health-interval-secs", "0.5"]
 def nodes(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """Two with one, quick to notice what is away; the first one's lane is shared memory, the other's TCP.
+    """Two prefill nodes, over shared memory and over TCP, with one decode node; heartbeats are quick.
 
-    One of each kind and the router are processes as operators start them, not forks.
+    One node of each kind and the router are processes as operators start them, not forks.
     """
     checkpoint, directory = tiny_checkpoint("v32"), tmp_path_factory.mktemp("nodes")
     prefill = [
@@ -64,7 +64,7 @@ def nodes(
 
 
 def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment, tmp_path: Path) -> None:
-    """In the prefix cache of the prefill node that had them, with a router that looks for it."""
+    """A ``cache_aware`` router sends a conversation to the prefill node that has its turns cached."""
     router = router_service(nodes.prefill, nodes.decode, tmp_path, ["--policy", "cache_aware"])
     talks: list[list[dict[str, str]]] = [[] for _ in range(3)]
     seen = [0] * len(talks)
@@ -99,7 +99,7 @@ def ask(prefill: Service, decode: Service, room: int, prompt: list[int], hispars
 
 
 def lanes_of(node: Service) -> dict[str, str]:
-    """Lane by peer, as ``/server_info`` has it."""
+    """Return the lane of each peer, as ``/server_info`` has it."""
     info: dict[str, Any] = httpx.get(f"{node.url}/server_info", timeout=WAIT_SECS).json()
     return {lane["peer"]: f"{lane['lane']}: {lane['reason']}" for lane in info["lanes"]}
 
@@ -132,10 +132,10 @@ def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Dep
 
 @pytest.mark.I7
 def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment, tmp_path: Path) -> None:
-    """SIGSTOP: the node accepts connections and never answers. Everybody is served, within the timeouts."""
+    """After SIGSTOP a node accepts connections and never answers; every request is served in time."""
     stopped, other = nodes.prefill
     decode = nodes.decode[0]
-    # Of its own, and as good as without health checks, so that it keeps choosing both.
+    # Another router, almost without health checks, so that it keeps choosing both.
     router = router_service(nodes.prefill, [decode], tmp_path, ["--health-interval-secs", "600"])
     with running([router]):
         served_by = [generate(router.url).headers["x-hisparse-pd-prefill"] for _ in range(4)]
@@ -168,7 +168,7 @@ def test_sigterm_stops_every_service_with_status_0(nodes: Deployment) -> None:
 
 
 def test_an_engine_that_dies_ends_the_node(nodes: Deployment) -> None:
-    """The last test, behind the one that stopped the others."""
+    """The last test, after the one that stopped the others."""
     node = nodes.prefill[1]
     os.kill(engine_pids(node)[0], signal.SIGKILL)
     assert node.exit_status() != 0

@@ -57,7 +57,7 @@ def test_several_fronts_serve_as_one(
             assert counted(decode, "num_requests") == NUM_ANSWERS
         tokens = (of for name, of in decode.metrics().items() if name.startswith(GENERATED))
         assert sum(tokens) == 16 * NUM_ANSWERS
-        children = engine_pids(decode)  # and whatever else it has spawned: its front
+        children = engine_pids(decode)  # and what else it has spawned: its other front
         assert (len(children), len(engine_pids(prefill))) == (2, 1)
         *_, front = children
         os.kill(front, signal.SIGKILL)

@@ -29,7 +29,7 @@ def oracle(tiny_checkpoint: Callable[[str], Path]) -> Iterator[Oracle]:
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
-"""Graphs and micro-batches on the second one, without CUDA_VISIBLE_DEVICES."""
+"""Mark of cases with graphs and micro-batches on the second GPU, without CUDA_VISIBLE_DEVICES."""
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_tokens_with_options_of_a_gpu(
 def test_tokens_do_not_depend_on_the_mode_in_fp8(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path, index_format: str
 ) -> None:
-    """One request at a time, computed in full each: bfloat16 rounds by the shapes of products."""
+    """Requests come one at a time and are computed in full: bfloat16 rounds by the shapes of products."""
     common = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3", "--indexer-cache-dtype", index_format)
     with deployment(
         tiny_checkpoint("v32"),

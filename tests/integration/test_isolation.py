@@ -1,6 +1,6 @@
-"""Clients that leave, garbage, peers that are not there, full pools: who else is concerned.
+"""Clients that leave, garbage, missing peers and full pools disturb no other request.
 
-Nobody is, and the pools are whole again. Invariants I2, I5 and I7.
+The pools are whole again afterwards. Invariants I2, I5 and I7.
 """
 
 from __future__ import annotations

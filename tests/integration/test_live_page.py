@@ -28,7 +28,7 @@ USAGE = "document.getElementById('usage').innerText"
 
 @pytest.fixture(scope="module")
 def router(trained_pair: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A router of its own, of which clients need a key."""
+    """A router whose clients need a key."""
     directory = tmp_path_factory.mktemp("page")
     keys = directory / "clients.keys"
     keys.write_text(f"{KEY}\n")
@@ -46,7 +46,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(router: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The page as it comes up, before anybody has entered the key. The tests below go on from each other."""
+    """The page as it comes up, without a key. Each test below goes on from the one before it."""
     with open_page(tmp_path_factory.mktemp("profile")) as opened:
         opened.show_as(width=WIDE, height=900)
         opened.open(router.url)
@@ -54,7 +54,7 @@ def page(router: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def _send(page: Page, flag: str) -> str:
-    """Send the prompt that stands in the box; the answer once its usage is shown."""
+    """Send the prompt that is in the box; return the answer once its usage is shown."""
     page.click(f"hisparse-{flag}")
     page.evaluate("document.getElementById('usage').replaceChildren()")
     page.click("send")
@@ -112,9 +112,9 @@ def test_an_error_of_the_service_is_shown(page: Page) -> None:
 
 
 def test_pictures(page: Page, pictures: Path) -> None:
-    """In both colour schemes, wide and narrow; nothing is wider than the window."""
+    """Pictures have both colour schemes, wide and narrow; nothing is wider than the window."""
     _send(page, "true")
-    # A picture of a page that stands still: the bars have moved, and the last requests are counted.
+    # The page stands still by then: the bars have moved, and the last requests are counted.
     page.wait_for("document.getElementById('requests-note').textContent.startsWith('2 hisparse')")
     for name, width, dark in (
         ("live-page", WIDE, False),
@@ -138,7 +138,7 @@ def test_every_control_has_a_name(page: Page) -> None:
 
 
 def test_the_ranks_of_a_node_are_shown(page: Page, pictures: Path) -> None:
-    """/status is answered as the router does of a decode node of eight; ``test_status`` holds it to that."""
+    """/status is answered as by a router with a decode node of eight ranks; ``test_status`` checks that."""
     assert page.evaluate("document.querySelector('#decode .ranks').hidden"), "of one rank there is no list"
     page.evaluate("""
         window.ask = window.fetch;
@@ -170,7 +170,7 @@ def test_the_ranks_of_a_node_are_shown(page: Page, pictures: Path) -> None:
 
 
 def test_a_router_that_drains_is_shown_as_such(page: Page) -> None:
-    """/status is answered as the router does while it drains; ``test_status`` holds the router to that."""
+    """/status is answered as by a router that drains; ``test_status`` checks that."""
     page.evaluate("""
         window.ask = window.fetch;
         window.fetch = async (path, options) => {

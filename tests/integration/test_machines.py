@@ -1,4 +1,4 @@
-"""Nodes on two machines: loopback addresses of this one, with nothing in common but the network."""
+"""Nodes of two machines: loopback addresses of this one that share nothing but the network."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def machines(make: Callable[..., Service], checkpoint: Path, directory: Path, *o
 
 @contextmanager
 def started(services: list[Service]) -> Iterator[None]:
-    """Those that serve HTTP are the first of their node, and the router."""
+    """Start services, and wait for those that serve HTTP: the router and the first machine of each node."""
     try:
         for service in services:
             service.start()
@@ -127,7 +127,7 @@ def test_a_node_says_where_its_machines_are(nodes: tuple[Deployment, list[Servic
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_port_scan_ends_nothing(nodes: tuple[Deployment, list[Service]]) -> None:
-    """Every port of every process: fronts, bootstrap, control, engines' channels, ranks, KV, the router."""
+    """All ports are scanned: of fronts, bootstrap, control, engines' channels, ranks, KV and the router."""
     pair, others = nodes
     services = [*pair.services, *others]
     expected = output_ids(pair.url)
@@ -147,7 +147,7 @@ def test_a_port_scan_ends_nothing(nodes: tuple[Deployment, list[Service]]) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_machines_leave_together(nodes: tuple[Deployment, list[Service]]) -> None:
-    """One that is killed ends the node; a signal to all, as a cluster gives it, ends a node in order."""
+    """A killed machine ends its node; a signal to all, as a cluster sends it, ends a node in order."""
     pair, (_, second_of_decode) = nodes
     second_of_decode.kill()
     assert pair.decode[0].exit_status() == 1, "a supervisor is to start it again"

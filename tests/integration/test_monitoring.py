@@ -47,7 +47,7 @@ def test_the_metrics_of_all_queries_exist(shown: dict[str, set[str]]) -> None:
 
 
 def test_what_queries_name_is_shown_where_they_look(pair: Deployment, shown: dict[str, set[str]]) -> None:
-    """The nodes of a job, and each of the phases, pools and kinds that stand in a query one by one."""
+    """Every phase, pool and kind that a query names is shown by a node of the job that it asks."""
     found: set[tuple[str, str, str, str]] = set()
     for service in pair.services:
         job = service.name.partition("-")[0]
@@ -75,7 +75,7 @@ def test_counters_that_alerts_watch_are_there_before_the_first_event(role: str, 
 
 
 def test_status_tells_of_the_pair(pair: Deployment, shown: dict[str, set[str]]) -> None:
-    """The live page's document, from real nodes."""
+    """The document of the live page has the numbers of real nodes."""
     status = httpx.get(f"{pair.url}/status", timeout=WAIT_SECS).json()
     assert status["ready"] is True
     prefill, decode = status["nodes"]

@@ -83,7 +83,7 @@ def test_encrypted_control_bfloat16_kv_and_policies(
 def test_fp8_items_give_the_same_tokens_in_both_modes(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Items and indexer keys in fp8 on both nodes; the decode node's steps overlap then, on the CPU too."""
+    """Both nodes have items and indexer keys in fp8; the decode node's steps then overlap, on the CPU too."""
     common = ["--kv-cache-dtype", "fp8_e4m3"]
     with deployment(
         tiny_checkpoint("v32"),

@@ -1,13 +1,13 @@
 """Greedy tokens through the real pair equal transformers' own, in every mode, alone and in batches.
 
-New tokens to each prompt, of the lengths at which off-by-one errors live. Each pass sends all prompts
+Prompts have the lengths at which off-by-one errors live. Each pass sends all prompts
 through router, prefill node and decode node; the passes differ in the flag, in how many requests share a
 batch, and in whether the prefix cache is warm. Invariant I5.
 
-The default run has 17 prompts of one model in short contexts and 18 tokens each, because most of the oracle's
-time is in the longest prompts; each prompt in every mode in a batch. Both modes alone, and all flags in
-batches of up to 28 prompts with cold and warm caches, of each model, in longer contexts and with 48 tokens,
-are slow.
+The default run has 17 prompts of one model in short contexts and 18 new tokens each, because the longest
+prompts take most of the oracle's time; batches have each prompt in every mode. The slow tests have each
+model in longer contexts with up to 48 new tokens: both modes alone, and all flags in batches of up to 28
+prompts with cold and warm caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.integration.harness import FLAGS, Deployment, at_once, deployment, ge
 from tests.oracle_beside import Oracle
 
 SAMPLE = [pytest.param(("v32", 1024, 17, 17, 18, 3), id="v32")]
-"""By default: model, context length, prompts, prompts that are drawn, new tokens, and drafts of a step.
+"""The default run: model, context length, prompts, prompts that are drawn, new tokens, drafts of a step.
 
 Four chunks fill the context.
 """
@@ -36,20 +36,20 @@ FULL = [
     pytest.param(("axk2", 2048, 22, 30, 32, 0), id="axk2"),
     pytest.param(("mistral", 2048, 22, 30, 32, 0), id="mistral"),
 ]
-"""The model's own context, half of it and a quarter; the first of the prompts that are drawn.
+"""Runs in the model's own context, half of it and a quarter, with the first of the prompts that are drawn.
 
-Which prompts they are is not free: where two indexer scores at the boundary of a selection differ by less
-than float32 rounds, transformers and this project may select differently, both rightly. These have none.
+The prompts are chosen: where two indexer scores at the boundary of a selection differ by less than float32
+rounds, transformers and this project may select differently, both rightly. These have no such scores.
 """
 CHUNK = 300
-"""No multiple of the page; a third of the prompts is longer."""
+"""Size of a chunk, no multiple of the page; a third of the prompts is longer."""
 PAGE_SIZE = 32
 HOT_BUFFER = 160
 INDEX_TOPK = 64
 BATCH = 16
 
 pytestmark = pytest.mark.timeout(1200)
-"""Each test is hundreds of requests; every one of them has REQUEST_TIMEOUT_SECS."""
+"""Each test sends hundreds of requests, and each request may take REQUEST_TIMEOUT_SECS."""
 
 CRITICAL_LENGTHS = (
     *(1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE + 7),
@@ -63,10 +63,10 @@ Prompt = tuple[int, ...]
 def make_prompts(
     seed: int, context_length: int, num_prompts: int, num_drawn: int, num_new_tokens: int
 ) -> list[Prompt]:
-    """Byte tokens: half of the prompts random, half with repetitions, all without a common prefix."""
+    """Make prompts of byte tokens: half random, half with repetitions, all without a common prefix."""
     generator = random.Random(seed)
     most = context_length - num_new_tokens
-    outgrowing = HOT_BUFFER - num_new_tokens // 2  # its hot buffer, while it is decoded
+    outgrowing = HOT_BUFFER - num_new_tokens // 2  # a request outgrows its hot buffer while it is decoded
     lengths = [length for length in (*CRITICAL_LENGTHS, outgrowing, 1500) if length < most]
     lengths += [context_length // 2, most]
     lengths += [generator.randint(3, 700) for _ in range(num_drawn - len(lengths))]
@@ -74,7 +74,7 @@ def make_prompts(
     for number, length in enumerate(lengths[:num_prompts]):
         period = length if number % 2 else max(1, length // 3)
         motif = [generator.randint(32, 126) for _ in range(period)]
-        motif[0] = 128 + number  # a first byte of its own: nothing is shared by chance
+        motif[0] = 128 + number  # its own first byte, so that nothing is shared by chance
         prompts.append(tuple((motif * (length // period + 1))[:length]))
     return prompts
 
@@ -178,7 +178,7 @@ def swap_in_counters(pair: Deployment) -> tuple[float, float]:
 
 
 def check_swap_in(subject: Subject, answers: list[dict[str, Any]]) -> None:
-    """What fits its hot buffer never misses, what does not hits and misses."""
+    """Check that a request that fits its hot buffer never misses, and that another one hits."""
     for prompt, answer in zip(subject.prompts, answers, strict=True):
         usage = answer["meta_info"]["hisparse"]
         if usage["mode"] == "hisparse":
@@ -189,7 +189,7 @@ def check_swap_in(subject: Subject, answers: list[dict[str, Any]]) -> None:
 def check_pass(
     subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int, *, warm: bool, **fields: bool
 ) -> list[dict[str, Any]]:
-    """All prompts once; every answer checked, and that misses and evictions really happened."""
+    """Send all prompts once; check every answer, and that there were misses and evictions."""
     if not warm:
         subject.pair.flush_prefix_caches()
     before = swap_in_counters(subject.pair)
@@ -208,7 +208,7 @@ def check_pass(
 
 
 def in_turn(shift: int) -> Callable[[int], bool | str]:
-    """The flags by turns, so that over three shifts each prompt meets each flag."""
+    """Return the flags in turn, so that over three shifts each prompt meets each flag."""
     return lambda number: FLAGS[(number + shift) % len(FLAGS)]
 
 
@@ -216,7 +216,7 @@ def in_turn(shift: int) -> Callable[[int], bool | str]:
 @pytest.mark.I5
 @pytest.mark.parametrize("subject", SAMPLE, indirect=True)
 def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
-    """With drafts, how many of which a step verifies is the node's choice by its own clock, then without."""
+    """Passes with drafts, of which a node verifies as many as its clock suggests, and one without."""
     for shift in range(2):
         for answer in check_pass(subject, in_turn(shift), BATCH, warm=shift > 0):
             of_drafts = answer["meta_info"]
@@ -231,7 +231,7 @@ def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
 @pytest.mark.I5
 @pytest.mark.parametrize("subject", SAMPLE, indirect=True)
 def test_conversations_behind_what_the_decode_node_holds(subject: Subject) -> None:
-    """A turn's prompt is the one before it with its answer, so that what comes is known."""
+    """A turn's prompt is the last one with its answer, so the oracle's tokens say what comes next."""
     subject.pair.flush_prefix_caches()
     num_held = [0] * len(subject.prompts)
     turn_tokens = subject.num_new_tokens // 3
@@ -258,7 +258,7 @@ def test_conversations_behind_what_the_decode_node_holds(subject: Subject) -> No
 @pytest.mark.parametrize("subject", FULL, indirect=True)
 @pytest.mark.parametrize("hisparse", [True, False], ids=["hisparse", "dense"])
 def test_each_alone(subject: Subject, hisparse: bool) -> None:
-    """Prompts of the lengths that matter. What is alone on the node and may choose is dense."""
+    """Prompts have the critical lengths. There is no auto: alone on the node it would be dense."""
     check_pass(replace(subject, prompts=subject.prompts[:BATCH]), lambda _: hisparse, 1, warm=False)
 
 

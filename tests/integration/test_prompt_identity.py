@@ -24,7 +24,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 
 
 def num_spared(answer: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of the prompt that were cached, and held, in the endpoint's own words."""
+    """Return the prompt's tokens that were cached and that were held, from the endpoint's own fields."""
     if (meta := answer.get("meta_info")) is not None:
         return meta["cached_tokens"], meta["held_tokens"]
     usage = answer["usage"]

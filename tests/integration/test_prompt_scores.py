@@ -1,6 +1,6 @@
 """Logprobs of a prompt's own tokens through router, prefill and decode node, against transformers'.
 
-And requests that the prefill node answers alone, also where there is no decode node at all.
+Some requests want no new tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.integration.harness import Deployment
 from tools.checkpoints import oracle
 
 TOLERANCE = 2e-3
-"""Between two implementations in float32; a position more or less is off by units."""
+"""Difference of two implementations in float32; scores of a neighbouring position are off by units."""
 LENGTHS = (1, 2, 65, 130)
 
 
@@ -33,7 +33,7 @@ PROMPTS = [make_prompt(length) for length in LENGTHS]
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint: Callable[[str], Path]) -> list[Tensor]:
-    """Of each prompt with the token that greedy decoding adds."""
+    """Logprobs of each prompt and of the token that greedy decoding adds."""
     model = oracle.load(tiny_checkpoint("v32"))
     continued = [
         prompt + tokens
@@ -61,7 +61,7 @@ def check_best(tops: list[dict[str, float]], expected: Tensor) -> None:
 
 
 def test_a_loglikelihood_request_of_lm_eval(pair: Deployment, expected: list[Tensor]) -> None:
-    """As its local-completions model sends it and reads the answer."""
+    """The request is that of its local-completions model, which reads the answer like this."""
     body = {"model": "tiny", "prompt": PROMPTS, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     answer = post(pair.url, "/v1/completions", **body)
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(PROMPTS)))

@@ -42,7 +42,7 @@ from tests.waiting import WAIT_SECS
 NUM_NEW_TOKENS = 12
 NUM_CONCURRENT = 12
 LENGTHS = (1, 36, 38, 64, 129, 200, 257, 300, 450)
-"""Other ones draw other prompts, of which one may be nearer to a tie than float32 rounds."""
+"""Lengths of prompts. With others, a drawn prompt may be nearer to a tie than float32 rounds."""
 NUM_RANKS = 2 if DEVICE == "cpu" else min(4, max(2, torch.cuda.device_count()))
 RANKS = ("--dp-size", str(NUM_RANKS))
 PREFILL = ("--page-size", "16", "--chunked-prefill-size", "230", "--kv-pool-tokens", "8192")
@@ -54,7 +54,7 @@ ROOMS = itertools.count(1)
 
 
 def ask(prefill: Service, decode: Service, token_ids: list[int], flag: bool | str) -> list[int]:
-    """Through these two; as a router does."""
+    """Return the tokens of a request through these two nodes, as a router sends it."""
     fields = {"input_ids": token_ids, "hisparse": flag, "params": {"max_new_tokens": NUM_NEW_TOKENS}}
     answer = generate_by(prefill, decode, next(ROOMS), **fields)
     assert answer.status_code == 200, answer.text
@@ -66,7 +66,7 @@ def ask(prefill: Service, decode: Service, token_ids: list[int], flag: bool | st
 def checkpoint_of(
     tied_checkpoint: Callable[[str], Path], tiny_checkpoint: Callable[[str], Path]
 ) -> Callable[[str], Path]:
-    """Full of equal scores, where no kernel of a GPU minds its odd sizes."""
+    """Checkpoints full of equal scores; on a GPU, whose kernels mind their odd sizes, tiny ones."""
     return tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint
 
 
@@ -76,7 +76,7 @@ def checkpoint(checkpoint_of: Callable[[str], Path]) -> Path:
 
 
 def of_ranks(checkpoint: Path, directory: Path) -> AbstractContextManager[Deployment]:
-    """A prefill node and a decode node of ``NUM_RANKS`` each."""
+    """Run a prefill node and a decode node of ``NUM_RANKS`` each."""
     return deployment(
         checkpoint,
         directory,
@@ -93,7 +93,7 @@ def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def check_tokens(pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> None:
-    """Of each pair of a prefill and a decode node, in all modes at once."""
+    """Check the tokens of each pair of a prefill and a decode node, in all modes at once."""
     drawn = random.Random(11)
     prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
     with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
@@ -156,7 +156,7 @@ def test_tokens_of_another_model_are_the_oracles_on_any_ranks(
 def test_ranks_take_part_in_each_others_drafts(
     sharing_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Seven of them, by one selection."""
+    """Seven drafts share one selection."""
     checkpoint = sharing_checkpoint("glm")
     drafting = ("--speculative-num-steps", "7", "--device-buffer-size", "520")
     with deployment(checkpoint, tmp_path, decode_options=[*RANKS, *drafting]) as pair:
@@ -166,7 +166,7 @@ def test_ranks_take_part_in_each_others_drafts(
 
 @pytest.mark.I5
 def test_one_rank_works_while_the_others_have_nothing(nodes: Deployment) -> None:
-    """Nothing is left in the pools of any."""
+    """Nothing is left in any rank's pools."""
     token_ids = [32 + number % 90 for number in range(150)]
     alone = [ask(nodes.prefill[0], nodes.decode[0], token_ids, flag) for flag in (True, False)]
     assert alone[0] == alone[1]

@@ -1,7 +1,7 @@
 """Streams whose decode node is lost go on at the other one, and say what they would have said (I5).
 
-Losses are connections that are cut behind some lines of the journal, and nodes that are killed,
-stopped or told to leave. Steps verify drafts, so that a line may be of several tokens.
+Losses are connections that are cut after some lines of the journal, and nodes that are killed, stopped or
+told to leave. Steps verify drafts, so that a line may have several tokens.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ pytestmark = pytest.mark.I5
 
 Json = dict[str, Any]
 LINES_BETWEEN_CUTS = 10
+"""Enough lines that no stream is cut four times, after which the router would give it up."""
 NUM_ROUNDS = 4
 """On a busy machine several tokens come in a line, and a short answer may be over before it is cut."""
-"""A router gives a stream up that is cut four times."""
 ROUTER = ["--health-interval-secs", "0.5"]
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
 TEXT = "Once upon a time a node went away. " * 8
@@ -148,14 +148,14 @@ class Stream:
         self._text = ""
 
     def read(self, num_events: int) -> None:
-        """Until there are so many more."""
+        """Read until so many more events have come."""
         target = self._text.count("data: ") + num_events
         while self._text.count("data: ") < target:
             self._text += next(self._pieces)
         assert "[DONE]" not in self._text, "the stream is over"
 
     def said(self) -> Any:
-        """All that it says, once it has ended."""
+        """Read to the end; return what the stream says."""
         self._text += "".join(self._pieces)
         return said_in(self._path, self._text)
 
@@ -178,7 +178,7 @@ class Cut:
 
     @contextlib.contextmanager
     def cutting(self) -> Iterator[None]:
-        """Each connection to a decode node, behind so many lines."""
+        """Cut each connection to a decode node after LINES_BETWEEN_CUTS lines."""
         for proxy in self.proxies:
             proxy.cut_after = LINES_BETWEEN_CUTS
         try:
@@ -197,13 +197,13 @@ class Cut:
 
     @functools.cached_property
     def undisturbed(self) -> tuple[list[Any], list[int]]:
-        """What the streams and whole answers say in the middle of which ``lose`` takes a node away."""
+        """What the streams and whole answers of ``lose`` say when no node is lost."""
         streams = at_once(lambda name: self.said(*long_body(name)), LONG, len(LONG))
         whole = httpx.post(f"{self.nodes.url}/generate", json=WHOLE, timeout=60)
         return streams, whole.json()["output_ids"]
 
     def node_of(self, stream: Stream) -> tuple[Service, Service]:
-        """The decode node at which a stream began, and the other one."""
+        """Return the decode node at which a stream began, and the other one."""
         urls = [proxy.url for proxy in self.proxies]
         here = urls.index(stream.answer.headers[NodeKind.DECODE.header])
         return self.nodes.decode[here], self.nodes.decode[1 - here]
@@ -212,7 +212,7 @@ class Cut:
         return self.nodes.router.metrics().get(f'hisparse_pd:router_resumes_total{{reason="{reason}"}}', 0.0)
 
     def start_again(self, *nodes: Service) -> None:
-        """Until the router knows that all are there."""
+        """Start nodes, and wait until the router finds all nodes healthy."""
         for node in nodes:
             node.start()
         for node in nodes:
@@ -244,7 +244,7 @@ def cut(
 
 @pytest.mark.timeout(600)
 def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
-    """At once, so that they share steps."""
+    """Streams run at once, so that they share steps."""
 
     def said(name: str) -> Any:
         return cut.said(*CASES[name], name)
@@ -264,7 +264,7 @@ def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
 
 
 def nearly(said: Any) -> Any:
-    """Floats up to a rounding: a GPU's forward of a prompt has others than its steps."""
+    """Return ``said`` with floats up to rounding: on a GPU, forwards of a prompt round unlike steps."""
     if isinstance(said, dict):
         return {key: nearly(value) for key, value in said.items()}
     if isinstance(said, list):
@@ -284,7 +284,7 @@ STOPPED: dict[str, Json] = dict(
 
 
 def text_in(path: str, said: Any) -> str:
-    """Of the answer's one sample."""
+    """Return the text of the answer's one sample."""
     match path:
         case "/v1/completions":
             found = said["choices"][0]["text"]
@@ -303,7 +303,7 @@ def text_in(path: str, said: Any) -> str:
 
 
 def test_stop_strings_may_lie_across_the_cut(cut: Cut) -> None:
-    """What may be the beginning of one is not shown, so the second cut comes while all of it is held back."""
+    """A stop string's possible beginning is not shown, so the second cut comes while it is held back."""
     bodies = {path: body | {"speculative": False} for path, body in STOPPED.items()}
 
     def said(path: str) -> Any:
@@ -325,7 +325,7 @@ def test_stop_strings_may_lie_across_the_cut(cut: Cut) -> None:
 
 
 def test_prompts_may_be_held_or_not(cut: Cut) -> None:
-    """Of a stream that is cut, at either node; those of the other tests are held mostly."""
+    """A cut stream's prompt may be held at either node, or not; those of other tests mostly are."""
     path, body = CASES["completions"]
 
     def num_held() -> float:
@@ -362,7 +362,7 @@ _, WHOLE = generate(FREE | {"max_new_tokens": 60})
 
 
 def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
-    """Streams and whole answers, on both nodes, in the middle of which ``action`` happens to one of them."""
+    """Check streams and whole answers on both nodes while ``action`` happens to one of them."""
     undisturbed, expected = cut.undisturbed
     found: list[Any] = []
     answers: list[httpx.Response] = []
@@ -385,7 +385,7 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
 
 
 ENDLESS = CASES["completions-penalized"][1] | {"max_tokens": 7000}
-"""It takes longer than anything that a test does meanwhile."""
+"""A request that takes longer than anything that a test does meanwhile."""
 
 
 def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) -> None:
@@ -408,7 +408,7 @@ def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) ->
 
 @pytest.mark.slow
 def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut, tmp_path: Path) -> None:
-    """There is another one of each."""
+    """Another node of each kind is there."""
     nodes = cut.nodes
     prefill = prefill_service(cut.model, tmp_path, "prefill-1")
     decode = nodes.decode[0]
@@ -430,7 +430,7 @@ def test_a_prefill_node_and_a_decode_node_that_are_killed_at_once(cut: Cut, tmp_
 def test_the_loss_of_a_rank_is_the_loss_of_its_node(
     drafting_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """What all its ranks have goes on at the other node, as when a node of several ranks leaves."""
+    """Requests of all its ranks go on at the other node, as when a node of several ranks leaves."""
     checkpoint = drafting_checkpoint("v32")
     with deployment(
         checkpoint,
@@ -461,7 +461,7 @@ def test_the_loss_of_a_rank_is_the_loss_of_its_node(
 
 
 def test_a_node_that_is_killed(cut: Cut) -> None:
-    """The last test: it stays away."""
+    """The last test, because the node stays away."""
     node, other = cut.nodes.decode
     lose(cut, node, node.kill)
     assert other.is_healthy()

@@ -1,4 +1,4 @@
-"""The trained model through the real pair: its answers stand far back in long prompts, and they are right.
+"""The trained model through the real pair: its answers lie far back in long prompts, and must be right.
 
 A wrong row paged in, a selection that is off, or a stale hot buffer gives a wrong number here.
 """
@@ -20,7 +20,7 @@ SAMPLE = {512: 4, 1024: 2}
 FULL = {2048: 2, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
 SHARE_RIGHT = 0.96
-"""The model itself is right in 99 of 100; a row or a position that is off leaves next to nothing right."""
+"""Least share of right answers. The model's own is 99%; with rows or positions off it is next to 0."""
 MODES: tuple[tuple[str, bool | str], ...] = (("hisparse", True), ("dense", False), ("auto", "auto"))
 
 

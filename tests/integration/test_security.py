@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
 @pytest.fixture
 def other_address() -> str:
-    """An address of this machine that is not loopback; what comes from it is as foreign as from elsewhere."""
+    """An address of this machine that is not loopback; to nodes it is as foreign as another machine's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))  # sends nothing, but chooses a source address

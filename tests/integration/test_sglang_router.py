@@ -58,7 +58,7 @@ def post(router: Service, path: str, body: dict[str, Any]) -> Any:
     ],
 )
 def test_the_flag_reaches_the_nodes(router: Service, path: str, body: dict[str, Any], field: str) -> None:
-    """As a field of the body, or where a router that drops those leaves it."""
+    """The flag is a field of the body, or is in a field that the router does not drop."""
     for hisparse, mode in ((True, "hisparse"), (False, "dense")):
         flag = {field: {"hisparse": str(hisparse).lower()}} if field else {"hisparse": hisparse}
         answer = post(router, path, {"model": "tiny", "ignore_eos": True, **body, **flag})

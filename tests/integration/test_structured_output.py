@@ -1,4 +1,4 @@
-"""The real pair with a small model that knows nothing: what it says is what it was asked for, in each API."""
+"""The real pair with an untrained model gives clients the form that they asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.harness import Deployment, at_once, generated
 from tests.structured_checks import CHECKS_OF_CHATS, Served
 
 NO_WHITE_SPACE = {"logit_bias": {str(byte): -100 for byte in b" \t\n\r"}}
-"""A model that knows nothing writes it by the dozen, wherever a form lets it."""
+"""Bias against white space, which an untrained model writes by the dozen wherever a form allows it."""
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +21,12 @@ def served(pair: Deployment) -> Iterator[Served]:
 
 
 def test_clients_get_what_they_asked_for(served: Served) -> None:
-    """At once, so that they share steps; of all checks these, the others run against an engine that plays a
-    script."""
+    """The checks run at once, so that they share steps. Other APIs' run against a scripted engine."""
     at_once(lambda check: check(served), CHECKS_OF_CHATS, len(CHECKS_OF_CHATS))
 
 
 def test_constrained_and_free_samples_share_a_batch(pair: Deployment) -> None:
-    """A free answer is what it would be alone, at temperature 0, whatever runs beside it."""
+    """At temperature 0 a free answer is what it would be alone, whatever runs beside it."""
     free = {"max_new_tokens": 20, "temperature": 0}
     alone = generated(pair.url, text="two", params=free)
     constrained, beside = generated(

@@ -1,4 +1,4 @@
-"""Requests through a router and a pair, as a collector of traces gets them and as a client asks for times."""
+"""Traces of requests through a router and a pair, and the times that a client can ask for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.waiting import WAIT_SECS
 ROUTER, DECODE = "hisparse-pd-router", "hisparse-pd-decode"
 PHASES = ["tokenize", "queue", "landing", "first_step", "decode"]
 OF_PREFILL_NODE = ["prefill_queue", "prefill", "transfer"]
-"""What the decode node's front tells of the prefill node, in the time of the landing."""
+"""Spans of the prefill node's part of the landing, which the decode node's front reports."""
 NUM_SPANS = 2 + len(PHASES) + len(OF_PREFILL_NODE)
 PROMPT = "Where does the time go, and who has to wait for whom? " * 12
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "hisparse": True}
@@ -53,7 +53,7 @@ def traced(
 
 
 class Given:
-    """What a client that is traced itself sends along. ``flags``: "00" of one that records nothing."""
+    """Headers of a client that is traced itself. ``flags``: "00" if it records nothing."""
 
     def __init__(self, flags: str = "01") -> None:
         self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
@@ -85,7 +85,7 @@ def parts_of(spans: list[Span], service: str) -> list[Span]:
 def test_all_spans_of_a_request_are_one_trace(
     traced: Deployment, receiver: Receiver, stream: bool, flags: str
 ) -> None:
-    """Also where the client records nothing: whether a trace is recorded is not for it to say."""
+    """A client that records nothing has the same spans: whether to record is not its decision."""
     given = Given(flags)
     response = post(traced.url, given, stream=stream)
     assert response.status_code == 200
@@ -146,7 +146,7 @@ def test_spans_say_what_they_are_about(traced: Deployment, receiver: Receiver) -
 
 
 def timing_of(response: httpx.Response) -> dict[str, float]:
-    """In milliseconds."""
+    """Return the response's times by name, in milliseconds."""
     header = response.headers["server-timing"]
     found = re.findall(r"(\w+);dur=([\d.]+)(?:, |$)", header)
     assert ", ".join(f"{name};dur={value}" for name, value in found) == header

@@ -1,7 +1,7 @@
 """A pair over a transport that drops, delays, repeats and reorders: right tokens or a clear error.
 
 The decode node has canaries in its free slots, so a byte that lands where nobody waits for it is found, too.
-Of batches, the transport reorders the descriptors: the sender starts a room's next batch when one has landed.
+The transport reorders descriptors within a batch: a room's next batch starts when one has landed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ask(url: str, prompt: Sequence[int], num_new_tokens: int, hisparse: bool | s
 def test_right_tokens_or_a_clear_error(
     tiny_checkpoint: Callable[[str], Path], pair: Deployment, tmp_path: Path
 ) -> None:
-    """``pair``, whose transport is as it should be, says which tokens are right."""
+    """``pair``, whose transport has no faults, gives the right tokens."""
     # Prompts that share beginnings: the prefix cache is used as well.
     prompts = [[40 + (start + p) % 80 for p in range(length)] for length in LENGTHS for start in (0, 7)]
     expected = [ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"] for prompt in prompts]
@@ -103,7 +103,7 @@ def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_ser
     lane: str,
     quarantine_secs: str,
 ) -> None:
-    """The decode node notices by itself: the request comes without a router. Heartbeats are as shipped.
+    """The decode node notices by itself, as there is no router. Heartbeats have their defaults.
 
     Over shared memory its slots are free as soon as the kernel has ended the writer, whatever the quarantine.
     """

@@ -18,7 +18,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What the command printed, of one that succeeded."""
+    """Run a command, which must succeed; return its output."""
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_SECS
     )
@@ -28,7 +28,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of a copy of what git has, so that nothing is left in the checkout."""
+    """The wheel, built from a copy of what git has, so that nothing is left in the checkout."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     copy_of_checkout(source, *SOURCES, "pyproject.toml", "README.md", "LICENSE")
     run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, source, cwd=source)
@@ -49,7 +49,7 @@ def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_beside_i
 
 @pytest.mark.slow
 def test_the_demo_runs_from_the_wheel_beside_hugging_faces_kernels(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of its own, which sees this one's libraries, but not the checkout."""
+    """The demo's own environment sees this one's libraries, but not the checkout."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")

@@ -1,5 +1,7 @@
-"""Rows that are wrong where a decode node gets them, or where a prefill node has them: each request is right,
-or refused with the row that is the reason, and all are right afterwards. See ``tests/faults/rows.py``."""
+"""Rows that arrive wrong at a decode node, or are wrong at a prefill node (``tests/faults/rows.py``).
+
+Each request is right, or refused with the row that is the reason, and all are right afterwards.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Nodes:
         return report.read_text().splitlines().count(kind) if report.exists() else 0
 
     def is_right(self, case: Case, got: httpx.Response) -> bool:
-        """Raises AssertionError for wrong tokens."""
+        """Whether the request was served. Raises AssertionError for wrong tokens."""
         if got.status_code != 200:
             return False
         tokens, expected = got.json()["output_ids"], self.expected[case[0]]
@@ -62,9 +64,9 @@ def nodes(
     tiny_checkpoint: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Nodes]:
-    """Nothing is held on the decode node: each request has something to land, and something to damage.
+    """A pair whose decode node holds nothing, so that each request has rows to land, and to damage.
 
-    Scores are full of ties where a prompt is computed to the same bits in any batch: not on a GPU.
+    Scores are full of ties except on a GPU, where a prompt's bits may depend on its batch.
     """
     directory = tmp_path_factory.mktemp("wrong-landings")
     checkpoint = (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)("v32")
@@ -99,9 +101,9 @@ def nodes(
     ],
 )
 def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float, is_cached: bool) -> None:
-    """``is_cached``: the prefill node has the prompts' whole pages before.
+    """``is_cached``: whether the prefill node has the prompts' whole pages before.
 
-    Damage of its own cache, of memory that is nobody's, or that is none, is not noticed by anybody.
+    Damage to its own cache or to unused memory, or a batch sent twice, is noticed by no request.
     """
     (prefill,), (decode,) = nodes.pair.prefill, nodes.pair.decode
     if not is_cached:
@@ -121,7 +123,7 @@ def test_each_request_is_right_or_refused(nodes: Nodes, kind: str, share: float,
     assert nodes.num_damaged(kind) > num_damaged
 
     def found() -> float:
-        """Metrics are some turns of the engines' loops behind their answers."""
+        """Return the wrong rows in the metrics, which are some turns of the engines' loops behind answers."""
         return num_found(prefill, decode) - before
 
     if kind in ("cached", "neighbours", "repeated"):

@@ -1,5 +1,8 @@
-"""Bits that flip in the memory of a decode node while it serves: each request is right, or ends with an error
-that names the row. The product has no hook for that: the test writes to the node's shared memory."""
+"""Bits that flip in the memory of a decode node while it serves.
+
+Each request is right, or ends with an error that names the row. The product has no hook for that: the test
+writes to the node's shared memory.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def test_bits_that_flip_in_the_host_pool(
     tmp_path: Path,
     has_ranks: bool,
 ) -> None:
-    """Before, during and after: six hisparse requests at a time, with what they leave held between them."""
+    """Rounds of six hisparse requests before, during and after the flips; prefixes are held between them."""
     checkpoint = (drafting_checkpoint if has_ranks else tied_checkpoint)("v32")
     spec = load_spec(checkpoint, num_draft_layers=int(has_ranks))
     ranks, drafts = (RANKS, DRAFTS) if has_ranks else ([], ["--device-buffer-size", "70"])
@@ -76,7 +79,7 @@ def test_bits_that_flip_in_the_host_pool(
                 is_over.wait(0.001)
 
         flipping = threading.Thread(target=flip_on)
-        flip_in_all(NUM_FLIPS)  # of nobody's memory, and of what is to be written yet
+        flip_in_all(NUM_FLIPS)  # in unused memory, which is written before it is read
         clean = round_of(True)
         flipping.start()
         try:
@@ -84,7 +87,7 @@ def test_bits_that_flip_in_the_host_pool(
         finally:
             is_over.set()
             flipping.join()
-        flip_in_all(NUM_FLIPS)  # of prefixes that are held
+        flip_in_all(NUM_FLIPS)  # in prefixes that are held
         behind = round_of(True)
         wait_until(lambda: is_idle(decode), "the decode node is idle")
         found = num_found(decode)

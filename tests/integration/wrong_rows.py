@@ -1,4 +1,4 @@
-"""What tests of wrong rows share: a host pool that can be damaged, and what an operator does about it."""
+"""What tests of wrong rows share: a host pool that can be damaged, and an operator's remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostPool:
     """The host pool of a decode node's engine, as another process of its user can reach it."""
 
     def __init__(self, pid: int, num_bytes: int, seed: int = 7) -> None:
-        """``pid``: of the engine; ``num_bytes``: of the pool."""
+        """``pid``: the engine's; ``num_bytes``: the pool's size."""
         descriptors = Path(f"/proc/{pid}/fd")
         sizes = {
             path: path.stat().st_size
@@ -49,16 +49,16 @@ def num_found(*nodes: Service) -> float:
 
 
 def assert_names_a_row(got: httpx.Response) -> None:
-    """By the node itself, or by the router when the node it went on at found another."""
+    """Check that the error names a row: a node's, or the router's when the next node found another."""
     error = got.json()["error"]
     assert (got.status_code, error["code"]) in ((500, KV_ROW_CORRUPT), (502, "bad_gateway")), error
     assert ROW.search(error["message"]), error
 
 
 def release_pages(node: Service) -> int:
-    """Say of all pages that the node has set aside that they are good. Returns how many there were.
+    """Release all pages that the node has set aside. Returns how many there were.
 
-    What ``/quarantine`` lists is some turns of the engine's loop behind, as metrics are.
+    The list of ``/quarantine`` is some turns of the engine's loop behind, as metrics are.
     """
     released = set()
 

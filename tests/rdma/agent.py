@@ -6,7 +6,8 @@
 ``{"stdin": text}`` and ``{"signal": number}`` reach the command meanwhile. When the connection ends, so do
 the command and its children.
 
-The key: commands run as root and read all that QEMU's user can read, and everybody on the host can connect.
+The key is needed because everybody on the host can connect, and commands run as root and read all that QEMU's
+user can read.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Command(socketserver.StreamRequestHandler):
         _end_group(process)
 
     def _report(self, process: subprocess.Popen[bytes]) -> None:
-        """Everything that the command says, then its status."""
+        """Send everything that the command prints, then its status."""
         pumps = [
             threading.Thread(target=self._pump, args=(name, stream), daemon=True)
             for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))

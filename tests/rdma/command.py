@@ -1,4 +1,4 @@
-"""A command in a machine, as the tests see it: the other end of ``agent.py``."""
+"""The tests' end of a command that ``agent.py`` runs in a machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _GREETING_TIMEOUT_SECS = 5.0
 
 
 class CommandError(Exception):
-    """A command did not do what was waited for; the message has its output."""
+    """A command did not do in time what a test waited for; the message has its output."""
 
 
 class Command:
-    """One command. It and its children end with ``close``, which is safe to call twice."""
+    """One command. ``close`` ends it and its children, and is safe to call twice."""
 
     def __init__(self, name: str, connection: socket.socket) -> None:
         self._name = name
@@ -30,7 +30,7 @@ class Command:
         self.stdout = ""
         self.stderr = ""
         self.status: int | None = None
-        """As of subprocess: negative for a signal. None: it runs, or the connection broke."""
+        """Exit status as of subprocess (negative: a signal); None before the end, or if the link broke."""
         self._thread = threading.Thread(target=self._receive, name=f"output of {name}", daemon=True)
         self._thread.start()
 
@@ -39,21 +39,21 @@ class Command:
         return not self._is_over
 
     def read_line(self) -> str:
-        """The next line of the standard output. Raises CommandError when there is none in time."""
+        """Return the next line of the standard output. Raises CommandError when there is none in time."""
         self._wait(lambda: self.stdout.count("\n") > self._num_lines_read, "a line of output")
         self._num_lines_read += 1
         return self.stdout.splitlines()[self._num_lines_read - 1]
 
     def write_line(self, line: str) -> None:
-        """To the standard input."""
+        """Write a line to the command's standard input."""
         self._send({"stdin": f"{line}\n"})
 
     def signal(self, number: int) -> None:
-        """To the command's first process."""
+        """Send a signal to the command's first process."""
         self._send({"signal": number})
 
     def wait(self) -> int:
-        """The exit status. Raises CommandError when there is none in time."""
+        """Return the exit status. Raises CommandError when there is none in time."""
         self._wait(lambda: self.status is not None, "its end")
         assert self.status is not None
         return self.status
@@ -93,10 +93,10 @@ class Command:
 
 
 def start_command(port: int, key: str, name: str, command: list[str], directory: Path) -> Command:
-    """``command`` by the agent at ``port`` of this machine. Raises OSError when none answers."""
+    """Run ``command`` by the agent behind ``port`` of this machine. Raises OSError when no agent answers."""
     connection = socket.create_connection(("127.0.0.1", port), _GREETING_TIMEOUT_SECS)
     try:
-        # QEMU takes a connection before the machine does, and drops it when nobody listens there.
+        # QEMU takes a connection before the machine does, and drops it when nothing listens there.
         greeting = b""
         while not greeting.endswith(b"\n"):
             received = connection.recv(64)

@@ -1,8 +1,8 @@
-"""A process on a transport, as a node chooses it, in one of the machines.
+"""A process in one of the machines, on the transport that a node would choose there.
 
-``python -m tests.rdma.endpoint PROTOCOL IB_DEVICE HOST NUM_BYTES`` prints what came of the choice as JSON:
+``python -m tests.rdma.endpoint PROTOCOL IB_DEVICE HOST NUM_BYTES`` prints the choice as JSON:
 ``protocol``, ``devices``, ``reason``, ``info_metric`` and ``session``, or ``error``. With ``unchecked`` as
-PROTOCOL, Mooncake is told to use IB_DEVICE without a look at it, as if the checks had missed something.
+PROTOCOL, Mooncake is told to use IB_DEVICE unchecked, as if the checks had missed something.
 
 Then it answers each line of JSON with one. ``{"register": true}`` registers memory, and tells its address;
 ``{"poison": true}`` overwrites it; ``{"check": NAME}`` compares it with what the pattern must have left;
@@ -41,7 +41,9 @@ def start(
     num_bytes: int = MEMORY_BYTES,
     wrapper: tuple[str, ...] = (),
 ) -> tuple[Command, dict[str, Any]]:
-    """The process, and what it printed. ``wrapper``: a command that runs it, with less rights say."""
+    """Start the process; return it with what it printed. ``wrapper``: a command that runs it, say with fewer
+    rights.
+    """
     module = (*wrapper, sys.executable, "-m", "tests.rdma.endpoint")
     arguments = (protocol, ib_device, host or machine.address, str(num_bytes))
     command = machine.start(*module, *arguments)
@@ -55,14 +57,14 @@ def start(
 
 
 def choose(machine: Machine, protocol: str, ib_device: str = "", **options: Any) -> dict[str, Any]:
-    """What came of a choice; see ``start``."""
+    """Return what ``start`` prints of the choice, and end the process."""
     command, answer = start(machine, protocol, ib_device, **options)
     command.close()
     return answer
 
 
 class Endpoint:
-    """One with registered memory on RDMA, as a test sees it."""
+    """A test's handle on such a process that has registered memory for RDMA."""
 
     def __init__(self, machine: Machine, ib_device: str = "") -> None:
         self.command, answer = start(machine, "rdma", ib_device)
@@ -74,14 +76,14 @@ class Endpoint:
             raise
 
     def write(self, pattern: Pattern, session: str, base_addr: int) -> str:
-        """The error; empty when it was written."""
+        """Write a pattern. Returns the error, or an empty string."""
         return str(self._ask(write=pattern.name, session=session, base_addr=base_addr)["error"])
 
     def poison(self) -> None:
         self._ask(poison=True)
 
     def check(self, pattern: Pattern) -> str:
-        """Where the memory is not what the pattern must have left; empty when it is."""
+        """Return where the memory differs from what the pattern must have left, or an empty string."""
         return str(self._ask(check=pattern.name)["fault"])
 
     def _ask(self, **question: Any) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class Endpoint:
 
 @contextmanager
 def endpoint(machine: Machine, ib_device: str = "") -> Iterator[Endpoint]:
-    """``ib_device``: none for all that are usable."""
+    """An ``Endpoint`` that ends with the context. An empty ``ib_device`` means all that are usable."""
     found = Endpoint(machine, ib_device)
     try:
         yield found
@@ -138,7 +140,7 @@ def main() -> None:
             case other:
                 raise ValueError(f"unknown question {other}")
         print(json.dumps(answer), flush=True)
-    os._exit(0)  # the test does not wait for Mooncake's own goodbye
+    os._exit(0)  # without Mooncake's shutdown, which no test waits for
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:

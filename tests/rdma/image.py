@@ -1,7 +1,7 @@
-"""What the machines boot: a Debian kernel with Soft-RoCE, and a start that makes this machine's files theirs.
+"""What the machines boot: a Debian kernel with Soft-RoCE, and an init that gives them this machine's files.
 
 Both come from Debian packages that are downloaded and unpacked, not installed, and are kept in the cache
-directory until the list of modules or the start script changes.
+directory until the list of modules or the init script changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 CACHE = REPO / ".cache" / "rdma-machines"
 KERNEL_PACKAGE = "linux-image-amd64"
-"""Depends on the newest kernel of the release, whose package is the one that is unpacked."""
+"""Depends on the newest kernel of the release; that kernel's package is unpacked."""
 SHELL_PACKAGE = "busybox-static"
 
 MODULES = (
@@ -27,7 +27,7 @@ MODULES = (
     *("9pnet_virtio", "9p", "overlay"),
     *("crc32_generic", "ib_uverbs", "rdma_rxe"),
 )
-"""Loaded in this order, each behind those that it needs. rdma_rxe asks for crc32 by name only."""
+"""Modules in the order of loading, each after those that it needs. rdma_rxe asks for crc32 by name only."""
 
 INIT = """\
 #!/bin/busybox sh
@@ -63,7 +63,7 @@ poweroff -f
 
 
 class ImageMissing(Exception):
-    """The kernel cannot be had; the message says what to do."""
+    """The kernel is not to be had; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BootImage:
 
 
 def boot_image() -> BootImage:
-    """The image from the cache, made when it is not there. Raises ImageMissing."""
+    """Return the image from the cache; make it when it is not there. Raises ImageMissing."""
     key = hashlib.sha256("\n".join((*MODULES, INIT)).encode()).hexdigest()[:16]
     home = CACHE / f"image-{key}"
     if not home.is_dir():
@@ -91,7 +91,7 @@ def boot_image() -> BootImage:
 
 
 def _make(work: Path, image: Path) -> None:
-    if os.geteuid() == 0:  # lists that are too old name packages that are gone
+    if os.geteuid() == 0:  # an outdated list names packages that are gone
         _output("apt-get", "update", "-qq")
     depends = _output("apt-cache", "depends", "--important", KERNEL_PACKAGE)
     names = re.findall(r"Depends: (linux-image-\S+)", depends)
@@ -142,7 +142,7 @@ def _output(*command: str, directory: str | None = None) -> str:
 
 
 def _modules_in_order(release: Path) -> dict[str, bytes]:
-    """The modules and all that they need, by name, in an order in which they load."""
+    """MODULES and all that they need, by name, in an order in which they load."""
     paths = {_module_name(path.name): path for path in (release / "kernel").rglob("*.ko*")}
     built_in = {_module_name(Path(line).name) for line in (release / "modules.builtin").read_text().split()}
     loaded: dict[str, bytes] = {}
@@ -172,7 +172,7 @@ def _module_content(path: Path) -> bytes:
 
 
 def _needs(module: bytes) -> list[str]:
-    """What its section .modinfo says that must be loaded first."""
+    """Names of the modules that must be loaded first, from the section .modinfo."""
     needs = re.search(rb"\0depends=([^\0]*)\0", module)
     return [name.replace("-", "_") for name in needs[1].decode().split(",") if name] if needs else []
 

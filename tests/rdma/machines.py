@@ -1,12 +1,12 @@
 """Two machines with software RDMA devices, for as long as a test session.
 
 Each is a QEMU process that boots ``image.py``'s kernel and sees this machine's files; what it writes stays in
-its own memory. Two networks, as servers have them: ``eth0`` (10.77.0.0/24) joins the machines and carries
-RDMA; ``eth1`` has the default route and the same address in both, so that a node that told its peer that one
-would send the peer to itself. Some ports of eth1 are forwarded from this machine's loopback address.
+its own memory. Each has two networks, as servers do: ``eth0`` (10.77.0.0/24) joins the machines and carries
+RDMA; ``eth1`` has the default route and the same address in both, so a node that advertised that address
+would send its peer to itself. Some ports of eth1 are forwarded from this machine's loopback address.
 
-Nothing of it outlives the session: no bridge or tap (QEMU's own user network, and a socket pair between the
-two), no disk, and the kernel kills QEMU when the process that started it is gone.
+Nothing outlives the session: there is no bridge or tap (but QEMU's user network, and a socket pair between
+the two) and no disk, and the kernel kills QEMU when the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _QEMU = "qemu-system-x86_64"
 
 
 class MachineError(Exception):
-    """A machine does not start or stays behind; the message has its console."""
+    """A machine did not start; the message has the end of its console."""
 
 
 @dataclass
 class Machine:
-    """One machine. ``address``: on eth0. ``forwarded``: the machine's ports -> ours that lead to them."""
+    """One machine. ``address``: on eth0. ``forwarded``: this machine's port for each port of that one."""
 
     name: str
     address: str
@@ -75,7 +75,7 @@ class Machine:
         return done
 
     def url(self, port: int) -> str:
-        """Of an HTTP service on that port, for this machine."""
+        """Return the URL at which this machine reaches an HTTP service on ``port`` of that one."""
         return f"http://127.0.0.1:{self.forwarded[port]}"
 
     def add_device(self) -> None:
@@ -83,7 +83,7 @@ class Machine:
         self.wait_device()
 
     def wait_device(self) -> None:
-        """Until the device is active and has the GID of the machine's address: the kernel makes it later."""
+        """Wait until the device is active and has the GID of the machine's address, which comes later."""
         port = f"/sys/class/infiniband/{DEVICE}/ports/1"
         gid = "ffff:{:02x}{:02x}:{:02x}{:02x}".format(*map(int, self.address.split(".")))
         is_ready = f"grep -q ACTIVE {port}/state && cat {port}/gids/* | grep -q {gid}"
@@ -93,13 +93,13 @@ class Machine:
         self.run("rdma", "link", "delete", DEVICE)
 
     def counters(self, device: str = DEVICE) -> dict[str, int]:
-        """What an RDMA device has counted since it was made, such as ``sent_pkts``."""
+        """Return an RDMA device's counters since it was made, such as ``sent_pkts``."""
         directory = f"/sys/class/infiniband/{device}/ports/1/hw_counters"
         lines = self.run("grep", "-r", ".", directory).stdout.splitlines()
         return {Path(name).name: int(value) for name, value in (line.split(":") for line in lines)}
 
     def wait_booted(self) -> None:
-        """Raises MachineError."""
+        """Wait until the agent answers. Raises MachineError when it does not in time."""
         deadline = time.monotonic() + BOOT_TIMEOUT_SECS
         while True:
             try:
@@ -143,11 +143,11 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def _processor() -> list[str]:
-    """QEMU's options: the real processor where it can be had, else an interpreter of it.
+    """QEMU's options for the processor: hardware virtualization where it works, else an interpreter.
 
     A kernel can offer /dev/kvm on a processor without virtualization, for guests that are made for it; a
-    stock kernel never starts there. Interpreted, a second CPU costs more, in interrupts from one to the
-    other, than it brings.
+    stock kernel never starts there. With the interpreter a second CPU costs more, by interrupts between the
+    two, than it gains.
     """
     flags = re.search(r"(?m)^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text())
     has_hardware = flags is not None and not {"vmx", "svm"}.isdisjoint(flags[1].split())
@@ -157,7 +157,7 @@ def _processor() -> list[str]:
 
 
 def _boot(image: BootImage, directory: Path, number: int, wire: socket.socket) -> Machine:
-    """Start QEMU; ``wire``: its end of the network between the machines."""
+    """Start QEMU. ``wire``: the machine's end of the network between the two."""
     name, address = f"machine-{number}", f"10.77.0.{number + 1}"
     console, start, key = directory / f"{name}.console", directory / f"{name}.start", secrets.token_hex(16)
     start.write_text(_start_script(key))
@@ -190,7 +190,7 @@ def _boot(image: BootImage, directory: Path, number: int, wire: socket.socket) -
 
 
 def _start_script(key: str) -> str:
-    """The last step of a machine's start, in the host's files."""
+    """Script that starts the agent, the last step of a machine's start."""
     environment = {
         "AGENT_KEY": key,
         "HOME": "/tmp",

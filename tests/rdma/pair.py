@@ -1,5 +1,7 @@
-"""The pair across the machines: the prefill node in the first, the decode node in the second, started by the
-command line as an operator would, with the router beside the prefill node. Requests come from outside."""
+"""A pair across the machines: prefill node and router in the first, the decode node in the second.
+
+All three are started by the command line, as an operator would. Requests come from this machine.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from tools.bench.documents import RETRIEVAL_MODEL
 BOOTSTRAP_PORT = 8998
 START_TIMEOUT_SECS = 2400.0
 REQUEST_TIMEOUT_SECS = 600.0
-"""Long, as is all that the nodes wait for each other: without KVM a machine needs minutes for seconds."""
+"""Long, as are the nodes' own limits: without KVM a machine takes minutes for the work of seconds."""
 
 _POLL_SECS = 2.0
-"""Between questions, whose answers cost a machine without KVM what its start needs."""
+"""Interval of questions; without KVM each answer takes much of the time that the start needs."""
 
 HOT_BUFFER = 192
 _PATIENT = (
@@ -48,7 +50,7 @@ _SIZES = {
 
 @dataclass
 class Service:
-    """A node or the router. ``url``: for this machine."""
+    """A node or the router. ``url``: where this machine reaches it."""
 
     command: Command
     url: str
@@ -68,13 +70,13 @@ class Service:
         return info
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics, by name with labels."""
+        """Return the samples of /metrics, by name with labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         samples = re.finditer(r"^([^#\s{]+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)
         return {match[1]: float(match[2]) for match in samples}
 
     def wait_counted(self, name: str, value: float) -> dict[str, float]:
-        """``metrics`` once a counter has got there: the engine tells of its counters twice a second."""
+        """Return ``metrics`` once a counter has reached ``value``: engines report counters twice a second."""
         deadline = time.monotonic() + REQUEST_TIMEOUT_SECS
         while (metrics := self.metrics())[f"hisparse_pd:{name}"] < value:
             if time.monotonic() > deadline:
@@ -94,10 +96,10 @@ class Pair:
     prefill: Service
     decode: Service
     router: Service | None = None
-    """Started when the nodes are there: its health checks would slow their start."""
+    """Started once the nodes are healthy, because its health checks would slow their start."""
 
     def generate(self, token_ids: Sequence[int], num_new_tokens: int, hisparse: bool) -> dict[str, Any]:
-        """Through the router, greedily."""
+        """Return the greedy answer to one request through the router."""
         assert self.router is not None
         answer = httpx.post(
             f"{self.router.url}/generate",
@@ -119,7 +121,7 @@ class Pair:
 
 
 def start_node(machine: Machine, kind: str, *options: str) -> Command:
-    """A node that advertises its address on the network between the machines; the caller closes it."""
+    """Start a node that advertises its address on the network between the machines; the caller closes it."""
     command = (sys.executable, "-m", "hisparse_pd", kind, *_NODE, *_SIZES[kind])
     return machine.start(*command, "--advertise-host", machine.address, *options)
 
@@ -128,7 +130,7 @@ def start_node(machine: Machine, kind: str, *options: str) -> Command:
 def running_pair(
     machines: tuple[Machine, Machine], *options: str, decode_options: Sequence[str] = ()
 ) -> Iterator[Pair]:
-    """``options``: further ones of both nodes."""
+    """A healthy pair with its router. ``options``: further options of both nodes."""
     first, second = machines
     router = (
         *(sys.executable, "-m", "hisparse_pd", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT)),

@@ -1,6 +1,6 @@
 """Writes from pool to pool as nodes plan them, and what must lie in the destination afterwards.
 
-The expectation is made from token slots by plain indexing: it knows nothing of runs, pieces or batches.
+The expectation comes from token slots by plain indexing, without runs, pieces or batches.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hisparse_pd.transfer.engine import MAX_BATCH_DESCRIPTORS
 from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
 
 MAX_PAYLOAD_BYTES = 4096
-"""Of an RDMA packet, by the largest MTU that there is."""
+"""Payload of an RDMA packet at the largest MTU that there is."""
 MEMORY_BYTES = 24 << 20
-"""Of the memory that both sides register; every pattern's pools fit in it."""
+"""Size of the memory that each side registers; every pattern's pools fit in it."""
 POOL_OFFSET = 4096 + 13
-"""Where a pool starts in it: on no boundary, so that nothing rests on one."""
+"""Where a pool starts in that memory; not aligned, so that nothing can rely on alignment."""
 POISON = 0xEE
 
 Bytes = NDArray[np.uint8]
@@ -39,16 +39,16 @@ class Pattern:
 
     @property
     def num_bytes(self) -> int:
-        """What travels."""
+        """Size of all that is copied."""
         return self.src_slots.size * self.item_bytes * self.num_layers
 
     def writes(self, src_base_addr: int, dst_base_addr: int) -> Descriptors:
-        """``*_base_addr``: of both sides' memory."""
+        """Return the descriptors of the copy. ``*_base_addr``: where each side's memory begins."""
         src, dst = (self._region(addr + POOL_OFFSET) for addr in (src_base_addr, dst_base_addr))
         return descriptors(plan_writes(self.src_slots, self.dst_slots), src, dst, range(self.num_layers))
 
     def expected(self, content: Bytes) -> Bytes:
-        """The destination's memory afterwards: uint8 [MEMORY_BYTES]. ``content``: the source's."""
+        """Return the destination's memory afterwards, uint8 [MEMORY_BYTES]. ``content``: the source's."""
         memory = np.full(MEMORY_BYTES, POISON, np.uint8)
         self._pool(memory)[:, self.dst_slots] = self._pool(content)[:, self.src_slots]
         return memory
@@ -64,12 +64,12 @@ class Pattern:
 
 
 def source_content() -> Bytes:
-    """uint8 [MEMORY_BYTES] of the writing side, the same in every process, without the poison."""
+    """Return the writing side's memory, uint8 [MEMORY_BYTES]: the same in every process, without POISON."""
     return np.random.default_rng(20261121).integers(0, POISON, MEMORY_BYTES, np.uint8)
 
 
 def _rows(name: str, item_bytes: int, num_tokens: int) -> Pattern:
-    """Every token alone, here and there: a descriptor each, more than one batch of them."""
+    """Tokens with no neighbour at either end: a descriptor each, in more than one batch."""
     assert num_tokens > 2 * MAX_BATCH_DESCRIPTORS
     generator = np.random.default_rng(item_bytes)
     src, dst = (2 * generator.permutation(num_tokens).astype(np.int64) for _ in range(2))
@@ -77,7 +77,7 @@ def _rows(name: str, item_bytes: int, num_tokens: int) -> Pattern:
 
 
 def _runs() -> Pattern:
-    """Two long runs a layer, longer than a descriptor may be."""
+    """Two runs, each longer than a descriptor may be."""
     num_tokens = MAX_DESCRIPTOR_BYTES // 1152 + 500
     src = np.arange(100, 100 + 2 * num_tokens, dtype=np.int64)
     dst = np.concatenate((src[num_tokens:] + 7, src[:num_tokens] - 3))
@@ -85,7 +85,7 @@ def _runs() -> Pattern:
 
 
 def _partial_pages(name: str, item_bytes: int, num_layers: int, src_page: int, dst_page: int) -> Pattern:
-    """Scattered pages of different sizes, entered and left in the middle of one."""
+    """Scattered pages, of another size at each end; the tokens begin and stop in the middle of a page."""
     start, stop, num_slots = 23, 411, 768
     generator = np.random.default_rng(num_layers)
 
@@ -103,4 +103,4 @@ PATTERNS: Sequence[Pattern] = (
     _partial_pages("partial-pages", 1152, 2, 64, 16),
     _partial_pages("many-layers", 256, 61, 32, 64),
 )
-"""With the sizes of bf16 and fp8 items, and one that no code would be written for."""
+"""Patterns with items of bf16 (1152 bytes), of fp8 (656) and of sizes that no model has."""

@@ -1,4 +1,6 @@
-"""What a machine's transport is, with its device and without: RDMA, or an error that says what is missing."""
+"""The transport that is chosen with an RDMA device and without: RDMA, TCP, or an error that says what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def machine(machines: tuple[Machine, Machine]) -> Machine:
 
 @contextmanager
 def second_device(machine: Machine) -> Iterator[None]:
-    """On the other network, on which the machines do not meet."""
+    """A second RDMA device, on the network that does not join the machines."""
     machine.run("rdma", "link", "add", SECOND_DEVICE, "type", "rxe", "netdev", SECOND_NETDEV)
     try:
         yield
@@ -53,12 +55,12 @@ def test_without_the_device_rdma_is_refused_and_auto_says_why(machine: Machine) 
         chosen = choose(machine, "auto")
         assert chosen["protocol"] == "tcp"
         assert chosen["reason"] == "no RDMA: no RDMA device in /sys/class/infiniband"
-        # Were the checks to miss it, Mooncake itself must not take TCP instead.
+        # Even if the checks missed it, Mooncake must not fall back to TCP.
         assert "Mooncake cannot start" in choose(machine, "unchecked", DEVICE)["error"]
 
 
 def test_an_interface_that_is_down_is_named(machine: Machine) -> None:
-    # A device's GIDs go with the interface's addresses, and its state with the link's.
+    # A device has GIDs from its interface's addresses, and its state from the link's.
     machine.run("ip", "link", "set", "eth0", "down")
     try:
         error = choose(machine, "rdma")["error"]
@@ -100,7 +102,7 @@ def test_of_several_devices_those_that_are_named_are_used(machines: tuple[Machin
         error = choose(second, "rdma", f"{DEVICE},nothing_0")["error"]
         assert f"nothing_0 is not in /sys/class/infiniband, which has: {DEVICE}, {SECOND_DEVICE}" in error
 
-        # The other device's network does not lead to the peer: bytes that arrive came by the named one.
+        # The other device's network does not lead to the peer, so bytes that arrive came by the named one.
         pattern = PATTERNS[0]
         with endpoint(first) as writer, endpoint(second, DEVICE) as target:
             before = second.counters(), second.counters(SECOND_DEVICE)

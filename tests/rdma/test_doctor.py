@@ -1,4 +1,4 @@
-"""``hisparse-pd doctor`` between the machines: what it says of RDMA, and the bandwidth that it measures."""
+"""``hisparse-pd doctor`` between the machines: what it reports of RDMA, and the bandwidth it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole pair across two machines: over RDMA the tokens that it gives over TCP, and by verbs alone."""
+"""The pair across two machines gives the same tokens over RDMA as over TCP, and all KV goes by verbs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tools.bench.documents import RETRIEVAL_MODEL
 from tools.bench.retrieval import retrievals
 
 PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retrievals(length, 1)]
-"""One that fits its hot buffer, one that does not."""
+"""Prompts of which one fits its hot buffer and one does not."""
 NUM_NEW_TOKENS = 16
 TURN = [40 + position * position % 80 for position in range(20)]
-"""What the next turn of a conversation adds."""
+"""Tokens that the next turn of a conversation adds."""
 PAGE_SIZE = 64
-"""Of both nodes, which is their default."""
+"""Page size of both nodes, their default."""
 NO_HELD = ("--disable-prefix-cache",)
 RDMA = ("--transfer-protocol", "rdma", "--ib-device", DEVICE)
 TCP = ("--transfer-protocol", "tcp")
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(7200)]
 
 @dataclass
 class Run:
-    """What one pair did. ``answers``: by prompt and flag. ``*_packets``: that the RDMA devices counted.
+    """What one pair did. ``answers``: by prompt and flag. ``*_packets``: counted by the RDMA devices.
 
     ``turns``: answers to the next turns, each of a conversation whose last request had the same flag.
     """
@@ -86,7 +86,7 @@ def over_rdma(machines: tuple[Machine, Machine]) -> Run:
 
 @pytest.fixture(scope="module")
 def over_tcp(machines: tuple[Machine, Machine]) -> Run:
-    """In the same machines, with their RDMA devices. Everything is sent: nothing is held."""
+    """A run over TCP between the same machines, RDMA devices included. No prefix is held: all KV is sent."""
     return run_pair(machines, *TCP, decode_options=NO_HELD)
 
 
@@ -137,7 +137,7 @@ def test_turns_go_on_from_what_is_held_with_the_tokens_of_all_sent(over_rdma: Ru
     for (number, hisparse), turn in over_rdma.turns.items():
         so_far = len(PROMPTS[number]) + NUM_NEW_TOKENS
         assert turn["meta_info"]["prompt_tokens"] == so_far + len(TURN)
-        # The last token of an answer has no KV: nothing was computed from it.
+        # The last token of an answer has no KV, because it was never a step's input.
         assert turn["meta_info"]["held_tokens"] == (so_far - 1) // PAGE_SIZE * PAGE_SIZE
         usage = turn["meta_info"]["hisparse"]
         assert usage["mode"] == ("hisparse" if hisparse else "dense")

@@ -1,4 +1,4 @@
-"""What happens to the nodes during the soak: they are killed, stopped, told to leave, and started again."""
+"""Disturbances of the nodes during the soak: they are killed, stopped, drained and started again."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.integration.harness import Service, engine_pids, wait_until
 from tests.soak.resources import processes_of
 
 SPARED_AFTER_SECS = 240.0
-"""The survivors are back, and warm, five minutes after the start."""
+"""Time after which survivors are spared; five minutes after the start they are back and warm."""
 SHORT_STOPS_SECS = (0.5, 3.0)
 LONG_STOP_SECS = 15.0
-"""Past all patience of the peers, and of a node's other ranks."""
+"""A stop beyond every heartbeat limit, of peers and of a node's other ranks."""
 END_SECS = 10.0
-"""For a node of several ranks to notice that one of them stood still, and to end."""
+"""Limit for a node of several ranks to notice that one of them stood still, and to end."""
 
 
 @dataclass
 class Chaos:
     """One event after the other, in the thread that calls ``run``, until ``over`` is set.
 
-    After ``SPARED_AFTER_SECS`` the ``survivors`` among the nodes are only stopped and woken: whoever lives on
-    among dying peers is watched for what it does not give back. A node whose ``num_ranks`` is above 1 ends
-    when a rank stands still for long, so a survivor's stops are short then.
+    After ``SPARED_AFTER_SECS`` the ``survivors`` are only stopped and woken, so that they live long enough
+    among dying peers to show leaks. A node with ``num_ranks`` above 1 ends when a rank stands still for long,
+    so a survivor's stops are short then.
     """
 
     nodes: Sequence[Service]
@@ -43,7 +43,7 @@ class Chaos:
     events: Counter[str] = field(default_factory=Counter)
     process_groups: set[int] = field(default_factory=set)
     blackouts: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when, by the monotonic clock, no decode node lived."""
+    """Start and end of each time without a living decode node, by the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._spared: Sequence[Service] = ()
@@ -76,14 +76,14 @@ class Chaos:
         self._start(node)
 
     def _kill_engine(self, node: Service) -> None:
-        """Of any rank. The front is to notice, to end the other ranks, and to leave."""
+        """Kill the engine of any rank. The front must notice, end the other ranks, and exit."""
         self._note("kill -9 of an engine", node)
         os.kill(self.random.choice(engine_pids(node)), signal.SIGKILL)
         assert node.exit_status() == 1
         self._start(node)
 
     def _kill_front(self, node: Service) -> None:
-        """The engines are to end with it."""
+        """Kill the front. The engines must end with it."""
         self._note("kill -9 of the front", node)
         assert node.process is not None
         node.process.kill()
@@ -103,10 +103,10 @@ class Chaos:
             self.blackouts.append((killed_at, time.monotonic()))
 
     def _stop_and_wake(self, node: Service) -> None:
-        """As long as a short hiccup, or past all patience: the whole node, its front, or one engine."""
+        """Stop a node, its front or one engine, for a hiccup or beyond every heartbeat limit, and wake it."""
         what = self.random.choice(("node", "front", "engine"))
         secs = self.random.choice((*SHORT_STOPS_SECS, LONG_STOP_SECS))
-        may_end = self.num_ranks > 1  # the front too: ranks wake one another through it
+        may_end = self.num_ranks > 1  # even if only the front is stopped: ranks wake each other through it
         if may_end and node in self._spared:
             secs = min(secs, max(SHORT_STOPS_SECS))
         self._note(f"stop and wake of the {what}", node)
@@ -122,7 +122,7 @@ class Chaos:
             self._start_again_if_it_ends(node)
 
     def _start_again_if_it_ends(self, node: Service) -> None:
-        """As a supervisor does it."""
+        """Start the node again as a supervisor would, if it ends within END_SECS."""
         assert node.process is not None
         try:
             status = node.process.wait(END_SECS)
@@ -133,7 +133,7 @@ class Chaos:
         self._start(node)
 
     def _restart(self, node: Service) -> None:
-        """As an operator does it: SIGTERM, and requests in flight have some time."""
+        """Restart the node as an operator would: by SIGTERM, which gives requests in flight some time."""
         self._note("restart", node)
         assert node.stop() == 0
         self._start(node)
@@ -160,7 +160,7 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def living(process_groups: set[int]) -> list[str]:
-    """Command lines of the processes in these groups, zombies aside."""
+    """Return the command lines of the processes in these groups, without zombies."""
     found = []
     for pid, _, _ in processes_of(process_groups):
         with contextlib.suppress(OSError):  # it ended meanwhile

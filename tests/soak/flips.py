@@ -1,4 +1,4 @@
-"""Memory that fails during the soak: bits that flip in the host pools of decode nodes, and who repairs it."""
+"""Failing memory in the soak: bits flip in the host pools of decode nodes, and bad pages are given back."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ REPAIR_SECS = 2.0
 
 
 class Flips:
-    """``per_sec`` bits in the host pool, of ``num_bytes``, of each engine of ``nodes``, while ``going_on``.
+    """Flips ``per_sec`` bits in the host pool of each engine of ``nodes`` while ``going_on``.
 
-    Every REPAIR_SECS an operator says that the pages which were set aside are good: that memory is no worse
-    than any other.
+    ``num_bytes``: the size of a pool. Every REPAIR_SECS the pages that were set aside are given back, as by
+    an operator: their memory is no worse than any other.
     """
 
     def __init__(self, nodes: Sequence[Service], per_sec: float, num_bytes: int, seed: int) -> None:
         self.num_flips = 0
         self.num_pages = 0
-        """That were set aside, and given back."""
+        """Pages that were set aside and given back."""
         self._nodes = nodes
         self._per_sec = per_sec
         self._num_bytes = num_bytes

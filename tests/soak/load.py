@@ -1,7 +1,7 @@
-"""Clients of the soak: they mix modes, streams and lengths, leave in the middle, and check every answer.
+"""Clients of the soak: they mix modes, streams and lengths, disconnect early, and check every answer.
 
-A request has one of these ends: right tokens, an error with a status and a message, or its client left. All
-else is a violation: other tokens, an answer that breaks off without a word, an answer that does not come.
+A request ends with the right tokens, with an error that has a status and a message, or because its client
+left. Everything else is a violation: other tokens, an answer that breaks off without an error, no answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import httpx
 from tests.integration.wrong_rows import ROW
 
 REQUEST_TIMEOUT_SECS = 120.0
-"""Above all timeouts of the nodes together: nothing may take longer to end."""
+"""More than all timeouts of the nodes together, so no request may take longer to end."""
 LEAVES_BY_ITSELF = 0.15
-"""Share of the requests whose client leaves, storms aside."""
+"""Share of the requests whose client leaves, those in storms not counted."""
 ERROR_STATUSES = (502, 503, 504)
 MODES: tuple[bool | str, ...] = (True, False, "auto")
 
@@ -42,7 +42,7 @@ class Violation(Exception):
 
 @dataclass
 class LostStream:
-    """One that had begun and ended in an error. Times are of the monotonic clock."""
+    """A stream that had begun and ended in an error. Times are of the monotonic clock."""
 
     began_at: float
     ended_at: float
@@ -51,17 +51,17 @@ class LostStream:
 
 @dataclass
 class Load:
-    """``expected``: the tokens of each prompt, for the longest request."""
+    """``num_clients`` clients at once. ``expected``: the tokens of each prompt, for the longest request."""
 
     url: str
     expected: Mapping[Prompt, Sequence[int]]
     num_clients: int
     random: random.Random
     rows_may_be_wrong: bool = False
-    """Memory is damaged: an error may name a row, or say that so many nodes were lost with one request."""
+    """Whether memory is damaged; an error may then name a row, or say that nodes were lost with a request."""
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """Messages of errors without their numbers and addresses."""
+    """Number of errors by message, without words that have digits, such as addresses."""
     violations: list[str] = field(default_factory=list)
     lost_streams: list[LostStream] = field(default_factory=list)
     num_tokens: int = 0
@@ -74,7 +74,7 @@ class Load:
         self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECS, limits=limits)
 
     async def run(self) -> None:
-        """Until ``stop``; then every request ends by itself."""
+        """Run the clients until ``stop``; requests in flight then end by themselves."""
         async with self._http:
             await asyncio.gather(*(self._client() for _ in range(self.num_clients)))
 
@@ -82,7 +82,7 @@ class Load:
         self._over.set()
 
     async def storms(self) -> None:
-        """From time to time most clients leave at once."""
+        """Make most clients leave at once, from time to time."""
         while not self._over.is_set():
             await asyncio.sleep(self.random.uniform(1.0, 6.0))
             self.num_storms += 1
@@ -106,7 +106,7 @@ class Load:
             self._in_flight.discard(task)
             self._note(task)
             if not task.cancelled() and task.exception() is None and task.result() != "right":
-                await asyncio.sleep(self.random.uniform(0.2, 2.0))  # as clients do that try again
+                await asyncio.sleep(self.random.uniform(0.2, 2.0))  # as a client does before it tries again
 
     def _note(self, task: asyncio.Task[str]) -> None:
         if task.cancelled():

@@ -1,8 +1,8 @@
-"""What every process of the system under test has, over time: resident memory, descriptors, threads.
+"""Resident memory, descriptors and threads of every process of the soak, over time.
 
-A process has its service's name, its part in it and a number, since most are killed and started again:
-``decode-0 engine #3``. One that lived long enough must have become flat (``growth``): the median of what it
-had in the last fifth of the time that counts is compared with that in the first.
+A process is named after its service, its part in it and a number, since most are killed and started again:
+``decode-0 engine #3``. One that lived long enough must no longer grow (``growth``): its median in the last
+fifth of the time that counts is compared with that in the first fifth.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 from tests.integration.harness import Service
 
 WARM_SECS = 300.0
-"""Of a process's life: caches fill, and the allocators have seen every size."""
+"""Time in which a process warms up: caches fill, and allocators see every size."""
 WATCHED_SECS = 300.0
-"""After that, at least, or nothing is asserted: a short soak reports only."""
+"""Least time after WARM_SECS for which growth is asserted; a short soak only reports."""
 MAX_GROWTH = {"resident_mib": 16.0, "descriptors": 8, "threads": 4}
-"""From the first fifth of the time after ``WARM_SECS`` to the last. Memory: 1 KiB a request, of 16,000.
-Descriptors and threads vary with the clients that are there."""
+"""Limits of ``growth``. 16 MiB of memory are 1 KiB for each of 16,000 requests. Descriptors and threads vary
+with the number of clients."""
 
 LANES_PER_DEAD_PEER = 4
-"""Mooncake's connections over TCP to a run of a decode node, which the prefill engine keeps after its end
-(Mooncake#2930: they are in CLOSE_WAIT, and nothing of its interface closes them)."""
+"""TCP connections that Mooncake keeps in a prefill engine for each decode engine that has ended
+(Mooncake#2930: they are in CLOSE_WAIT, and its interface cannot close them)."""
 
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process at one moment."""
+    """What one process has at one moment."""
 
     resident_mib: float
     descriptors: int
@@ -49,16 +49,16 @@ class Usage:
 
 @dataclass
 class History:
-    """Of one process."""
+    """The usages of one process, with their times."""
 
     name: str
     pid: int
     at_secs: list[float] = field(default_factory=list)
-    """Since the recorder's start."""
+    """Times of ``usages``, since the recorder's start."""
     usages: list[Usage] = field(default_factory=list)
 
     def growth(self, until_secs: float) -> dict[str, float] | None:
-        """How much more it had in the end than once it was warm, or None when it did not live long enough."""
+        """Return how much more the process had in the end than once warm; None if it ended too early."""
         warm_at = self.at_secs[0] + WARM_SECS
         usages = [
             usage
@@ -75,7 +75,7 @@ class History:
 
 
 class Recorder:
-    """Looks at all processes of ``services`` every ``interval_secs``, in a thread of its own."""
+    """Records all processes of ``services`` every ``interval_secs``, in a thread of its own."""
 
     def __init__(self, services: Sequence[Service], interval_secs: float) -> None:
         self.histories: list[History] = []
@@ -99,7 +99,7 @@ class Recorder:
             thread.join()
 
     def shared_memory_left(self) -> list[str]:
-        """Segments and semaphores that one of the processes had mapped, and that are still there."""
+        """Return the segments and semaphores that a process had mapped and that are still there."""
         with os.scandir("/dev/shm") as entries:
             return sorted(entry.name for entry in entries if entry.inode() in self._shared_inodes)
 
@@ -107,7 +107,7 @@ class Recorder:
         self.load_ended_at = time.monotonic() - self._started_at
 
     def too_much(self) -> list[str]:
-        """Which processes grew, and by how much, while there was load."""
+        """Return a line for each process that grew too much under load, and by how much."""
         return [
             f"{history.name}: {name} grew by {grown[name]:g}, at most {most:g} are accepted"
             for history in self.histories
@@ -127,7 +127,7 @@ class Recorder:
         return MAX_GROWTH | {"descriptors": MAX_GROWTH["descriptors"] + LANES_PER_DEAD_PEER * num_runs}
 
     def summary(self) -> dict[str, Any]:
-        """Of each part of a service: its processes, what one had at most, and how the longest-lived grew."""
+        """Return for each part of a service: its processes, the most one had, growth of the longest-lived."""
         found: dict[str, Any] = {}
         for name in sorted({history.name.partition(" #")[0] for history in self.histories}):
             histories = [history for history in self.histories if history.name.partition(" #")[0] == name]
@@ -143,7 +143,7 @@ class Recorder:
         return found
 
     def series(self) -> dict[str, Any]:
-        """Everything, by process: seconds, MiB, descriptors, threads."""
+        """Return all samples by process: seconds, MiB, descriptors, threads."""
         return {
             history.name: {
                 "at_secs": history.at_secs,
@@ -161,7 +161,7 @@ class Recorder:
             self.look()
 
     def look(self) -> None:
-        """Once at every process."""
+        """Record every process once."""
         names = {service.pid: service.name for service in self._services if service.process is not None}
         at_secs = round(time.monotonic() - self._started_at, 1)
         for pid, group, started_at in processes_of(names):
@@ -183,7 +183,7 @@ class Recorder:
 
 
 def processes_of(groups: Collection[int]) -> Iterator[tuple[int, int, int]]:
-    """Process id, process group and start time of the living processes in these groups."""
+    """Yield process id, process group and start time of each living process in these groups."""
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             fields = (directory / "stat").read_text().rpartition(")")[2].split()
@@ -201,7 +201,7 @@ def _usage(pid: int) -> Usage:
 
 
 def _part(pid: int, group: int, service: str) -> str | None:
-    """What the process is in its service; None: nothing that is known."""
+    """The part that the process has in its service, or None if it cannot be told yet."""
     if pid == group:
         return "process" if service == "router" else "front"
     words = Path(f"/proc/{pid}/cmdline").read_text()
@@ -211,7 +211,7 @@ def _part(pid: int, group: int, service: str) -> str | None:
 
 
 def _shared_inodes(pid: int) -> set[int]:
-    """Of the files of /dev/shm that the process has mapped. A semaphore has had another name when it was."""
+    """Inodes of mapped files of /dev/shm. Names would not do: a semaphore is renamed after it was mapped."""
     lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {int(words[4]) for words in lines if len(words) > 5 and words[5].startswith("/dev/shm/")}
 
@@ -220,11 +220,11 @@ def _median(usages: Sequence[Usage], name: str) -> float:
     return float(statistics.median(getattr(usage, name) for usage in usages))
 
 
-# --- what is left when all is over -----------------------------------------------------------------------
+# --- what is left at the end -----------------------------------------------------------------------------
 
 
 def listening(ports: Collection[int]) -> list[int]:
-    """Those of the ports that somebody still listens on."""
+    """Return those of ``ports`` on which something still listens."""
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -1,21 +1,21 @@
-"""A deployment under load for SOAK_SECS while everything is done to it: `make soak`.
+"""`make soak`: a deployment under load for SOAK_SECS while its nodes, memory and transport fail.
 
-Two prefill nodes, whose transport also fails by itself, two decode nodes with canaries in their free slots,
-a router, and clients that leave in storms, while nodes are killed, stopped and started again. Prefill node 0
-comes back on the same control port, prefill node 1 on another, and all of them in new sessions. Every request
-ends in the right tokens or in a clear error, and no stream that has begun ends in an error unless both decode
-nodes were dead at once. In the end every pool is whole, every canary lives, and no
-process, shared memory, temporary file or listening socket is left.
+There are two prefill nodes, whose transport also fails by itself, two decode nodes with canaries in their
+free slots, a router, and clients that leave in storms. Nodes are killed, stopped and started again; prefill
+node 0 comes back on the same control port, prefill node 1 on another, and all of them in new sessions. Every
+request ends in the right tokens or in a clear error, and no stream that has begun ends in an error unless
+both decode nodes were dead at once. In the end every pool is whole, every canary is intact, and no process,
+shared memory, temporary file or listening socket is left.
 
-Every process's memory, descriptors and threads are recorded. From the fifth minute on one node of each kind
-is spared what kills, so that it is there for long enough to show that it stays flat.
+Every process's memory, descriptors and threads are recorded. After SPARED_AFTER_SECS one node of each kind is
+no longer killed, so that it lives long enough to show that it stays flat.
 
-With SOAK_RANKS above 1 every node has so many ranks. Steps verify up to SOAK_DRAFTS drafts. With SOAK_FLIPS
-so many bits a second flip in each decode engine's host pool; requests may then end with an error that names
-the row, and the host pool has no canaries.
+Every node has SOAK_RANKS ranks, and steps verify up to SOAK_DRAFTS drafts. SOAK_FLIPS is the number of bits
+that flip each second in each decode engine's host pool; requests may then end with an error that names the
+row, and the host pool has no canaries.
 
-SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_FLIPS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary
-goes to standard output and, as JSON, to SOAK_REPORT, with the series beside it.
+SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_FLIPS, SOAK_CLIENTS and SOAK_SEED are read from the environment; the
+summary goes to standard output and to SOAK_REPORT as JSON, with the samples in a file beside it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LENGTHS = (1, 2, 63, 64, 65, 100, 128, 200, 333, 600)
 MAX_NEW_TOKENS = 40
 SETTLE_SECS = 90.0
 NUM_SAMPLES = 360
-"""Of a process that lives throughout, at most one a second."""
+"""Samples of a process that lives throughout, at most one a second."""
 
 HOST_POOL_TOKENS = 6016
 NODE_OPTIONS = [
@@ -75,7 +75,7 @@ NODE_OPTIONS = [
 ]
 DECODE_OPTIONS = [
     *("--quarantine-secs", "5"),
-    # Long hisparse requests may have two drafts verified, short and dense ones three.
+    # This hot buffer leaves long hisparse requests two drafts; short and dense ones have three.
     *("--speculative-num-steps", str(NUM_DRAFTS), "--device-buffer-size", "200"),
     *("--host-pool-tokens", str(HOST_POOL_TOKENS), "--device-pool-tokens", "3072"),
     *("--max-running-requests", "16"),
@@ -96,10 +96,10 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
     chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over, NUM_RANKS)
     recorder = Recorder(nodes.services, max(1.0, SECS / NUM_SAMPLES))
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:  # short: of an ipc socket's path
+    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:  # short, as ipc sockets' paths must be
         for service in nodes.services:
             service.env["TMPDIR"] = scratch
-            service.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # made by importing torch, and to stay
+            service.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # importing torch makes it; it may stay
         try:
             with running(nodes.services), recorder.running():
                 expected = answers_before(nodes)
@@ -181,7 +181,7 @@ def services(checkpoint: Path, directory: Path) -> Deployment:
 
 
 def first_of_free_ports(num_ports: int) -> int:
-    """In a row: a port for each rank."""
+    """The first of ``num_ports`` consecutive free ports, one for each rank."""
     while True:
         first = free_port()
         with contextlib.suppress(OSError), contextlib.ExitStack() as sockets:
@@ -191,7 +191,7 @@ def first_of_free_ports(num_ports: int) -> int:
 
 
 def answers_before(nodes: Deployment) -> dict[Prompt, list[int]]:
-    """The right tokens: the same in both modes, before anything happens."""
+    """The right tokens of each prompt: those of both modes before anything fails."""
     prompts = [tuple(40 + (start + p) % 80 for p in range(length)) for length in LENGTHS for start in (0, 7)]
     with ThreadPoolExecutor(8) as threads:
         hisparse, dense = (
@@ -203,7 +203,7 @@ def answers_before(nodes: Deployment) -> dict[Prompt, list[int]]:
 
 
 def ask_until_served(url: str, prompt: Prompt, hisparse: bool) -> list[int]:
-    """The transport fails at times; what is served is right."""
+    """Ask again until the answer is a 200, because the transport fails at times."""
     answers: list[httpx.Response] = []
 
     def is_served() -> bool:
@@ -228,14 +228,14 @@ async def soak(
         await asyncio.wait([chaos_ended], timeout=SECS)
     finally:
         chaos.over.set()
-        await chaos_ended  # raises what went wrong with a node
+        await chaos_ended  # raises if a node did not do as it must
         load.stop()
         await asyncio.gather(clients, storms)
     return load
 
 
 def lost_beside_a_living_node(load: Load, chaos: Chaos) -> list[str]:
-    """The errors of streams that were lost although a decode node lived all the time."""
+    """Errors of streams that were lost although a decode node lived all the time."""
     return [
         stream.error
         for stream in load.lost_streams
@@ -244,7 +244,7 @@ def lost_beside_a_living_node(load: Load, chaos: Chaos) -> list[str]:
 
 
 def serves_again(nodes: Deployment, expected: dict[Prompt, list[int]]) -> None:
-    """Every node, once all is quiet: each pair of nodes gets requests in turn."""
+    """Every node answers right at the end; the router gives each pair of nodes requests in turn."""
     prompts = list(expected)[-4:]
     with ThreadPoolExecutor(4) as threads:
         for _ in range(2):
@@ -262,20 +262,20 @@ def settle(nodes: Deployment, flips: Flips) -> None:
 
 
 def stop_all(nodes: Deployment) -> None:
-    """As an operator does it, so that whatever stays was left by a kill before, or is a leak."""
+    """Stop all as an operator would; what stays then is from an earlier kill, or is a leak."""
     for service in reversed(nodes.services):
         assert service.stop() == 0
 
 
 def processes_left(process_groups: set[int]) -> list[str]:
-    """After some time to end: killing is not waiting for the end."""
+    """Processes that are left after a wait, since a kill does not wait for the end."""
     with contextlib.suppress(TimeoutError):
         wait_until(lambda: not living(process_groups), "all processes end")
     return living(process_groups)
 
 
 def canary_counts(directory: Path) -> dict[str, Any]:
-    """Of all runs of the decode nodes together."""
+    """Canary counts of all runs of the decode nodes together."""
     reports = [json.loads(path.read_text()) for path in directory.glob("decode-*-canaries-*.json")]
     totals: Counter[str] = Counter()
     for report in reports:
