@@ -13,7 +13,7 @@ from hisparse_pd.kernels.selection import ranked_topk
 
 
 def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Return ``x @ matrix.T`` from float32 products, in parts: float32 [parts, num_tokens, outputs].
+    """Return parts whose sum is ``x @ matrix.T``, multiplied in float32: [parts, num_tokens, outputs].
 
     ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], with few outputs; both have any float dtype.
     A row's sum over all parts depends on the row alone.
@@ -27,12 +27,13 @@ def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """How experts are chosen: by the sigmoid of their logits (with ``is_softmax`` the softmax) plus ``bias``.
+    """How experts are chosen: those with the highest score plus ``bias``, which is float32 [num_experts].
 
-    ``bias``: float32 [num_experts]. Experts form ``num_groups`` groups of neighbours. The
-    ``num_chosen_groups`` groups whose two best experts have the largest sums are open; in the other groups
-    every score counts as ``score_outside``. Weights are the scores without bias, divided by their sum if the
-    choice ``normalizes``, times ``scale``.
+    A score is the sigmoid of the expert's logit; with ``is_softmax``, scores are the softmax of all logits.
+    Experts form ``num_groups`` groups of neighbours. The ``num_chosen_groups`` groups whose two best experts
+    have the largest sums are chosen; in the other groups every sum of score and bias is replaced by
+    ``score_outside``. Weights are the scores without bias, divided by their sum if ``normalizes``, times
+    ``scale``.
     """
 
     bias: Tensor
@@ -44,12 +45,13 @@ class ExpertChoice:
     score_outside: float = float("-inf")
     is_softmax: bool = False
     has_shared: bool = False
-    """Whether there is a shared expert, with the highest id, which every token has last with weight 1."""
+    """Whether each token also gets the shared expert, as its last one: id ``num_experts``, weight 1."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights, float32, and ids, int64, each [num_tokens, top_k (+ 1)], in one launch on a GPU.
+        """Return weights, float32, and ids, int64, each [num_tokens, top_k (+ 1 if ``has_shared``)].
 
-        ``logits``: float32 [parts, num_tokens, num_experts], whose parts are added up in order.
+        ``logits``: float32 [parts, num_tokens, num_experts]; the parts are added up in order. On a GPU all is
+        done in one launch.
         """
         if logits.device.type == "cuda":
             from hisparse_pd.kernels.triton_routing import choose_triton
@@ -68,23 +70,23 @@ class ExpertChoice:
             )
         total = add_parts(logits)
         scores = total.softmax(dim=1) if self.is_softmax else sigmoid(total)
-        choice = scores + self.bias
+        biased = scores + self.bias
         if self.num_chosen_groups < self.num_groups:
-            choice = self._in_best_groups(choice)
-        ids = ranked_topk(choice, self.top_k)[1]
+            biased = self._in_best_groups(biased)
+        ids = ranked_topk(biased, self.top_k)[1]
         weights = scores.gather(1, ids)
         if self.normalizes:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
         weights = weights * self.scale
         if self.has_shared:
             weights = torch.cat((weights, weights.new_ones((len(weights), 1))), dim=1)
-            ids = torch.cat((ids, ids.new_full((len(ids), 1), choice.shape[1])), dim=1)
+            ids = torch.cat((ids, ids.new_full((len(ids), 1), biased.shape[1])), dim=1)
         return weights, ids
 
-    def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """Return ``choice`` with ``score_outside`` in the groups that are not chosen."""
-        grouped = choice.view(len(choice), self.num_groups, -1)
+    def _in_best_groups(self, biased: Tensor) -> Tensor:
+        """Return ``biased`` with ``score_outside`` in the groups that are not chosen."""
+        grouped = biased.view(len(biased), self.num_groups, -1)
         groups = ranked_topk(grouped.topk(2, dim=2).values.sum(dim=2), self.num_chosen_groups)[1]
-        is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device)
+        is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=biased.device)
         is_chosen.scatter_(1, groups, True)
-        return grouped.masked_fill(~is_chosen[:, :, None], self.score_outside).view_as(choice)
+        return grouped.masked_fill(~is_chosen[:, :, None], self.score_outside).view_as(biased)

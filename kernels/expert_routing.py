@@ -1,7 +1,7 @@
 """The plan of a layer of routed experts, and the matrices of the experts that one rank holds.
 
-``Routing`` sorts the pairs of a token and an expert, so that an expert's rows are adjacent and make one
-matrix product.
+``Routing`` sorts the pairs of a token and one of its experts, so that each expert's rows are adjacent and
+make one matrix product.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from hisparse_pd.kernels.block_fp8 import dequantize
 
 TILE_ROWS: Final = (16, 32, 64)
+"""Sizes of a tile for products that are neither fp8 with fp8 nor bfloat16."""
 FEW_TILE_ROWS: Final = 64
 """Rows of a tile in products of fp8 with fp8 or in bfloat16: Hopper's tensor cores take 64 rows. Empty rows
-of a tile cost nothing beside reading the weights, and every row is added up in the same order."""
+cost next to nothing beside reading the weights, and a row is added up in the same order in any tile."""
 MANY_TILE_ROWS: Final = 128
-"""Rows of a tile in bfloat16 products where experts have twice as many rows or more."""
+"""Rows of a tile in bfloat16 products if an expert has twice as many rows or more on average."""
 FEW_ROWS: Final = 2048
-"""Most rows for which one launch on a GPU makes the plan."""
+"""Most rows that a GPU plans in one launch; larger plans take several."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class ExpertMatrices:
 
 
 def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
-    """Return whether activations are rounded to fp8: bfloat16 activations on a GPU are, if weights are in
-    fp8.
+    """Return whether activations are rounded to fp8 before products with ``matrices``.
 
-    float32 and a CPU are for exact products (``hisparse_pd.core.model.loader.keeps_fp8``).
+    They are if they are bfloat16 on a GPU and the matrices are fp8. float32 and CPUs are used for exact
+    products (``hisparse_pd.core.model.loader.keeps_fp8``).
     """
     return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 
@@ -64,13 +65,13 @@ class Routing:
     order: Tensor
     """int32 [num_rows]: the rows, ``token * top_k + choice``, sorted by expert."""
     starts: Tensor
-    """int32 [num_experts + 1]: where an expert's rows begin in ``order``."""
+    """int32 [num_experts + 1]: where each expert's rows begin in ``order``, and the end."""
     tile_starts: Tensor
-    """int32 [num_experts + 1]: an expert's first tile."""
+    """int32 [num_experts + 1]: each expert's first tile, and the number of tiles."""
     tile_experts: Tensor
-    """int32 [most_tiles(...)]: a tile's expert."""
+    """int32 [most_tiles(...)]: each tile's expert."""
     weights: Tensor
-    """float32 [num_rows], by row: the factor of its result."""
+    """float32 [num_rows]: the factor for each row's result, by ``token * top_k + choice``."""
     top_k: int
     tile_rows: int
     is_rounded: bool = False
@@ -98,10 +99,10 @@ class Routing:
         if in_bfloat16 and num_rows >= 2 * MANY_TILE_ROWS * num_experts:
             tile_rows = MANY_TILE_ROWS
         elif not (is_rounded or in_bfloat16):
-            # Large enough that most experts have one tile, whose weights are read once; no larger, since it
-            # is padded.
-            enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-            tile_rows = min(enough, default=TILE_ROWS[-1])
+            # An expert's weights are read once for each of its tiles, so tiles are large enough that most
+            # experts have one. They are no larger, because each is padded to its full size.
+            large_enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
+            tile_rows = min(large_enough, default=TILE_ROWS[-1])
         num_tiles = most_tiles(num_rows, num_experts, tile_rows)
         row_weights = weights.float().flatten()
         if expert_ids.device.type == "cuda" and 0 < num_rows <= FEW_ROWS:
@@ -112,8 +113,8 @@ class Routing:
         sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
         device = expert_ids.device
         starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)
-        tiles_of_each = (starts.diff() + (tile_rows - 1)) // tile_rows
-        tile_starts = torch.nn.functional.pad(tiles_of_each.cumsum(0, dtype=torch.int32), (1, 0))
+        num_tiles_each = (starts.diff() + (tile_rows - 1)) // tile_rows
+        tile_starts = torch.nn.functional.pad(num_tiles_each.cumsum(0, dtype=torch.int32), (1, 0))
         tiles = torch.arange(num_tiles, device=device, dtype=torch.int32)
         tile_experts = torch.searchsorted(tile_starts[1:], tiles, right=True, out_int32=True)
         return cls(

@@ -57,9 +57,9 @@ def index_topk(
     all_keys = keys.float()
     block = max(1, BLOCK_BYTES // (4 * num_heads * seq_len))
     for start in range(0, num_tokens, block):
-        some = slice(start, start + block)
-        scores = index_logits(q_index[some], weights[some], all_keys)
-        selected[some] = select_topk(scores, num_seen[some], top_k)
+        queries = slice(start, start + block)
+        scores = index_logits(q_index[queries], weights[queries], all_keys)
+        selected[queries] = select_topk(scores, num_seen[queries], top_k)
     return selected
 
 

@@ -45,8 +45,8 @@ _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
 
 class Copies(NamedTuple):
-    """Copies from the host to the device pool, all int64 [num_copies]: slots, and the items' rows and
-    positions."""
+    """Copies from the host to the device pool, each column int64 [num_copies]: the slots, and the req_row and
+    position of each item."""
 
     src_host_slots: Ints
     dst_device_slots: Ints
@@ -62,12 +62,12 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
-    steps = np.flatnonzero(_can_step(state, lens, rows, num_new))
-    if not len(steps):
+    stepping = np.flatnonzero(_can_step(state, lens, rows, num_new))
+    if not len(stepping):
         return _NO_COPIES
-    rows, lens = rows[steps], lens[steps]
-    # The selections of a request's new positions count as one.
-    positions = selected.numpy().reshape(requests.num_reqs, -1)[steps].astype(np.int64)
+    rows, lens = rows[stepping], lens[stepping]
+    # What a request's new positions select is resolved together, as one list.
+    positions = selected.numpy().reshape(requests.num_reqs, -1)[stepping].astype(np.int64)
     is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
     state.error_flags.numpy()[rows[is_bad.any(axis=1)]] |= HotBufferError.BAD_POSITION
     # Drafts beyond the context or the request's pages do not exist; selecting them has no effect.
@@ -77,9 +77,9 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     is_dense = state.capacity.numpy()[rows] == 0
     dense, hot = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
     out_slots = out.numpy().reshape(requests.num_reqs, -1)
-    out_slots[steps[dense]] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
+    out_slots[stepping[dense]] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
     hot_step = _HotStep(state, group, rows[hot], first_new[hot], ends[hot])
-    out_slots[steps[hot]] = hot_step.resolve(positions[hot], is_valid[hot])
+    out_slots[stepping[hot]] = hot_step.resolve(positions[hot], is_valid[hot])
     return hot_step.copies()
 
 
@@ -145,14 +145,15 @@ class _HotStep:
         self._stamps[rows, entries] = self._now[req]
 
     def _take_misses(self, req: int, missing: Ints, lookup_slots: Ints) -> None:
-        """Give entries to the ``missing`` positions (ascending, distinct) of one request, and plan their
-        copies.
-        ``lookup_slots``: their lookup slots.
+        """Give entries to positions of one request that are not in its hot buffer, and plan their copies.
+
+        ``missing``: the positions, ascending and distinct. ``lookup_slots``: their lookup slots.
         """
         row = self._rows[req]
         self._counters[row, MISSES] += len(missing)
         capacity = int(self._capacity[req])
         ring_start = capacity - self._state.max_new
+        # While all older positions fit below the ring, each has the entry of its own number.
         fits = self._first_new[req] <= ring_start
         entries = missing if fits else self._least_recent(row, ring_start, self._now[req], len(missing))
         if len(entries) < len(missing):
@@ -176,9 +177,9 @@ class _HotStep:
         if num_taken == 0:
             return _NO_SLOTS
         # Entries that this step uses have class 0, so they come last and are never taken.
-        order = np.arange(len(ages)) - ages * len(ages)
-        oldest = np.argpartition(order, num_taken - 1)[:num_taken]
-        taken: Ints = oldest[np.argsort(order[oldest])]
+        sort_keys = np.arange(len(ages)) - ages * len(ages)
+        oldest = np.argpartition(sort_keys, num_taken - 1)[:num_taken]
+        taken: Ints = oldest[np.argsort(sort_keys[oldest])]
         return taken
 
 
@@ -322,7 +323,7 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     capacity = state.capacity.numpy()[rows].astype(np.int64)[:, None]
-    _can_step(state, lens, rows, num_new)
+    _can_step(state, lens, rows, num_new)  # called for its flags alone
     offsets = np.arange(num_new)
     positions = lens[:, None] - num_new + offsets
     is_there = offsets < _num_there(state, rows, lens, num_new)[:, None]

@@ -1,23 +1,22 @@
 """Arithmetic on a CPU in which a token's result does not depend on other tokens of the batch.
 
 A token has the same bits in a batch or alone, in a chunk of 1 or 512 tokens, with one torch thread or many.
-Four things in torch would differ:
+Four things in torch do not have this property:
 
-- Matrix products. A library chooses the order of additions by the number of rows and threads. So every
-product of
-  a forward is made here, and no other module calls torch for one. Rows go in blocks of ``BLOCK_ROWS``, padded
-  with zeros. Each block is a separate product, of one shape and in contiguous memory whatever the number of
-  rows, and MKL computes it in one thread. It remains that a block must give a row the same bits at each of
-  its places, which ``kernels.row_trial`` tries at the start.
+- Matrix products. A library chooses the order of additions by the number of rows and threads. Therefore every
+  product of a forward is made here, and no other module calls torch for one. Rows are split into blocks of
+  ``BLOCK_ROWS``, padded with zeros. Each block is a separate product in contiguous memory, which has the same
+  shape whatever the number of rows, and MKL computes it in one thread. A row must still get the same bits at
+  each place of a block; ``kernels.row_trial`` tries this when a node starts.
 - Functions of single elements. torch computes the last few elements of a tensor, which do not fill a vector
-  register, by other code than the rest. ``exp`` has no such difference, so ``silu`` and ``sigmoid`` are made
-  of it.
-- The first ``cos`` of a process. MKL chooses the code of its functions in their first call. If two threads
-make
-  it, one may compute by code of 11 bits (pytorch#188792). ``fix_arithmetic`` makes the call in one thread.
-- Sums over a dimension that is not the last one, for which ``sum_heads`` stands in.
+  register, by other code than the rest. ``exp`` has no such difference, so ``silu`` and ``sigmoid`` are
+  computed with it.
+- The first ``cos`` of a process. MKL chooses the code of each function in its first call. If two threads make
+  that call at once, one may use code that is accurate to 11 bits only (pytorch#188792). ``fix_arithmetic``
+  makes the first calls in one thread.
+- Sums over a dimension other than the last one. ``sum_heads`` replaces them.
 
-On a GPU these functions are torch's own, in fewer launches.
+On a GPU most of these functions call torch's own.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch.nn import functional
 MKL_MODE: Final = "MKL_CBWR"
 STRICT: Final = "AUTO,STRICT"
 BLOCK_ROWS: Final = 16
-"""Rows of one product. A step of one request pays for all of them; a prompt has one call for each block."""
+"""Rows of one product. A step of one request computes all of them; a prompt makes one call for each block."""
 BLOCK_QUERIES: Final = 8
 """Query heads in one product of the indexer; a token has several heads."""
 BLOCK_KEYS: Final = 512
@@ -106,16 +105,17 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.device.type != "cpu":
         return functional.linear(x, matrix, bias)
-    rows, by = _wide(x if x.dim() == 2 else x.reshape(-1, x.shape[-1])), _wide(matrix).t()
+    rows = _wide(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    transposed = _wide(matrix).t()
     num_rows = len(rows)
     with _OneThread():
         if 0 < num_rows <= BLOCK_ROWS:
-            product: Tensor = torch.mm(_whole_blocks(rows, BLOCK_ROWS)[0], by)
+            product: Tensor = torch.mm(_whole_blocks(rows, BLOCK_ROWS)[0], transposed)
         else:
             blocks = _whole_blocks(rows, BLOCK_ROWS)
             product = rows.new_empty((len(blocks) * BLOCK_ROWS, len(matrix)))
             for block, result_block in zip(blocks, torch.split(product, BLOCK_ROWS), strict=False):
-                torch.mm(block, by, out=result_block)
+                torch.mm(block, transposed, out=result_block)
     product = product[:num_rows]
     if bias is not None:
         product += bias
@@ -152,10 +152,10 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     if x.device.type != "cpu":
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return
-    by = _wide(matrices)
+    wide = _wide(matrices)
     with _OneThread():
         for number, block in enumerate(_whole_blocks(_wide(x), BLOCK_ROWS)):
-            product = torch.bmm(block.transpose(0, 1).contiguous(), by).transpose(0, 1)
+            product = torch.bmm(block.transpose(0, 1).contiguous(), wide).transpose(0, 1)
             result = out[number * BLOCK_ROWS : (number + 1) * BLOCK_ROWS]
             result.copy_(product[: len(result)])
 
@@ -169,8 +169,8 @@ def matmul_tokens(x: Tensor, matrices: Tensor) -> Tensor:
         return torch.matmul(x, matrices)
     out = x.new_empty((*x.shape[:2], matrices.shape[2]))
     with _OneThread():
-        # Not as one batch: with one column or row, a batch of one adds up in another order than a batch of
-        # two.
+        # One product a token, not one batch: with one column or row, a batch of one token adds up in another
+        # order than a batch of two.
         for token, matrix, result in zip(x.unbind(), matrices.unbind(), out.unbind(), strict=True):
             torch.mm(token, matrix, out=result)
     return out
@@ -180,13 +180,13 @@ def matmul_keys(x: Tensor, keys: Tensor) -> Tensor:
     """Multiply ``x`` [rows, dim] by each of ``keys`` [num_keys, dim]. Returns [blocks, rows, BLOCK_KEYS],
     with the blocks of keys in order and zeros after the last key.
     """
-    by = _whole_blocks(_wide(keys), BLOCK_KEYS)
+    key_blocks = _whole_blocks(_wide(keys), BLOCK_KEYS)
     if x.device.type != "cpu":
-        return torch.matmul(x, torch.stack(by).transpose(1, 2))
+        return torch.matmul(x, torch.stack(key_blocks).transpose(1, 2))
     rows = _whole_blocks(_wide(x), BLOCK_QUERIES)
-    out = by[0].new_empty((len(by), len(rows), BLOCK_QUERIES, BLOCK_KEYS))
+    out = key_blocks[0].new_empty((len(key_blocks), len(rows), BLOCK_QUERIES, BLOCK_KEYS))
     with _OneThread():
-        for key_block, results in zip(by, out.unbind(), strict=True):
+        for key_block, results in zip(key_blocks, out.unbind(), strict=True):
             for block, result in zip(rows, results.unbind(), strict=True):
                 torch.mm(block, key_block.t(), out=result)
     return out.flatten(1, 2)[:, : len(x)]
@@ -202,13 +202,15 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 
 def cumulate(x: Tensor) -> Tensor:
     """Return the running sums of each row of ``x`` [rows, columns]. A GPU adds up a single row in another
-    order than several, so a single row is doubled."""
+    order than several rows, so a single row is computed twice."""
     return x.expand(2, -1).cumsum(1)[:1] if x.is_cuda and len(x) == 1 else x.cumsum(1)
 
 
 def sum_heads(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the sum over heads, in their order, of ``weights`` [num_tokens, heads] times ``values`` [...,
-    num_tokens, heads, n], which is overwritten: [..., num_tokens, n].
+    """Return the sum of ``weights`` times ``values`` over the heads, added up in their order: [...,
+    num_tokens, n].
+
+    ``weights``: [num_tokens, heads]; ``values``: [..., num_tokens, heads, n], which is overwritten.
     """
     values.mul_(weights[:, :, None])
     total = values[..., 0, :].clone()

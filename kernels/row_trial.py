@@ -28,7 +28,7 @@ from hisparse_pd.kernels.row_math import (
 OUTPUTS: Final = (1, 2, 4, 5, 6, 8, 12, 17, 20, 33, 64)
 """Numbers of outputs that are tried; libraries have special code for few outputs. Tests try all up to 64."""
 WIDTHS: Final = (40, 301)
-"""Numbers of columns that are tried: the length of the sums."""
+"""Numbers of columns that are tried; as many products are added up for one output."""
 _NUM_ROWS: Final = 3 * BLOCK_ROWS
 _PARTS: Final = (
     (0, 1),
@@ -97,10 +97,10 @@ def _by_tokens(matrix: Tensor, x: Tensor) -> Tensor:
 
 def _message(product: str, num_rows: int, num_threads: int) -> str:
     return (
-        f"{product} gives {num_rows} rows, with {num_threads} torch threads, other bits than among "
-        f"{_NUM_ROWS} rows with one thread, on {_cpu()} with {MKL_MODE}={os.environ.get(MKL_MODE, '')}: "
-        f"answers would depend on what shares a batch; unset {MKL_MODE}, or start with --num-threads 1, or "
-        "use torch's build with MKL, or another machine"
+        f"{product} gives other bits for {num_rows} rows with {num_threads} torch threads than for the same "
+        f"rows among {_NUM_ROWS} with one thread, on {_cpu()} with "
+        f"{MKL_MODE}={os.environ.get(MKL_MODE, '')}: answers would depend on the other requests of a batch; "
+        f"unset {MKL_MODE}, start with --num-threads 1, use a build of torch with MKL, or use another machine"
     )
 
 

@@ -19,7 +19,7 @@ class StepRows:
     positions: Tensor
     """int64 [num_rows]"""
     select_at: Tensor
-    """int64 [num_rows]: the positions, and ABSENT for absent rows."""
+    """int64 [num_rows]: the position that a row selects for; ABSENT for absent rows."""
     req_rows: Tensor
     """int64 [num_rows]: the req_rows of the rows' requests."""
     device_slots: Tensor
@@ -42,11 +42,11 @@ def place_rows(
     scratch_device_slot: int,
     scratch_index_slot: int,
 ) -> StepRows:
-    """Return the rows of each request's new positions, from number ``first_row`` of ``num_new`` on. The last
-    new position is the one before ``seq_lens``.
+    """Return rows for each request's new positions ``first_row`` to ``num_new - 1``, counted from 0. The last
+    one is position ``seq_len - 1`` of its request.
 
     ``seq_lens``, ``req_rows``: int64 [num_reqs], valid for padding too; ``num_real_reqs``: int32 [1].
-    ``ends``: int64 [num_reqs], the end of each request's positions that have slots; None: all have.
+    ``ends``: int64 [num_reqs]: positions from here on have no slot; None: all positions have one.
     ``newest_slots``: int32 [num_reqs * num_new], device slots of all new positions, ABSENT for none.
     ``index_pages``: int32 [rows of the tables, max_pages]. All are contiguous, on one device, and not
     changed; nothing synchronises.

@@ -1,7 +1,7 @@
 """The control channel between nodes: ZMQ sockets with typed messages.
 
-Sockets belong to the thread that made them. Nothing here blocks. ZMQ's own threads ask both ends of a
-connection for signs of life, and close it when there are none; the end that reconnects learns of it.
+Sockets belong to the thread that made them. Nothing here blocks. With ``Heartbeats``, ZMQ's own threads close
+a connection whose other end is silent; the client learns of it (``take_loss``) and ZMQ reconnects.
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
 key pair, and a server admits only clients that prove that they hold it. A server with a list of allowed peers
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_KEY_FILE_BYTES = 4096
-"""Bytes that are read at most, because the path may name a device or a huge file."""
+"""Most bytes that are read, because the path may name a device or a huge file."""
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _CLOSE_LINGER_MILLISECS = 1_000
-"""Time for the last answers to leave, which say that the node is shutting down."""
+"""How long a closed server still sends its last messages, which say that the node is shutting down."""
 
 
 class ControlKeyError(KeyFileError):
@@ -47,7 +47,7 @@ class ControlKeyError(KeyFileError):
 
 
 class ControlAddressError(ValueError):
-    """ZMQ takes no connection to this address."""
+    """ZMQ cannot connect to this address."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class ControlKeys:
         try:
             with path.open("rb") as file:
                 secret = file.read(_MAX_KEY_FILE_BYTES).strip()
-            if not _Z85_KEY.fullmatch(secret):  # ZMQ makes a key of anything that has the length
-                raise ValueError(f"it holds {len(secret)} bytes that are no such key")
+            if not _Z85_KEY.fullmatch(secret):  # ZMQ accepts any text of the right length
+                raise ValueError(f"it holds {len(secret)} bytes that are not such a key")
             return cls(secret, zmq.curve_public(secret))
         except (OSError, ValueError, zmq.ZMQError) as error:
             raise ControlKeyError(
@@ -95,7 +95,7 @@ class Heartbeats:
 
     interval_secs: float
     timeout_secs: float
-    """Silence after a heartbeat until the connection is closed."""
+    """ZMQ closes a connection on which nothing arrives for so long after a heartbeat."""
 
     @classmethod
     def within(cls, interval_secs: float, limit_secs: float) -> Heartbeats:
@@ -178,8 +178,8 @@ class Guard:
         allowed: PeerList | None,
         refused: Counter[str],
     ) -> None:
-        """Create the guard before a socket of the context binds. ``refused`` counts connections, by
-        reason."""
+        """Create the guard before a socket of the context binds. ``refused`` counts the connections that it
+        refuses, by reason."""
         self._keys = keys
         self._zap: ZapHandler | None = None
         if keys is not None or allowed:
@@ -254,10 +254,10 @@ class ControlClient(_Channel[ToDecode]):
     def __init__(
         self, endpoint: str, keys: ControlKeys | None = None, heartbeats: Heartbeats | None = None
     ) -> None:
-        _, _, destination = endpoint.removeprefix("tcp://").rpartition(";")  # there may be a source before it
+        _, _, destination = endpoint.removeprefix("tcp://").rpartition(";")  # ZMQ allows "SOURCE;" before it
         host, _, _ = destination.rpartition(":")
         if parse_address(host) is None:
-            raise ControlAddressError(f"cannot connect to {endpoint!r}: a name stalls ZMQ; give an address")
+            raise ControlAddressError(f"cannot connect to {endpoint!r}: give an address; a name stalls ZMQ")
         super().__init__(zmq.Context.instance(), zmq.DEALER, messages.to_decode_decoder, heartbeats)
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

@@ -8,16 +8,16 @@ import numpy as np
 from msgspec import Meta, Struct
 
 MAX_LOGPROBS = 20
-"""Most likeliest tokens that one position's row has."""
+"""Limit for the number of likeliest tokens in the row of one position."""
 
 MAX_ROWS_BYTES = 1 << 20
-"""Most bytes of rows in one message; scores are sent in pieces, as they are computed."""
+"""Limit for the bytes of rows in one message. Scores are sent in pieces, as they are computed."""
 
 
 class WantedScores(Struct, frozen=True, array_like=True):
     """A request for logprobs of the prompt's tokens from position ``first`` on; position 0 has none.
 
-    ``num_top``: how many likeliest tokens are returned for each position, beside the token that is there.
+    ``num_top``: how many of the likeliest tokens a row has, beside the prompt's own token.
     """
 
     first: Annotated[int, Meta(ge=1, lt=2**32)]

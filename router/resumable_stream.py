@@ -1,4 +1,4 @@
-"""A stream that survives its decode node: what its client reads, from one node after the other."""
+"""A client's stream that goes on at another decode node when its own is lost or shuts down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ have been silent for long already, and proxies cut a stream that is silent for a
 
 
 class ResumableStream:
-    """A journaled stream as its client reads it, from one decode node after the other."""
+    """One journaled stream, read from one decode node after another."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class ResumableStream:
         self._resume = resume
         self._ping = ping
         self._resuming: asyncio.Task[Attempt] | None = None
-        """Runs while no node has the stream."""
+        """The search for another pair; None while a node sends the stream."""
 
     async def read(self) -> bytes:
-        """Return what the client gets next, nothing at the end. Raises RouterError."""
+        """Return the next bytes for the client, none at the end. Raises RouterError."""
         while True:
             if self._resuming is not None:
                 done, _ = await asyncio.wait((self._resuming,), timeout=_SEARCH_PING_SECS)
@@ -65,11 +65,11 @@ class ResumableStream:
             await asyncio.gather(self._resuming, return_exceptions=True)
 
     def _feed(self, chunk: bytes) -> bytes:
-        """Return what the journal lets the client have now."""
+        """Add ``chunk`` to the journal. Returns the bytes that the client may have now."""
         was_leaving = self._journal.is_leaving
         shown = self._journal.feed(chunk)
         if self._journal.is_leaving and not was_leaving:
-            # This moves the requests that may move. It is done once: the node may be back, and healthy,
-            # before the rest of what it sent is read.
+            # The pool now moves what can move of the node's requests. Later chunks must not mark it again:
+            # the node may have restarted and be healthy before the last of them is read.
             self._pool.mark_unhealthy(self._attempt.pair.decode, LEAVING)
         return shown

@@ -23,11 +23,11 @@ MAX_DESCRIPTOR_BYTES: Final = 4 << 20
 connections to a peer. Pieces of 512 KiB get 0.87 of the rate on a machine whose cores are busy."""
 
 SLICE_BYTES: Final = 32 << 20
-"""Highest cost of one slice, and of a room's turn (``send_queue.py``). The other rooms wait for it, 67 ms at
-0.5 GB/s. Smaller slices would slow a fast link down: each ends with a wait for its last byte."""
+"""Limit for the cost of one slice, and of a room's turn (``send_queue.py``), during which other rooms wait:
+67 ms at 0.5 GB/s. Smaller slices would slow down a fast link: each ends with a wait for its last byte."""
 
 DESCRIPTOR_COST_BYTES: Final = 16 << 10
-"""Lowest cost of a byte range: TCP takes 35 us for any descriptor, in which it moves this many bytes."""
+"""Cost of a short byte range: TCP takes 35 us for any range, and could move this many bytes in that time."""
 
 _BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
 """Most descriptors that are made at a time."""
@@ -195,13 +195,13 @@ class SlicedWrites:
 
 
 def cost(writes: Descriptors) -> int:
-    """Return the cost of a slice, in bytes that the transport could have moved in its time."""
+    """Return the cost of a slice: the bytes that the transport could move in the time that it takes."""
     return int(np.maximum(writes.lengths, DESCRIPTOR_COST_BYTES).sum())
 
 
 def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors]:
-    """Yield ``blocks`` in order, in slices that cost at most ``max_cost`` or are one range of at most 4 MiB.
-    The next block is requested only when all before it are handed out."""
+    """Yield the ranges of ``blocks`` in order, in slices that cost at most ``max_cost``; a slice of one range
+    may cost up to 4 MiB. The next block is requested only when the present slice has room for more."""
     parts: list[Descriptors] = []
     left = max_cost
     for block in blocks:

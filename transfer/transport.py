@@ -1,9 +1,8 @@
 """Chooses a node's KV transport once at its start, and checks whether peers can reach its address.
 
-``rdma`` means RDMA or an error, never TCP: everything that makes Mooncake fall back by itself is checked
-first.
-``auto`` takes RDMA when no check fails, and otherwise TCP with the reason; peers compare their protocols when
-they register.
+``rdma`` means RDMA or an error, never TCP: whatever makes Mooncake fall back to TCP in silence is checked
+first. ``auto`` takes RDMA when no check fails, else TCP, and gives the reason. Peers compare their protocols
+when they register.
 """
 
 from __future__ import annotations
@@ -68,15 +67,15 @@ def choose_transport(
 ) -> Transport:
     """Choose the transport of a node that registers ``num_host_bytes`` of main memory, and memory of its GPU.
 
-    ``near``: RDMA devices near that memory, the only ones used if the operator names none. Raises
-    TransferSetupError when rdma is asked for and something is missing for it.
+    ``near``: RDMA devices near that memory, which are preferred if the operator names none. Raises
+    TransferSetupError when the operator asks for rdma and it cannot work.
     """
     machine = machine or Machine()
     asked, ib_device = settings.transfer_protocol, settings.ib_device
     transport = _choose(settings, num_host_bytes, machine, near)
     # On a machine with RDMA hardware, the operator hardly expects that auto takes TCP.
-    has_hardware = asked == "auto" and transport.protocol == "tcp" and bool(read_devices(machine))
-    level = logging.WARNING if has_hardware else logging.INFO
+    is_surprising = asked == "auto" and transport.protocol == "tcp" and bool(read_devices(machine))
+    level = logging.WARNING if is_surprising else logging.INFO
     log.log(level, "KV transport: %s (%s)", transport.protocol, transport.reason)
     if transport.protocol == "tcp" and ib_device:
         log.warning("ib_device %s is not used: the KV transport is tcp", ib_device)
@@ -121,7 +120,7 @@ class DeviceSelection:
 def select_devices(
     ib_device: str, host: str, machine: Machine, near: Collection[str] = (), *, only_sure: bool = False
 ) -> DeviceSelection:
-    """Select RDMA devices: all that ``ib_device`` (names with commas) or the operator's topology names, else
+    """Select RDMA devices: those named by ``ib_device`` (names with commas) or the operator's topology, else
     the usable ones of ``near``, else all usable ones. ``only_sure``: leave out a device whose GID may not
     reach the peer."""
     devices = read_devices(machine)
@@ -180,7 +179,7 @@ def forced_tcp_fault(machine: Machine) -> Fault | None:
 
 
 def _reach(device: RdmaDevice, host: str, advertised: Collection[IpAddress]) -> tuple[GidGrade, str]:
-    """Return how far a device reaches, and a note on it; empty for the GID of the advertised address."""
+    """Return how far a device reaches, and a note on its GID, or an empty string."""
     if device.port is None:
         return GidGrade.NONE, ""
     grade, gid = device.port.best_gid(advertised)
@@ -204,7 +203,7 @@ def addresses_of(host: str) -> frozenset[IpAddress]:
 
 
 def address_fault(host: str) -> Fault | None:
-    """Return why peers may not reach ``host``: no interface of this machine has its address (a NAT may)."""
+    """Return why peers may not reach ``host``: it does not resolve, or no interface here has its address."""
     addresses = addresses_of(host)
     if not addresses:
         return Fault(
@@ -221,7 +220,7 @@ def address_fault(host: str) -> Fault | None:
 
 
 def is_local(address: IpAddress) -> bool:
-    """Return whether an interface of this machine has the address, which is when a socket can bind to it."""
+    """Return whether an interface of this machine has the address, by binding a socket to it."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:

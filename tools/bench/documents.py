@@ -4,8 +4,8 @@
     Question: amber falcon, calm otter?
 
 A key is an adjective and an animal that occur together once in the document; its number has 4 to 6 digits.
-Training has not seen these documents: it left out one in eight of the pairs, which are used here, with other
-random numbers. Equal lengths give equal documents on every machine.
+Training has not seen these documents. They use all pairs of adjective and animal, of which training left out
+one in eight, and other random numbers. The same length gives the same documents on every machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUMBER_OFFSET = 5
 """Tokens of a fact before its number: " The badge of amber falcon"."""
 _MIN_SENTENCE_TOKENS = 5
 _NOT_SENTENCES = 32
-"""Tokens of a prompt that are reserved for everything but its sentences."""
+"""Tokens of a prompt that are reserved for all but its sentences, such as the question."""
 
 
 def _listed(words: str) -> tuple[str, ...]:
@@ -76,12 +76,12 @@ QUALITIES = _listed("old new narrow broken heavy small large wooden empty clean 
 PLACES = _listed("harbor orchard station mill church school tower valley village forest square")
 TIMES = _listed("noon dawn dusk winter summer supper midnight breakfast")
 NAMES = _listed("Marlow Quentin Brisby Oakham Tolland Vesper Yarrow Zimbel")
-"""Names in filler text that are not tokens and are spelled in bytes."""
+"""Names in filler text that are not in the vocabulary, so each is several tokens of one byte."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact that is asked for. ``number_at``: the token of the prompt at which its number begins."""
+    """A fact of a document. ``number_at``: index of the prompt's token at which its number begins."""
 
     key: str
     number: str
@@ -104,26 +104,25 @@ def tokenizer() -> Tokenizer:
 
 def documents(length: int, count: int) -> Iterator[Document]:
     """Yield ``count`` documents with prompts of about ``length`` tokens."""
-    drawn = torch.Generator().manual_seed(SEED + length)
+    generator = torch.Generator().manual_seed(SEED + length)
 
     def rand(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=drawn)
+        return torch.rand(*shape, generator=generator)
 
     def below(bound: int) -> list[list[int]]:
         return (rand(count, num_sentences) * bound).long().tolist()
 
-    most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # with "Answer:", the answers and the end
+    most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # and "Answer:", the answers and the end token
     num_sentences = most_tokens // _MIN_SENTENCE_TOKENS
     is_fact = rand(count, num_sentences) < _FACT_SHARE
-    sure = (
-        rand(count, 1) * max(1, most_tokens // 64)
-    ).long()  # one fact where the document certainly reaches
-    is_fact.scatter_(1, sure, True)
+    # One fact comes so early that the document has it before it is full.
+    early_place = (rand(count, 1) * max(1, most_tokens // 64)).long()
+    is_fact.scatter_(1, early_place, True)
     pairs = rand(count, len(ADJECTIVES) * len(ANIMALS)).topk(num_sentences, dim=1).indices.tolist()
     digits = zip(below(90), below(100), below(100), below(3), strict=True)
     fillers, attributes = below(_NUM_FILLERS), below(len(ATTRIBUTES))
-    lottery = rand(count, num_sentences)
-    for row, (first, second, third, num_more) in enumerate(digits):
+    priorities = rand(count, num_sentences)  # facts with the highest ones are asked for
+    for row, (first_two, next_two, last_two, num_last) in enumerate(digits):
         sentences: list[str] = []
         facts: dict[int, Fact] = {}
         num_tokens = 0
@@ -133,8 +132,8 @@ def documents(length: int, count: int) -> Iterator[Document]:
             if is_fact[row, place]:
                 adjective, animal = divmod(pairs[row][place], len(ANIMALS))
                 key = f"{ADJECTIVES[adjective]} {ANIMALS[animal]}"
-                last = ("", f"{third[place] % 10}", f"{third[place]:02d}")[num_more[place]]
-                number = f"{10 + first[place]}{second[place]:02d}{last}"
+                last = ("", f"{last_two[place] % 10}", f"{last_two[place]:02d}")[num_last[place]]
+                number = f"{10 + first_two[place]}{next_two[place]:02d}{last}"
                 fact = Fact(key, number, _HEAD_TOKENS + num_tokens + _NUMBER_OFFSET)
                 sentence = f" The {ATTRIBUTES[attributes[row][place]]} of {key} is {number}."
                 added_tokens = _NUMBER_OFFSET + 3 + bool(last)
@@ -144,9 +143,9 @@ def documents(length: int, count: int) -> Iterator[Document]:
             sentences.append(sentence)
             if fact is not None:
                 facts[place] = fact
-        lots = lottery[row].masked_fill(~is_fact[row], -1.0)[: len(sentences)]
-        drawn_places = lots.topk(min(QUESTIONS, len(facts))).indices.tolist()
-        asked = tuple(facts[place] for place in drawn_places)
+        fact_priorities = priorities[row].masked_fill(~is_fact[row], -1.0)[: len(sentences)]
+        asked_places = fact_priorities.topk(min(QUESTIONS, len(facts))).indices.tolist()
+        asked = tuple(facts[place] for place in asked_places)
         content = f"Notes:{''.join(sentences)}\nQuestion: {', '.join(fact.key for fact in asked)}?"
         ids = tokenizer().encode(f"<bos><|user|>{content}<|assistant|>", add_special_tokens=False).ids
         yield Document(content, tuple(ids), asked)
@@ -154,8 +153,7 @@ def documents(length: int, count: int) -> Iterator[Document]:
 
 @cache
 def _fillers() -> list[tuple[str, int]]:
-    """Return filler sentences, each with its number of tokens; some have an adjective or animal of keys
-    alone."""
+    """Return filler sentences, each with its number of tokens. Some use words of keys, too."""
     pick = random.Random(1234)
     found: list[tuple[str, int]] = []
     while len(found) < _NUM_FILLERS:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 METRICS_SECS = 1.0
 """Interval at which a front publishes its metrics on the board."""
 _POLL_SECS = 0.05
-"""Interval at which a front looks for the first one's instructions."""
+"""Interval at which the other fronts read the first front's instruction."""
 
 SHUTTING_DOWN = "the node is shutting down; send the request again"
 WHAT_DIED = {
@@ -44,13 +44,13 @@ async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None
             board.write_metrics(front, metrics.pack())
         except ValueError as error:
             if not is_logged:
-                log.error("%s: /metrics shows what it had counted before; restart the node", error)
+                log.error("%s: /metrics keeps this front's former counts; restart the node", error)
             is_logged = True
         await asyncio.sleep(METRICS_SECS)
 
 
 class Fronts(Children):
-    """The other fronts, numbered from 1, as the first one has them: child processes that die with it."""
+    """The first front's view of the others: child processes, numbered from 1, that die with it."""
 
     def __init__(self, board: Board, metrics: FrontMetrics) -> None:
         """``metrics``: the first front's own."""
@@ -59,7 +59,7 @@ class Fronts(Children):
         self._metrics = metrics
 
     def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        """Start them. ``target(number, *arguments)`` runs a front; the child imports it by name."""
+        """Start the other fronts. ``target(number, *arguments)`` runs one; the child imports it by name."""
         for number in range(1, self._board.num_fronts):
             self.spawn(f"{name} {number}", _run, target, number, *arguments)
 
@@ -70,9 +70,9 @@ class Fronts(Children):
         self._board.instruct(Instruction.STOP_ACCEPTING)
 
     async def leave(self, instruction: Instruction) -> None:
-        """Tell the others to exit, and wait for them for ``EXIT_SECS`` at most.
+        """Tell the other fronts to exit, and wait for them for ``EXIT_SECS`` at most.
 
-        ``instruction``: LEAVE, or the one that says what has died.
+        ``instruction``: LEAVE, ENGINE_DIED or FRONT_DIED.
         """
         self._board.instruct(instruction)
         deadline = time.monotonic() + EXIT_SECS
@@ -83,8 +83,8 @@ class Fronts(Children):
 async def serve_further(
     number: int, link: EngineLink, metrics: FrontMetrics, board: Board, listener: Listener, app: ASGIApp
 ) -> None:
-    """Serve as front ``number`` until the first front tells it to exit. If that one dies, the kernel ends
-    it."""
+    """Serve as front ``number`` until the first front tells it to exit. If the first front dies, the kernel
+    ends this one."""
     link.start()
     server = listener.server(app, process=number)
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))

@@ -66,25 +66,25 @@ class ApiError(Exception):
         self.code = code or _status_name(status)
 
     def to_dict(self, shape: ErrorShape = ErrorShape.OPENAI) -> dict[str, object]:
-        """Return the error as an object. Anthropic's has a ``code``, too, by which a router finds the
+        """Return the error as an object. Anthropic's shape also gets a ``code``, by which a router finds the
         cause."""
-        is_clients = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        is_client_error = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
         match shape:
             case ErrorShape.OPENAI | ErrorShape.RESPONSES:
-                kind = "invalid_request_error" if is_clients else "server_error"
+                kind = "invalid_request_error" if is_client_error else "server_error"
                 error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
                 return {"error": error}
             case ErrorShape.ANTHROPIC:
                 kind = _ANTHROPIC_TYPES.get(
-                    self.status, "invalid_request_error" if is_clients else "api_error"
+                    self.status, "invalid_request_error" if is_client_error else "api_error"
                 )
                 return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the error's answer, beside those about its body."""
-        is_passing = self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-        return {"retry-after": str(RETRY_AFTER_SECS)} if is_passing else {}
+        """Headers that the error adds to its answer."""
+        is_temporary = self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+        return {"retry-after": str(RETRY_AFTER_SECS)} if is_temporary else {}
 
     def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
         return msgspec.json.encode(self.to_dict(shape))
@@ -94,7 +94,7 @@ class ApiError(Exception):
         match shape:
             case ErrorShape.OPENAI:
                 return b"data: " + self.body() + b"\n\n"
-            case ErrorShape.RESPONSES:  # its own fields, and the object that clients look for in streams
+            case ErrorShape.RESPONSES:  # its own fields, and the ``error`` that clients read in streams
                 event: dict[str, object] = {"type": "error", "code": self.code, "message": self.message}
                 body = msgspec.json.encode(event | {"param": self.param} | self.to_dict())
                 return b"event: error\ndata: " + body + b"\n\n"

@@ -1,7 +1,7 @@
 """A limit for each of many short waits, for instance for each token of a stream.
 
-A timer for each wait would cost more than the wait. This one is set once. When it fires, it looks how long
-the present wait has lasted, and is set again for the rest.
+A timer for each wait would cost more than the wait. This one is set once. When it fires and the present
+wait began later, it is set again for the rest of that wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WaitTimer:
         """Begin a wait."""
         self._began_at = self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_at(self._began_at + self._secs, self._look)
+            self._timer = self._loop.call_at(self._began_at + self._secs, self._check)
 
     def end(self) -> None:
         """End the wait."""
@@ -35,7 +35,7 @@ class WaitTimer:
             self._timer.cancel()
         self._timer = self._began_at = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         if self._began_at is None:
             return
@@ -44,4 +44,4 @@ class WaitTimer:
             self._began_at = None
             self._on_lost()
         else:
-            self._timer = self._loop.call_at(ends_at, self._look)
+            self._timer = self._loop.call_at(ends_at, self._check)
