@@ -16,7 +16,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def servers_end_soon() -> Iterator[None]:
-    """uvicorn looks every 0.1 s whether it is to end, and then waits as long again for connections."""
+    """Shorten uvicorn's sleeps: it looks for its end every 0.1 s, and waits as long again for connections."""
     import uvicorn.server
 
     async def sleep(secs: float) -> None:

@@ -1,4 +1,4 @@
-"""A ZMQ socket that never runs dry, for tests of what is taken in between two turns of a loop."""
+"""A ZMQ socket that always has a message, for tests of how much a loop's turn takes in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zmq
 
 
 class Endless:
-    """There is always one more message, of these frames."""
+    """A socket that always has one more message, of these frames."""
 
     def __init__(self, *frames: bytes) -> None:
         self._frames = list(frames)

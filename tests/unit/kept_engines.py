@@ -1,4 +1,4 @@
-"""Transfer engines that outlive the nodes of a test: Mooncake needs a second to leave the network."""
+"""Transfer engines that outlive a test's nodes, because Mooncake needs a second to leave the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _idle: list[TransferEngine] = []
 
 
 class _Lease:
-    """One node's use of an engine. Closed, it has no memory any more, so that every write to it fails."""
+    """One node's use of an engine. Once it is closed it has no memory, and every write to it fails."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -32,13 +32,13 @@ class _Lease:
 
 
 def kept_engine(host: str, transport: Transport = TCP, *, needs_network: bool = True) -> TransferEngine:
-    """One that nobody uses, or a new one. On loopback over TCP only: the idle ones are."""
+    """Return an idle engine, or a new one; only for TCP on loopback, as all idle ones are."""
     assert (host, transport) == ("127.0.0.1", TCP)
     return cast(TransferEngine, _Lease(_idle.pop() if _idle else TransferEngine(host, transport)))
 
 
 @contextmanager
 def kept_engines() -> Iterator[None]:
-    """Nodes that are made meanwhile have such engines."""
+    """Give kept engines to the nodes that are made in this context."""
     with patch("hisparse_pd.engine.loop.TransferEngine", kept_engine):
         yield

@@ -1,4 +1,4 @@
-"""The KV of a prompt as one forward computes it, over pools of its own."""
+"""The KV of a prompt as one forward computes it, in pools of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Pools:
-    """``kv``, ``index`` and ``row_checks``: by layer or group, then by position. ``access`` writes them."""
+    """Pools by layer or group, then by position. ``access`` writes them."""
 
     access: PagedKv
     kv: Tensor
@@ -24,12 +24,12 @@ class Pools:
 
     @property
     def hint(self) -> Tensor:
-        """int32 [num_index_groups, index_topk], of the last position."""
+        """Return the selection hint of the last position, int32 [num_index_groups, index_topk]."""
         return self.access.hints[0]
 
 
 def own_pools(spec: ModelSpec, num_tokens: int, page_size: int = 16) -> Pools:
-    """Pools for one forward of ``num_tokens`` tokens."""
+    """Make pools for one forward of ``num_tokens`` tokens."""
     num_pages = -(-num_tokens // page_size)
     num_slots = num_pages * page_size
     kv = torch.zeros((spec.num_kv_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
@@ -41,7 +41,7 @@ def own_pools(spec: ModelSpec, num_tokens: int, page_size: int = 16) -> Pools:
 
 
 def prefilled(spec: ModelSpec, model: DsaModel, prompt: Sequence[int], page_size: int = 16) -> Pools:
-    """All tokens of a prompt but the last, computed, by the draft layer too if there is one."""
+    """Compute all tokens of a prompt but the last, also by the draft layer if there is one."""
     pools = own_pools(spec, len(prompt) - 1, page_size)
     access, ids = pools.access, torch.tensor(prompt)
     _, hidden = model.forward_with_hidden(ids[:-1], access.positions, access, access.last_rows)

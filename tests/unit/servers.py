@@ -24,7 +24,7 @@ REPO = Path(__file__).parents[2]
 async def serving(
     app: ASGIApp, certificate: Certificate | None = None, lifespan: Literal["on", "off"] = "off"
 ) -> AsyncIterator[tuple[HttpServer, int]]:
-    """The server, once it has started, and its port."""
+    """Serve ``app``; yield the started server and its port."""
     listener = Listener("127.0.0.1", 0, certificate)
     server = listener.server(app, lifespan)
     task = asyncio.create_task(server.serve(sockets=[listener.socket]))
@@ -41,7 +41,7 @@ async def serving(
 def server_process(
     tmp_path: Path, source: str, *arguments: object
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A program that prints the port that it serves, and this port."""
+    """Run a program that prints the port that it serves; yield the process and the port."""
     script = tmp_path / "server.py"
     script.write_text(textwrap.dedent(source))
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the command line makes of options."""
+"""The settings that the command line makes of options."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LEVELS = (
     ("__main__",),
 )
 """Packages of ``hisparse_pd`` and of ``tools``, lowest level first. A package imports packages of the levels
-below its own, and none beside it."""
+below its own, and none on its own level."""
 
 LINKED = ("prefill_node", "decode_node", "router", "transfer", "kernels", "protocol")
 """Folders at the root of the repository, to which ``hisparse_pd`` has links of the same names."""
@@ -67,7 +67,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         *("prefill_node/", "decode_node/", "hisparse_pd/commands/", "tools/"),
     ),
 }
-"""The files that may import a library, late or at once."""
+"""Files that may import a library, at once or later."""
 
 PURE = (
     *(
@@ -80,14 +80,14 @@ PURE = (
     *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
     *("transfer/plan.py", "transfer/send_queue.py"),
 )
-"""Schedulers, pools and plans: no tensors, no sockets, no HTTP."""
+"""Schedulers, pools and plans, which use no tensors, sockets or HTTP."""
 
 PACKAGES = {package for level in LEVELS for package in level}
 
 
 @cache
 def sources() -> dict[str, Path]:
-    """Module -> file, of everything but the tests and the packages' own pages."""
+    """Return the file of each module, without the tests and ``__init__.py``."""
     return {
         module_of(file): file
         for folder in ("hisparse_pd", *LINKED, "tools")
@@ -97,7 +97,7 @@ def sources() -> dict[str, Path]:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """The sources of a folder; not those behind its links, which are walked where they are."""
+    """Yield the sources of a folder, without those behind its links, which are walked in their own folder."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from walk(path)
@@ -106,13 +106,13 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def module_of(file: Path) -> str:
-    """The name by which a file is imported."""
+    """Return the name by which a file is imported."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(("hisparse_pd", *parts) if parts[0] in LINKED else parts)
 
 
 def package_of(name: str) -> str:
-    """The package of a module, or of a name in one, as ``LEVELS`` has it; a stranger's own first name."""
+    """Return the package of a module or of a name in it, as in ``LEVELS``; for a library, its first name."""
     first, *others = name.split(".")
     if first == "tools":
         return ".".join((first, *others[:1]))
@@ -122,7 +122,7 @@ def package_of(name: str) -> str:
 
 
 def imported(file: Path) -> set[str]:
-    """What a file imports, at its top, in a function or for types only: modules, and names of modules."""
+    """Return the modules and names that a file imports at its top, in functions, and for types only."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -134,7 +134,7 @@ def imported(file: Path) -> set[str]:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules that a module imports, by their full names."""
+    """Return the full names of the modules that a module imports."""
     return frozenset(
         name if name in sources() or "." not in name else name.rpartition(".")[0]
         for name in imported(sources()[module])
@@ -166,7 +166,7 @@ def test_nothing_but_hisparse_pd_is_a_package_that_is_installed() -> None:
 
 @pytest.mark.parametrize("folder", LINKED)
 def test_a_package_of_a_folders_name_is_found_from_the_root(folder: str, tmp_path: Path) -> None:
-    """Whoever runs something in the checkout, where the current directory comes first on the path."""
+    """A command in the checkout has the current directory first on its path."""
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "__init__.py").write_text("print('the other one')")
     command = [sys.executable, "-c", f"import {folder}"]
@@ -231,7 +231,7 @@ def test_a_library_has_its_owners(library: str) -> None:
 
 
 def test_no_test_module_is_imported() -> None:
-    """What tests share is in a module of its own: `support.py`, or named after what it is."""
+    """What tests share is in a module of its own, such as `support.py`, or named after what it is."""
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"
         for file in walk(ROOT / "tests")

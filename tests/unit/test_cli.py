@@ -143,7 +143,7 @@ def test_a_taken_port_ends_the_router_with_an_error() -> None:
 
 
 def test_sigterm_stops_the_router_with_status_0() -> None:
-    """It says where it serves before it has asked its nodes, and may be stopped from then on."""
+    """It says where it serves before it has asked its nodes, and can be stopped from then on."""
     router = subprocess.Popen(
         [sys.executable, "-m", "hisparse_pd", "router", *NO_NODES, "--port", "0"],
         cwd=REPO,
@@ -184,7 +184,7 @@ def test_keygen_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A supervisor takes them, and gives none back."""
+    """Restore the signal handlers, which a supervisor replaces for good."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -244,7 +244,7 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     ],
 )
 def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, command: str, words: str) -> None:
-    """All of a pair but its services, which are healthy at once; of the doctor, its words."""
+    """A pair runs without its services, which are healthy at once; the doctor only prints its report."""
     script = tmp_path / "command.py"
     script.write_text(
         "import sys\nfrom hisparse_pd.commands import cli\nfrom hisparse_pd.router import supervisor\n"
@@ -304,7 +304,7 @@ def test_a_child_that_loads_has_all_the_time_that_it_gets_further_in(
     caplog: pytest.LogCaptureFixture,
     gets_further: bool,
 ) -> None:
-    """Ten answers, 200 s between any two, with a patience of 300 s."""
+    """The child gives ten answers, 200 s apart; the supervisor's limit is 300 s."""
     now = 0.0
 
     def answer(client: object, url: str) -> Health:

@@ -1,4 +1,4 @@
-"""Pages, docstrings and the files at the root say what is there."""
+"""Pages, docstrings and the files at the root agree with the tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 PAGES_OF_PATHS = ["CONTRIBUTING.md", "docs/architecture.md", "docs/extending.md", "docs/invariants.md"]
 """Pages that lead a reader through the files of the checkout."""
 
-MAX_FRAGMENTS = 23
+MAX_FRAGMENTS = 20
 """Docstrings of the whole tree that may open with a word of FRAGMENT."""
 FRAGMENT = re.compile(r"(Of|That|Whose|So)\b")
 """Openings that are seldom those of a whole sentence."""
@@ -28,20 +28,20 @@ def text_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Every Python file of the checkout, parsed."""
+    """Return every Python file of the checkout, parsed."""
     names = [name for name in files_of_checkout() if name.endswith(".py")]
     return {name: ast.parse((REPO / name).read_text()) for name in names if not (REPO / name).is_symlink()}
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Each docstring with its line, those behind attributes and constants included."""
+    """Yield each docstring with its line, those of attributes and constants included."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -52,7 +52,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def imports_at_once(tree: ast.Module) -> Iterator[str]:
-    """What a file imports when it is imported itself: not in functions, and not for types alone."""
+    """Yield what a file imports when it is imported, which excludes functions and imports for types."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         match waiting.pop():
@@ -69,7 +69,7 @@ def imports_at_once(tree: ast.Module) -> Iterator[str]:
 
 
 def file_of(module: str) -> str | None:
-    """The file of a module of the checkout, as ``trees`` names it."""
+    """Return the file of a module of the checkout, as ``trees`` names it, or None."""
     path = module.replace(".", "/")
     names = [f"{path}{end}" for end in (".py", "/__init__.py")]
     return next(
@@ -78,13 +78,13 @@ def file_of(module: str) -> str | None:
 
 
 def with_packages(module: str) -> list[str]:
-    """A module and the packages that are imported before it."""
+    """Return a module and the packages that are imported before it."""
     parts = module.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
 def fast_tests() -> set[str]:
-    """The test files of ``make test-fast``, with the conftest.py of their folders."""
+    """Return the test files of ``make test-fast``, with the conftest.py of their folders."""
     (listed,) = re.findall(
         r"^FAST_TESTS := \$\(addprefix tests/unit/,(.*?)\)$", makefile(), re.MULTILINE | re.DOTALL
     )
@@ -153,7 +153,7 @@ def test_a_commit_is_checked_by_the_ruff_of_make_lint() -> None:
 
 
 def test_fast_tests_import_no_torch() -> None:
-    """Neither do their modules, at whatever distance."""
+    """Nor do the modules that they import, directly or not."""
     came_from = dict.fromkeys(fast_tests(), "make test-fast")
     waiting = [*came_from]
     wrong = []

@@ -91,7 +91,7 @@ def test_logging_names_the_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_closed_standard_streams_are_no_ones_file(tmp_path: Path) -> None:
-    """Of the process itself, and of one that it starts, which prints and is glad."""
+    """A file that the process opens gets no standard stream's number, and a child that prints succeeds."""
     code = """
         import subprocess, sys
         from hisparse_pd.commands import cli

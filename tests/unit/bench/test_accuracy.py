@@ -42,7 +42,7 @@ def test_a_task_has_its_answers_in_its_prompt_where_it_says(length: int) -> None
 
 
 def test_tasks_are_those_that_reports_of_earlier_versions_have() -> None:
-    """A report's answers can be compared with an earlier one's, and with ``--oracle-from``."""
+    """Equal tasks let a report's answers be compared with an earlier report's, and by ``--oracle-from``."""
     found = hashlib.sha256(repr(retrievals(512, 4)).encode()).hexdigest()
     assert found.startswith("3be656d80d09e6f8")
 
@@ -92,7 +92,7 @@ def responses(wrong_tokens: bool = False) -> list[Response]:
 
 
 def test_summary_counts_by_length_and_depth_and_by_step() -> None:
-    """Of 14 tokens 6 are accepted drafts: 8 steps made them."""
+    """The hisparse answers' 14 tokens include 6 accepted drafts, so 8 steps made them."""
     found = summary(responses())
     assert found[ORACLE]["lengths"] == {"512": [3, 4, 1, 2]}
     assert found[ORACLE]["depths"] == [[2, 2], [0, 0], [0, 0], [0, 0], [1, 2]]

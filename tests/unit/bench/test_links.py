@@ -1,4 +1,4 @@
-"""The benchmark of links: what it plans on which machine, and that it measures on CPUs, past what fails."""
+"""The benchmark of links: what it plans on which machine, and that it measures on CPUs and past failures."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_block_is_where_it_is_said_to_be(pages: str, monkeypatch: pytest.Monke
 def test_links_are_measured_on_cpus_and_a_process_that_fails_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third device is not there: cells with it say so, and the others have figures."""
+    """The third device is missing: cells with it say so, and the others have figures."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     fake = FakeMachine(tmp_path)
     fake.add_numa_node(0, "0-1")

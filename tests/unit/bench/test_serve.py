@@ -1,4 +1,4 @@
-"""Dense beside hisparse by turns: the load on scripted endpoints, and the figures of known records."""
+"""Dense and hisparse load in turn: on scripted endpoints, and the figures of known records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 @dataclass
 class Endpoint(FakeNode):
-    """A node that has counters, and counts how many requests it had at once."""
+    """A node with counters, which counts how many requests it has at once."""
 
     metrics: list[str] = field(default_factory=list)
     """Answers of /metrics, in order."""
@@ -69,7 +69,7 @@ class Endpoint(FakeNode):
 
 @asynccontextmanager
 async def running(endpoint: Endpoint) -> AsyncIterator[str]:
-    """The URL, with /v1, of the served endpoint."""
+    """Serve an endpoint; yield its URL with /v1."""
     async with serving_app(endpoint) as url:
         yield f"{url}/v1"
 
@@ -89,7 +89,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def scripted(_: Endpoint, send: Send) -> None:
-    """Four tokens in two chunks, the first of which comes in two pieces."""
+    """Send four tokens in two chunks, the first of which comes in two pieces."""
     await start(send)
     first = event("a")
     await write(send, b": a comment\n\n" + first[:20])
@@ -118,7 +118,7 @@ async def record_of(behaviour: Behaviour, timeout_secs: float = WAIT_SECS) -> Re
 
 
 async def never(endpoint: Endpoint, send: Send) -> None:
-    """One chunk, and then nothing for ever."""
+    """Send one chunk, and then nothing for ever."""
     await start(send)
     await write(send, event("a"))
     await asyncio.Event().wait()
@@ -320,7 +320,7 @@ def test_a_table_takes_points_without_figures(tmp_path: Path) -> None:
 
 
 async def main_beside(*arguments: str) -> int:
-    """In a thread, for it has an event loop of its own."""
+    """Run ``serve.main`` in a thread, since it has an event loop of its own."""
     return await asyncio.to_thread(serve.main, arguments)
 
 

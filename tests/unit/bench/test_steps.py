@@ -16,7 +16,7 @@ SMALL = "--device cpu --dtype float32 --context 128 --chunk 128 --buffer 96"
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Several would spin between small products, on cores that other tests need."""
+    """Run torch with one thread: several would spin between small products, on cores that others need."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

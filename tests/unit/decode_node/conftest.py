@@ -1,4 +1,4 @@
-"""A checkpoint, what transformers makes of a module's prompts, and a node; files here may replace them."""
+"""Fixtures that a file may replace: a checkpoint, transformers' tokens of a module's prompts, and a node."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from tools.checkpoints.oracle import greedy_tokens
 
 @pytest.fixture(scope="module", params=["v32"])
 def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
-    """Of the kind that the module has as ``CHECKPOINT``: a "drafting" one has an MTP layer, whose drafts are
-    right half of the time; in a "tied" one equal scores are the rule, and a wrong byte changes tokens."""
+    """A checkpoint of the kind that the module has as ``CHECKPOINT``.
+
+    A "drafting" one has an MTP layer, whose drafts are right half of the time; in a "tied" one equal scores
+    are the rule, and a wrong byte changes tokens.
+    """
     kind = getattr(request.module, "CHECKPOINT", "tiny")
     path: Path = request.getfixturevalue(f"{kind}_checkpoint")(request.param)
     return load_checkpoint(path, num_draft_layers=int(kind == "drafting"))
@@ -25,7 +28,7 @@ def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    """Of each of the module's ``PROMPTS`` the likeliest ``NUM_NEW`` tokens behind it."""
+    """The likeliest ``NUM_NEW`` tokens after each of the module's ``PROMPTS``."""
     prompts: list[Prompt] = request.module.PROMPTS
     tokens = greedy_tokens(checkpoint.path, prompts, request.module.NUM_NEW)
     return dict(zip(prompts, tokens, strict=True))
@@ -35,7 +38,7 @@ def expected(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> dict[Pro
 def node(
     request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineHarness]:
-    """A node a step behind, with the settings that the module has as ``NODE``."""
+    """A node whose host is a step behind, with the settings that the module has as ``NODE``."""
     settings = getattr(request.module, "NODE", {})
     with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), **settings)) as node:
         yield node
@@ -45,7 +48,7 @@ def node(
 def shared_node(
     request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineHarness]:
-    """The same of a node that reads each step before the next, as CPUs have it."""
+    """A node with the same settings that reads each step before the next, as on CPUs."""
     ipc_dir = tmp_path_factory.mktemp("node")
     with closing(EngineHarness(checkpoint, ipc_dir, **request.module.NODE)) as node:
         yield node
@@ -53,7 +56,7 @@ def shared_node(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """When the steps of all nodes are launched, drawn, waited for and read."""
+    """A record of when steps of all nodes are launched, drawn, waited for and read."""
     calls = Calls()
     calls.watch(monkeypatch, DeviceRunner, "launch", "launch")
     for method, what in (("draw", "draw"), ("wait", "wait"), ("result", "read")):

@@ -1,4 +1,4 @@
-"""The peers of a decode node that the tests of them start."""
+"""Peers of a decode node, for tests of what it does with them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.waiting import WAIT_SECS
 
 
 class BootstrapServer:
-    """A bootstrap endpoint. ``answer`` makes status, body and headers of a request."""
+    """A bootstrap endpoint. ``answer`` makes status, body and headers of the answer to a request."""
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes, dict[str, str]]]) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -60,7 +60,7 @@ class BootstrapServer:
         self._thread.start()
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the server; safe to call again."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -80,13 +80,13 @@ class PrefillNode:
         self.keys = keys
         self.geometry = geometry
         self.forges = False
-        """Its answers are not signed."""
+        """Whether its answers are not signed."""
         self.is_hung = False
-        """The bootstrap endpoint does not say that the engine is alive."""
+        """Whether the bootstrap endpoint does not say that the engine is alive."""
         self.is_stopped = False
-        """Nobody reads its control sockets."""
+        """Whether nobody reads its control sockets."""
         self.refusal: Refused | HeartbeatAck | None = None
-        """What it answers to a registration, instead of Registered."""
+        """Answer to a registration, instead of Registered."""
         self.num_asked = self.num_registrations = 0
         self.controls: list[ControlServer] = []
         self.start(run, num_ranks)
@@ -96,10 +96,10 @@ class PrefillNode:
         self.address = self.ranks[0]
 
     def start(self, run: str, num_ranks: int = 1, first_port: int = 0) -> None:
-        """In place of the run before, with control sockets of its own."""
+        """Start a run in place of the one before, with control sockets of its own."""
         self._close_controls()
         self.run = self.told_run = run
-        """``told_run``: the one that the endpoint speaks of."""
+        """Run of the sockets, and the one that the endpoint names (``told_run``)."""
         self.registered: dict[bytes, Register] = {}
         self.controls = [
             ControlServer("127.0.0.1", 0 if rank else first_port, self.keys) for rank in range(num_ranks)
@@ -132,7 +132,7 @@ class PrefillNode:
         return status, body, gate.proof(nonce, body)
 
     def answer(self, *, heartbeats: bool = True) -> None:
-        """What has arrived."""
+        """Answer what has arrived."""
         for rank, control in enumerate(() if self.is_stopped else self.controls):
             instance_id = f"{self.run}-{rank}"
             for identity, message in control.receive():
@@ -154,13 +154,13 @@ class PrefillNode:
                         self.take(identity, message)
 
     def note_registration(self, register: Register) -> None:
-        """Before it is answered."""
+        """Hook for a registration, before it is answered."""
 
     def take(self, identity: bytes, message: Bootstrap | AbortRoom) -> None:
-        """A message about a room."""
+        """Hook for a message about a room."""
 
     def break_connections(self) -> None:
-        """The first socket listens again where it was."""
+        """Break all connections of the first socket, which listens again where it was."""
         port = self.controls[0].port
         self.controls[0].close()
         self.controls[0] = ControlServer("127.0.0.1", port, self.keys)
@@ -179,8 +179,10 @@ class PrefillNode:
 
 
 class FakePeers:
-    """In place of PrefillPeers: prefill nodes that may be entrusted with rooms unless they are ``away``, take
-    every message, and do nothing."""
+    """Stands in for PrefillPeers: prefill nodes that take every message and do nothing.
+
+    They may be entrusted with rooms unless they are ``away``.
+    """
 
     instance = "its run"
 
@@ -188,7 +190,7 @@ class FakePeers:
         self._page_size = page_size
         self.away: set[PeerAddress] = set()
         self.bootstraps: dict[int, Bootstrap] = {}
-        """By room."""
+        """Bootstraps by room."""
 
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
         return PeerAddress(host, port)
@@ -239,7 +241,7 @@ def poll_until(
     until: Callable[[list[PeerEvent]], Any],
     turn: Callable[[], None],
 ) -> list[PeerEvent]:
-    """All events until the condition is true of them. ``turn``: what the prefill nodes do meanwhile."""
+    """Return all events up to when ``until`` is true of them. ``turn``: what prefill nodes do meanwhile."""
     events: list[PeerEvent] = []
     deadline = time.monotonic() + WAIT_SECS
     while not until(events):

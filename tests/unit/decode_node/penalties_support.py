@@ -1,4 +1,4 @@
-"""What transformers generates with penalties and biases, by their definition."""
+"""Tokens that transformers generates with penalties and biases, by their definition."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tools.checkpoints.oracle import load
 
 
 class Penalties:
-    """As transformers calls it: counts in the ids as they are, for each token anew.
+    """A logits processor for transformers, which counts in the ids anew for each token.
 
-    ``settings``: as of SamplingParams, but for biases, which are pairs.
+    ``settings``: as of SamplingParams, except biases, which are pairs.
     """
 
     def __init__(self, num_prompt_tokens: int, settings: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def penalized_tokens(
     prompts: Sequence[tuple[Sequence[int], dict[str, Any]]],
     num_new_tokens: int,
 ) -> list[list[int]]:
-    """The likeliest ``num_new_tokens`` of each prompt, with its settings."""
+    """Return the likeliest ``num_new_tokens`` tokens of each prompt, with its settings."""
     model = load(checkpoint)
     texts = []
     for prompt, settings in prompts:

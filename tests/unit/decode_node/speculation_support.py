@@ -1,4 +1,4 @@
-"""A decode node whose steps verify drafts: its prompts, its runners, and how many drafts it verifies when."""
+"""A decode node whose steps verify drafts: prompts, runners, and control of how many it verifies."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NUM_NEW = 20
 TOP_K = 64
 MAX_DRAFTS = 3
 HOT_BUFFER = (MAX_DRAFTS + 1) * TOP_K + MAX_DRAFTS + 1
-"""In which all positions of a step find what they select."""
+"""Hot buffer in which all positions of a step find what they select."""
 LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_BUFFER, 387, 700]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
 def make_behind(settings: DecodeSettings, model: DsaModel, tables: RequestTables) -> DeviceRunner:
-    """Steps as a GPU has them, one behind, without graphs."""
+    """Make a runner with a GPU's order of steps, the host one behind, without graphs."""
     return DeviceRunner(
         model,
         tables,
@@ -58,7 +58,7 @@ def harness(
 
 @contextmanager
 def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
-    """Steps verify so many by turns, where their requests can."""
+    """Let steps verify these numbers of drafts in turn, where their requests can."""
     in_turn = cycle(numbers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -68,7 +68,7 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
 
 
 def num_drafts(*answers: Answer) -> tuple[int, int]:
-    """Of all ``answers`` together: how many were verified, and how many accepted."""
+    """Return how many drafts of all ``answers`` together were verified, and how many accepted."""
     every = [answer.stats for answer in answers]
     return sum(stats.num_drafted for stats in every), sum(stats.num_accepted for stats in every)
 
@@ -80,9 +80,10 @@ def by_turns(number: int) -> HisparseFlag:
 def exchange_in_every_step(
     node: EngineHarness, answers: Sequence[Answer], sizes: Iterator[int], patch: pytest.MonkeyPatch
 ) -> int:
-    """Every running request gets a hot buffer of the next of ``sizes`` behind each step, to its end.
+    """Give every running request a hot buffer of the next of ``sizes`` after each step, up to its end.
 
-    The one before is lost with all that it holds, as its slots are somebody else's. Returns how many were.
+    The buffer before is lost with all that it holds, as if another request had its slots. Returns the number
+    of exchanges.
     """
     rooms = node.engine.requests
     replace_device_slots, num_exchanges = rooms.replace_device_slots, 0
@@ -106,15 +107,14 @@ def exchange_in_every_step(
 
 @dataclass
 class Calls:
-    """What was done with the steps of a node and with its requests, in this order."""
+    """What was done with a node's steps and requests, in order."""
 
     all: list[tuple[str, Any]] = field(default_factory=list)
     results: dict[int, list[StepResult]] = field(default_factory=dict)
-    """By id of the step."""
+    """Results by id of the step."""
 
     def watch(self, patch: pytest.MonkeyPatch, owner: Any, method: str, what: str) -> None:
-        """Note the calls of ``owner.method`` as ``what``, with what it was done to: their first argument, or
-        the step that was launched."""
+        """Record calls of ``owner.method`` as ``what``, with their first argument, or the launched step."""
         call = getattr(owner, method)
 
         def watched(*args: Any, **options: Any) -> Any:
@@ -134,9 +134,9 @@ class Calls:
         return [of for what, of in self.all if what == "launch"]
 
     def at(self, what: str, of: object) -> int:
-        """When this was done first."""
+        """Return the place of the first such call in ``all``."""
         return next(at for at, (was, it) in enumerate(self.all) if was == what and it is of)
 
     def are_ahead(self) -> list[bool]:
-        """Of each step but the last, whether the next one was launched before it was read."""
+        """Return for each step but the last whether the next one was launched before it was read."""
         return [self.at("launch", two) < self.at("read", one) for one, two in pairwise(self.steps)]

@@ -1,7 +1,7 @@
-"""What the decode engine's tests drive: an engine without its process, and a prefill node in their hands.
+"""A decode engine without its process, and a prefill node that its tests control.
 
 The prefill node is real where it meets the decode node: HTTP discovery, control socket, Mooncake writes, KV
-of the real model. What it does with a room is the test's choice.
+of the real model. The test decides what it does with a room.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from tests.waiting import NEVER_SECS, WAIT_SECS
 
 Prompt = tuple[int, ...]
 TIMES = PrefillTimes(0.25, 0.5, 0.125)
-"""What the double says of its own."""
+"""Times that the double reports."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def random_prompt(seed: int, num_tokens: int) -> Prompt:
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    """In place of what fails."""
+    """Return a function that raises ``error``, to stand in for what fails."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise error
@@ -102,7 +102,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 @lru_cache
 def _prefill_model(path: Path, num_draft_layers: int) -> DsaModel:
-    """The prefill side's own: a test may break the decode engine's before the first prompt is computed."""
+    """Load a model for prefill alone: a test may break the engine's before the first prompt is computed."""
     return load_model(path, load_checkpoint(path, num_draft_layers).spec)
 
 
@@ -113,7 +113,7 @@ def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) 
 
 
 def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Pools:
-    """What a prefill node has of ``prompt``."""
+    """Return what a prefill node has of ``prompt``."""
     return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt, page_size)
 
 
@@ -127,7 +127,7 @@ class PrefillDouble(PrefillNode):
         self.bootstraps: list[Bootstrap] = []
         self.aborts: list[AbortRoom] = []
         self.delivers = True
-        """Deliver a room as soon as its Bootstrap is here."""
+        """Whether to deliver a room as soon as its Bootstrap is here."""
         self.answers_aborts = True
         self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
         self._transfer = kept_engine("127.0.0.1")
@@ -218,7 +218,7 @@ class PrefillDouble(PrefillNode):
 
 @dataclass
 class Answer:
-    """What the front got of one request."""
+    """What the front got for one request."""
 
     prompt: Prompt = ()
     num_new_tokens: int = 0
@@ -236,7 +236,7 @@ class Answer:
 
     @property
     def stats(self) -> RequestStats:
-        """Of an answer that has ended well."""
+        """Statistics of an answer that has ended well."""
         assert self.last is not None
         assert self.last.stats is not None
         return self.last.stats
@@ -311,7 +311,7 @@ class EngineHarness:
         scores: WantedScores | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Ask for one answer, with the KV of another prefill node if ``double`` is one."""
+        """Ask for one answer, with KV of the prefill node ``double`` if it is given."""
         double = double or self.double
         self._num_requests += 1
         room = 1000 + self._num_requests if room is None else room
@@ -364,12 +364,12 @@ class EngineHarness:
         return answers
 
     def leave(self, answer: Answer) -> None:
-        """The client of ``answer`` is gone."""
+        """Abort the request of ``answer``, as if its client were gone."""
         (request_id,) = (each for each, given in self.answers.items() if given is answer)
         self.send(Abort(request_id))
 
     def turn(self, *others: PrefillDouble) -> None:
-        """``others``: prefill nodes that have a turn beside its own."""
+        """Turn the loop once. ``others``: prefill nodes that get a turn beside its own."""
         for double in (self.double, *others):
             double.answer()
         self.engine.turn(max_wait_secs=0.005)
@@ -384,13 +384,13 @@ class EngineHarness:
             self.turn(*others)
 
     def tokens_of(self, answer: Answer) -> list[int]:
-        """Of a request that ends well."""
+        """Return the tokens of a request, which must end well."""
         self.turn_until(lambda: answer.is_over)
         assert answer.failure is None
         return answer.token_ids
 
     def ask(self, prompt: Prompt, num_new_tokens: int, hisparse: HisparseFlag, **more: Any) -> Answer:
-        """A request that ends well."""
+        """Send a request, which must end well; return its answer."""
         answer = self.generate(prompt, num_new_tokens, hisparse, **more)
         self.tokens_of(answer)
         return answer
@@ -398,7 +398,7 @@ class EngineHarness:
     def entrust(
         self, prompt: Prompt, num_new_tokens: int, hisparse: HisparseFlag = HisparseFlag.TRUE
     ) -> Answer:
-        """A request of which the prefill node has the Bootstrap, and delivers nothing."""
+        """Send a request; return once the prefill node has its Bootstrap, for which it delivers nothing."""
         self.double.delivers = False
         num_before = len(self.double.bootstraps)
         answer = self.generate(prompt, num_new_tokens, hisparse)
@@ -408,7 +408,7 @@ class EngineHarness:
     def failure_of(
         self, answer: Answer, *others: PrefillDouble, status: int | None = None, error: str = ""
     ) -> RequestFailed:
-        """With which a request ends; ``error``: a part of what it says."""
+        """Return the failure with which a request ends. ``error``: a part of its text."""
         self.turn_until(lambda: answer.is_over, *others)
         assert answer.failure is not None, f"it went well: {answer.last}"
         assert status in (None, answer.failure.status)
@@ -422,13 +422,14 @@ class EngineHarness:
 
     @contextmanager
     def without_steps(self) -> Iterator[None]:
-        """Requests come, land and leave, and nobody gets a token."""
+        """Hold back all steps: requests come, land and leave, and none gets a token."""
         with patch.object(self.engine.steps, "_next_batch", list):
             yield
 
     def begin_together(self, answers: Sequence[Answer]) -> None:
-        """No step is taken before those of ``answers`` that there is room for are here: they run side by
-        side, however late the messages of some of them are. Nobody else is live."""
+        """Take no step before all of ``answers`` that there is room for have landed, so that they run side by
+        side, however late some messages are. No other request may be live.
+        """
         requests = self.engine.requests
 
         def have_landed() -> bool:
@@ -439,7 +440,7 @@ class EngineHarness:
             self.turn_until(have_landed)
 
     def finish(self, answers: Sequence[Answer], expected: Mapping[Prompt, list[int]] | None = None) -> None:
-        """Until all have ended well, with the ``expected`` tokens, and nothing is owned any more."""
+        """Turn until all have ended well and nothing is owned; check the ``expected`` tokens."""
         requests = self.engine.requests
         self.turn_until(
             lambda: all(answer.is_over for answer in answers) and not requests.select(RequestState.ENDING)

@@ -1,6 +1,6 @@
-"""Drafts behind a step's first ones: up to seven of them, by selections of their own or by the first one's.
+"""Drafts after a step's first ones: up to seven of them, by selections of their own or by the first one's.
 
-What is expected of tokens comes from transformers, of drafts from the plain MTP layer.
+Expected tokens come from transformers, expected drafts from the plain MTP layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NODE = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS}
 LENGTHS = [1, 65, 300, HOT_BUFFER - 12, HOT_BUFFER, 700]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 SHARED, OWN = "glm, shared", "v32, own"
-"""Checkpoints: whose later drafts share the first one's selection, or have selections of their own."""
+"""Checkpoints whose later drafts share the first one's selection, or have selections of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
 def test_drafts_are_those_of_the_plain_layer(
     checkpoint: Checkpoint, node: EngineHarness, flag: HisparseFlag
 ) -> None:
-    """Of a request that is larger than its hot buffer, at each length that it has between two steps.
+    """A request larger than its hot buffer is checked at each length that it has between two steps.
 
-    Drafts behind its last token have no slots, and nobody uses them.
+    Drafts after its last token have no slots, and nothing uses them.
     """
     prompt = PROMPTS[-1]
     made: dict[tuple[int, ...], list[int]] = {}
@@ -149,7 +149,7 @@ def test_drafts_are_those_of_the_plain_layer(
 def chain(
     plain: PlainMtp, sequence: tuple[int, ...], hidden: Tensor, num_drafts: int, *, shares: bool
 ) -> list[int]:
-    """The likeliest drafts behind ``sequence``, whose hidden states ``hidden`` [>= tokens] begins with."""
+    """Return the likeliest drafts after ``sequence``; ``hidden`` [>= tokens] begins with its states."""
     num_rows = len(sequence) - 1
     next_ids, hidden = list(sequence[1:]), hidden[:num_rows]
     selecting = num_rows - 1 if shares else None

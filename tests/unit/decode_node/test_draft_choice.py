@@ -1,4 +1,4 @@
-"""How many drafts a step verifies follows what they bring and what they cost."""
+"""The number of drafts that a step verifies follows what they gain and what they cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_number_that_brings_most_tokens_a_second(
 def run(
     choice: DraftChoice, num_reqs: int, secs_of: list[float], num_accepted: int, num_steps: int
 ) -> list[int]:
-    """Steps that take what ``secs_of`` says; what they verified."""
+    """Run steps that take as long as ``secs_of`` says; return how many drafts each verified."""
     chosen = []
     for _ in range(num_steps):
         num_drafts = choice.choose(num_reqs, len(secs_of) - 1)
@@ -69,7 +69,7 @@ def test_drafts_stop_where_steps_are_too_long_and_go_on_where_they_are_not() -> 
 
 
 def test_another_text_changes_the_number() -> None:
-    """Drafts of which all were right are all wrong, and then right again: a trial finds out."""
+    """Drafts are all right, then all wrong, then right again: trials notice."""
     choice = DraftChoice(3)
     run(choice, 4, FAST, 3, 100)
     assert choice.choose(4, 3) == 3
@@ -91,7 +91,7 @@ def test_drafts_that_were_useless_for_long_are_taken_again_soon_after_they_are_g
 
 
 def test_trials_of_useless_drafts_cost_little() -> None:
-    """Also where the trials are by all of many requests, and each is wrong."""
+    """This holds also if many requests take part in the trials and every draft is wrong."""
     for num_reqs in (1, 64):
         choice = DraftChoice(3)
         run(choice, num_reqs, FAST, 0, 5 * PROBE_EVERY)

@@ -37,7 +37,7 @@ def test_a_dense_request_needs_slots_below_the_contexts_end() -> None:
 def test_a_hot_buffer_has_room_for_all_that_may_be_selected_or_for_the_sequence() -> None:
     capacities = [TOP_K + 4, 2 * TOP_K + 3, 2 * TOP_K + 4, 3 * TOP_K + 4, 4 * TOP_K + 3, 4 * TOP_K + 4]
     assert [verifiable(make_request(500, hot_capacity=each)) for each in capacities] == [0, 0, 1, 2, 2, 3]
-    # One that holds all new positions at their own places is asked for nothing more.
+    # A hot buffer that holds all new positions at their own places needs nothing more.
     assert verifiable(make_request(96, hot_capacity=100)) == 3
     assert verifiable(make_request(97, hot_capacity=100)) == 0
 

@@ -30,7 +30,7 @@ PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumera
 EACH_MODEL = pytest.mark.parametrize(
     "checkpoint", ["v32", "glm", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True
 )
-"""Whose layers share indexers and hot buffers in other ways."""
+"""Checkpoints whose layers share indexers and hot buffers in different ways."""
 
 
 def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: int) -> EngineHarness:
@@ -75,7 +75,7 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
 def test_index_pages_may_be_scattered(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
-    """The pages that a short request leaves between two long ones, and the rest of the pool behind them."""
+    """A request gets the pages that a short one left between two long ones, and the rest of the pool."""
     before, between, after, prompt = (PROMPTS[LENGTHS.index(length)] for length in (66, 129, 65, 200))
     with closing(
         EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, index_pool_tokens=128 + 132 + 128 + 100)
@@ -98,7 +98,7 @@ def test_index_pages_may_be_scattered(
 def test_mixed_modes_share_a_batch_under_pressure(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
-    """A device pool that is too small: hot buffers shrink for the next in the queue, requests come and go."""
+    """The device pool is too small: hot buffers shrink for the next in the queue, requests come and go."""
     flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.AUTO]
     prompts = sorted(PROMPTS, key=lambda prompt: len(prompt) % 200, reverse=True)
     with closing(
@@ -128,7 +128,7 @@ def test_mixed_modes_share_a_batch_under_pressure(
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for almost two of 200 tokens, which grow side by side, and need 220 slots each."""
+    """There is room for almost two requests of 200 tokens, which grow side by side to 220 slots each."""
     prompt = PROMPTS[LENGTHS.index(200)]
     with closing(
         EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, device_pool_tokens=420, growth_pages=1)
@@ -160,7 +160,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]], shared_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
+    """Hot buffers are lost after each step, with all that they hold: the host has everything by then (I4)."""
     prompts = PROMPTS[4:]
     answers = [shared_node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
     num_exchanges = exchange_in_every_step(shared_node, answers, cycle((TOP_K + 1, HOT_BUFFER)), monkeypatch)

@@ -40,7 +40,7 @@ from tests.waiting import NEVER_SECS
 
 PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576
-"""Room for one request with PROMPT, not for two."""
+"""Host pool with room for one request with PROMPT, not for two."""
 QUARANTINE_SECS = 0.4
 NODE = {
     "host_pool_tokens": HOST_TOKENS,
@@ -53,10 +53,10 @@ NODE = {
 
 @pytest.fixture
 def node(checkpoint: Checkpoint, shared_node: EngineHarness) -> Iterator[EngineHarness]:
-    """The shared engine, and a prefill node of its own for each test.
+    """The shared engine, and another prefill node for each test.
 
     Whatever a test does, every pool must be whole again soon after it (I2). The prefill node is closed before
-    that is looked at: what it never acknowledged is freed because it is gone.
+    the check: what it never acknowledged is freed because it is gone.
     """
     lifecycle, pools = shared_node.engine.lifecycle, shared_node.engine.requests.pools
     settings = lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs
@@ -75,7 +75,7 @@ def double(node: EngineHarness) -> PrefillDouble:
 
 @contextmanager
 def silence_is_noticed(node: EngineHarness) -> Iterator[None]:
-    """Only in here: on a busy machine a peer that answers may be late by as much."""
+    """Shorten the limit of silence, here only: on a busy machine an answer may be late by as much."""
     with patch.object(node.engine.peers, "health_timeout_secs", 1.0):
         yield
 
@@ -85,7 +85,7 @@ def _quarantined(node: EngineHarness) -> int:
 
 
 def _aborted(node: EngineHarness) -> Quarantined:
-    """A room whose client is gone, and of which its prefill node says nothing any more."""
+    """Return a room whose client is gone and of which its prefill node says nothing any more."""
     node.double.answers_aborts = False
     node.leave(node.entrust(PROMPT, 8))
     node.turn_until(lambda: node.double.aborts)
@@ -94,7 +94,7 @@ def _aborted(node: EngineHarness) -> Quarantined:
 
 
 def _completes(node: EngineHarness) -> None:
-    """The node serves on."""
+    """Check that the node goes on serving."""
     node.double.delivers = True
     assert len(node.tokens_of(node.generate(PROMPT, 4, HisparseFlag.TRUE))) == 4
 
@@ -115,7 +115,7 @@ def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
     node.turn_for(0.5)
     assert _quarantined(node) >= len(slots)
     assert len(double.bootstraps) == 1, "the second request fits only where the first one's KV may still land"
-    double.write(double.bootstraps[0])  # The late write harms nobody.
+    double.write(double.bootstraps[0])  # The late write harms no request.
     double.delivers = True
     double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
     node.tokens_of(waiting)
@@ -135,7 +135,7 @@ def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
 def _room_message(
     double: PrefillDouble, node: EngineHarness, message: RoomFailed | RoomQuiet, run: str | None = None
 ) -> None:
-    """``run``: of the prefill node, its present one when not given."""
+    """Give the node a message about a room. ``run``: the prefill node's, its present one by default."""
     event = RoomMessage(double.address, run or double.instance_id, message)
     node.engine.lifecycle.peer_event(event, time.monotonic())
 
@@ -221,7 +221,7 @@ def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: Pref
 def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """The front takes an engine that sends no statistics for a hung one, and /health says so."""
+    """A front takes an engine without statistics for a hung one, and /health says so."""
     with closing(EngineHarness(checkpoint, tmp_path)) as node:
         answer = node.entrust(PROMPT, 8)
         node.double.close()
@@ -356,7 +356,7 @@ def test_a_failing_forward_ends_its_batch_only(node: EngineHarness, monkeypatch:
 
 
 def test_a_lost_device_ends_the_engine(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every later step would fail as well, on a node that calls itself healthy."""
+    """Every later step would fail as well, on a node that reports itself as healthy."""
     answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
     with monkeypatch.context() as patch:
         error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -414,7 +414,7 @@ def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
 def test_a_pause_of_this_node_ends_no_quarantine(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its sockets took in while it was stopped lands when it goes on."""
+    """What its sockets took in during the pause lands when it goes on."""
     stands_at: float | None = None
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() if stands_at is None else stands_at)
     harness = EngineHarness(
@@ -439,7 +439,7 @@ def test_a_pause_of_this_node_ends_no_quarantine(
 
 
 def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: str) -> None:
-    """``doomed`` ends with that ``error``, and ``spared`` with its 40 tokens."""
+    """Check that ``doomed`` ends with ``error``, and ``spared`` with its 40 tokens."""
     node.failure_of(doomed, status=500, error=error)
     assert len(node.tokens_of(spared)) == 40
 
@@ -485,7 +485,7 @@ def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness) -> None:
 
 @pytest.mark.I7
 def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
-    """Neither is the record of an earlier request taken for it that had the same room and aux slot."""
+    """An earlier request's record in the same room and aux slot is not taken for it."""
     earlier = node.generate(PROMPT, 1, HisparseFlag.TRUE, room=4242)
     node.turn_until(lambda: earlier.is_over)
     double.delivers = False
@@ -532,7 +532,7 @@ def test_pages_that_differ_rule_out_dense(node: EngineHarness, checkpoint: Check
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats leave, and running requests get their tokens, between any two bursts of it."""
+    """Heartbeats leave and running requests get their tokens between any two bursts of messages."""
     seen: list[str] = []
     abort, poll = node.engine.lifecycle.abort, node.engine.peers.poll
 
@@ -560,7 +560,7 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
 
 
 def _vanish(node: EngineHarness, double: PrefillDouble, num_rooms: int) -> None:
-    """Everything that fits into a batch is entrusted to a node whose machine is then gone without a trace."""
+    """Entrust a batch of rooms to a node whose machine is then gone without a trace."""
     double.delivers = False
     lost = [node.generate(PROMPT[:10], 4, HisparseFlag.TRUE, double=double) for _ in range(num_rooms)]
     node.turn_until(lambda: len(double.bootstraps) == num_rooms, double)

@@ -1,4 +1,4 @@
-"""What a decode engine asks of a prefill node, and what it needs none for."""
+"""What a decode engine asks a prefill node to compute, and what it needs none for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.checkpoints.oracle import greedy_tokens
 PAGE = 16
 NODE = {"page_size": PAGE, "disable_prefix_cache": False, "device_pool_tokens": 2048}
 PROMPT = random_prompt(3, 5 * PAGE + 1)
-"""All but its last token are whole pages."""
+"""A prompt whose tokens but the last are whole pages."""
 NUM_NEW = 20
 FLAGS = [HisparseFlag.TRUE, HisparseFlag.FALSE]
 
@@ -80,7 +80,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(
 def test_resumed_tokens_and_the_one_before_them_are_computed_again(
     node: EngineHarness, expected: list[int], num_resumed: int
 ) -> None:
-    """By the prefill node, in the roundings of steps; all before is held."""
+    """The prefill node computes them with the roundings of steps; everything before is held."""
     node.ask(PROMPT, NUM_NEW, HisparseFlag.TRUE)
     longer = (*PROMPT, *expected[:num_resumed])
     answer = node.ask(longer, NUM_NEW - num_resumed, HisparseFlag.TRUE, num_resumed_tokens=num_resumed)
@@ -94,7 +94,7 @@ def test_resumed_tokens_and_the_one_before_them_are_computed_again(
 # --- scores of the prompt's own tokens -------------------------------------------------------------------
 
 WANTED = WantedScores(61, 2)
-"""Of the last twenty tokens."""
+"""Scores of the last twenty tokens."""
 
 
 def rows(first: int, num_rows: int, num_top: int = 2) -> RoomScores:
@@ -102,7 +102,7 @@ def rows(first: int, num_rows: int, num_top: int = 2) -> RoomScores:
 
 
 def scored(node: EngineHarness, *pieces: RoomScores, prompt: Prompt = PROMPT) -> Answer:
-    """A request whose prefill node sends these before it says that all is there."""
+    """Send a request; its prefill node sends these scores before it says that all is there."""
     node.double.delivers = False
     answer = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE, scores=WANTED)
     node.turn_until(lambda: node.double.bootstraps)

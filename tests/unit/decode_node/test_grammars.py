@@ -27,7 +27,7 @@ from tests.unit.decode_node.speculation_support import Calls, drafts, harness, n
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, raising, random_prompt
 
 PROMPTS = [random_prompt(seed, num_tokens) for seed, num_tokens in enumerate((1, 40, 64, 65, 90))]
-"""Around what a layer selects at most."""
+"""Prompts around the number of tokens that a layer selects at most."""
 NUM_NEW = 100
 NUM_PLAIN = 30
 SCHEMA: dict[str, Any] = {
@@ -50,7 +50,7 @@ NODE = {"page_size": 4}
 
 @pytest.fixture(scope="module")
 def plain_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    """Without drafts, and a step behind."""
+    """A node without drafts, whose host is a step behind."""
     ipc_dir = tmp_path_factory.mktemp("plain")
     with closing(harness(checkpoint, ipc_dir, page_size=4, speculative_num_steps=0)) as node:
         yield node
@@ -68,7 +68,7 @@ def ask(
 
 
 def text_of(answer: Answer, checkpoint: Checkpoint) -> str:
-    """What it says before the token that ended it."""
+    """Return the answer's text before the token that ended it."""
     assert answer.last is not None
     assert answer.last.finish_reason is FinishReason.STOP
     *body, end = answer.token_ids
@@ -144,7 +144,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
 def test_a_step_that_writes_behind_its_draws_is_launched_when_all_before_is_read(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a request that ends by the step before gives up slots that its drafts are still written to."""
+    """Otherwise a request that the step before ends would free slots that its drafts are still written to."""
     launches: list[tuple[int, bool]] = []
     runner = node.engine.steps.runner
     launch = runner.launch
@@ -237,7 +237,7 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
 def test_what_was_not_drawn_is_read_by_nobody(
     plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that breaks off in the middle of a step closes, and the step's memory has older tokens."""
+    """If an engine breaks off in the middle of a step and closes, the step's memory has older tokens."""
     node = plain_node
     answer = ask(node, PROMPTS[1])
     node.turn_until(lambda: len(answer.token_ids) >= 5)
@@ -258,7 +258,7 @@ def test_what_was_not_drawn_is_read_by_nobody(
 def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num: int
 ) -> None:
-    """Its forward, with drafts too, and whatever came behind that."""
+    """Its forward, with or without drafts, and what follows it are over before slots are freed."""
     calls = Calls()
     with drafts(node, num), monkeypatch.context() as patch:
         patch.setattr(hisparse_pd.decode_node.step_draws, "masks_of", raising(ValueError("no memory, say")))

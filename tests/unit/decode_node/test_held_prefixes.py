@@ -1,4 +1,4 @@
-"""Prefixes that requests of a decode node share: the books of both, and an engine that goes on with them.
+"""Prefixes that requests of a decode node share: their books, and an engine that goes on from them.
 
 The bytes are those that prefill has.
 """
@@ -54,7 +54,7 @@ class Books:
         self._num_rooms = 0
 
     def land(self, prompt: Prompt, mode: Mode, num_slots: int = 0, num_resumed: int = 0) -> Request:
-        """With ``num_slots`` for KV, those that it shares included, and all that is held of its prompt."""
+        """Land a request with ``num_slots`` for KV, which include those of all that is held of its prompt."""
         self._num_rooms += 1
         sampling = SamplingParams(6, num_resumed_tokens=num_resumed)
         request = make_request(self._num_rooms, len(prompt), prompt_keys=keys_of(prompt), sampling=sampling)
@@ -79,7 +79,7 @@ PROMPT = tuple(range(100, 110))
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize(("num_output_tokens", "num_held"), [(1, 8), (2, 8), (3, 12), (6, 12), (7, 16)])
 def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int, num_held: int) -> None:
-    """The newest token's KV does not exist."""
+    """The newest token has no KV yet, so it is not held."""
     books = Books()
     request = books.land(PROMPT, mode, 16)
     slots = extents_to_slots(request.extents(PoolKind.INDEX))[:num_held].tolist()
@@ -94,7 +94,7 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
 @pytest.mark.I5
 @pytest.mark.parametrize("mode", list(Mode))
 def test_resumed_tokens_are_the_requests_own_until_it_ends(mode: Mode) -> None:
-    """What another has left of the same tokens may have been a prompt's."""
+    """What another request left of the same tokens may have been computed as a prompt."""
     books = Books()
     books.end(books.run(books.land((*PROMPT, *range(6)), mode)))
     assert books.rooms.held.num_tokens == 16
@@ -118,7 +118,7 @@ def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
     second = books.land(PROMPT, Mode.HISPARSE)
     assert second.held_prefix_tokens == 8
     assert second.prefix is first.prefix
-    # What came twice is there once: the late one goes on with the pages of the first.
+    # Equal pages are kept once: the later request goes on with those of the first.
     num_free = books.rooms.pools.free
     books.run(late)
     books.rooms.check_integrity()
@@ -148,7 +148,7 @@ def test_a_prompt_is_not_shared_while_its_request_may_leave_its_pages() -> None:
 
 
 def test_what_a_failed_step_left_is_not_held() -> None:
-    """But what landed before it is."""
+    """What landed before the step is held."""
     books = Books()
     books.end(books.run(books.land(PROMPT, Mode.HISPARSE, 20), 7), is_sound=False)
     assert books.rooms.held.num_tokens == 8
@@ -206,7 +206,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
 
 @pytest.mark.I5
 def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(node: EngineHarness) -> None:
-    """And its mode. The Bootstrap has the tokens and the key."""
+    """Its mode must be the same, too. The Bootstrap has the tokens and the key."""
     prompt = random_prompt(12, 85)
 
     def num_held(root: PageKey, flag: HisparseFlag) -> int:

@@ -1,4 +1,4 @@
-"""Main memory for pools: where it starts, that all of it is touched, who lets go of it and in what order."""
+"""Main memory for pools: where it starts, that all of it is touched, and in what order it is released."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.transfer.fake_machine import GIB, FakeMachine
 
 
 class FakePinning:
-    """Writes down what it is asked."""
+    """A stand-in for pinning that records its calls."""
 
     def __init__(self, log: list[str] | None = None, error: Exception | None = None) -> None:
         self.log = [] if log is None else log
@@ -219,7 +219,7 @@ def spec() -> ModelSpec:
 
 
 class RecordingTransport:
-    """Of a TransferEngine what the pools use."""
+    """The part of a TransferEngine that pools use; it records the calls."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -1,4 +1,4 @@
-"""A prefill node that wrote through shared memory lets go of it: its slots are free then, and no sooner."""
+"""Slots that a prefill node writes through shared memory are free when it has let go of it, and no sooner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = random_prompt(11, 200)
 
 @pytest.fixture
 def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
-    """Whose quarantine outlasts any test."""
+    """A node whose quarantine outlasts any test."""
     pools = {"host_pool_tokens": 1024, "device_pool_tokens": 1024}
     with closing(EngineHarness(checkpoint, tmp_path, **pools, quarantine_secs=80_000.0)) as node:
         node.double.answers_aborts = False
@@ -34,7 +34,7 @@ def double(node: EngineHarness) -> PrefillDouble:
 
 
 def land(node: EngineHarness) -> tuple[Answer, Mapping]:
-    """A request that a prefill node was entrusted with, and the memory that this one holds."""
+    """Entrust a prefill node with a request; return that and the memory that the prefill node holds."""
     double = node.double
     answer = node.entrust(PROMPT, 4)
     (register,) = double.registered.values()
@@ -73,7 +73,7 @@ def test_slots_wait_for_as_long_as_the_run_holds_the_memory(
     assert num_held > 0
     double.is_stopped = True
     double.close_http()  # its front is gone, the run is over for certain, and yet it may write
-    node.engine.peers.health_timeout_secs = 0.5  # of a run that nobody hears any more
+    node.engine.peers.health_timeout_secs = 0.5  # silence after which a run is lost
     node.turn_until(lambda: node.stats is not None and not node.engine.peers.num_registered)
     node.turn_for(0.2)
     assert held(node, Stage.QUARANTINED) == num_held

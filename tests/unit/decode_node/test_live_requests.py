@@ -1,4 +1,4 @@
-"""Books of the decode node's requests: who may move where, and what is free when one has ended."""
+"""Books of the decode node's requests: legal moves, and what is free when a request has ended."""
 
 from __future__ import annotations
 

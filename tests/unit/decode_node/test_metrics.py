@@ -1,4 +1,4 @@
-"""What the decode engine tells of its requests and of its swap-ins."""
+"""Metrics of the decode engine's requests and of its swap-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode node believes of bootstrap endpoints and their ranks, and when a peer is lost."""
+"""What a decode node believes bootstrap endpoints and their ranks, and when a peer is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
 
 @pytest.fixture
 def peers(prefill: PrefillNode, keys: ControlKeys) -> Iterator[PrefillPeers]:
-    """Of a node that is registered with ``prefill``."""
+    """Peers of a node that is registered with ``prefill``."""
     with closing(make_peers(keys)) as peers:
         poll_until(peers, {prefill.address}, bool, prefill.answer)
         yield peers
@@ -61,7 +61,7 @@ def peers(prefill: PrefillNode, keys: ControlKeys) -> Iterator[PrefillPeers]:
             {"allowed": PeerList.parse(["10.0.0.0/8"])},
             "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)",
         ),
-        (  # A release that knows no rotation, and therefore registers this node.
+        (  # A release without rotations, which therefore registers this node.
             {"geometry": msgspec.structs.replace(GEOMETRY, index_rotation="")},
             {},
             "has '', this node 'hadamard'; run the same release on both",
@@ -114,7 +114,7 @@ def test_a_peer_that_was_cut_off_is_registered_with_again_and_not_lost(
 def test_a_peer_that_does_not_come_back_is_lost(
     prefill: PrefillNode, peers: PrefillPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machine may be gone: no answer of its endpoint says what became of it."""
+    """Its machine may be gone: no valid answer of its endpoint says what became of it."""
     monkeypatch.setattr(prefill_peers, "REGISTER_TIMEOUT_SECS", 0.2)
     prefill.forges = True
     prefill.break_connections()
@@ -124,7 +124,7 @@ def test_a_peer_that_does_not_come_back_is_lost(
 
 
 def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, peers: PrefillPeers) -> None:
-    """It hangs, and ZMQ answers for it."""
+    """The engine hangs while ZMQ keeps its connection alive."""
     peers.health_timeout_secs = 0.5
     (event,) = poll_until(peers, {prefill.address}, bool, lambda: prefill.answer(heartbeats=False))
     assert isinstance(event, PeerLost)
@@ -132,7 +132,7 @@ def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, peer
 
 
 def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, peers: PrefillPeers) -> None:
-    """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
+    """During a step that takes longer than the limit no peer is asked, so none failed to answer."""
     peers.health_timeout_secs = 0.5
     for pause_secs in (100.0, 200.0):
         assert peers.poll(time.monotonic() + pause_secs, {prefill.address}) == []
@@ -178,7 +178,7 @@ def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefillPeers]:
-    """Of a node that asks endpoints again at once, and knows nobody yet."""
+    """Peers of a node that asks endpoints again at once, and knows none yet."""
     monkeypatch.setattr(discovery, "LOOKUP_RETRY_SECS", 0.0)
     with closing(make_peers()) as peers:
         yield peers
@@ -213,7 +213,7 @@ def test_a_node_that_comes_back_with_fewer_ranks(impatient: PrefillPeers) -> Non
 
 
 def test_a_node_that_comes_back_with_more_ranks_behind_the_same_control_port(impatient: PrefillPeers) -> None:
-    """The socket connects again by itself, and the node may be another now."""
+    """The socket connects again by itself, but the run behind it may be another."""
     peers = impatient
     with closing(PrefillNode()) as node:
         poll_until(peers, {node.address}, lambda _: peers.num_registered == 1, node.answer)

@@ -1,4 +1,4 @@
-"""What a turn of the decode node's loop costs when many wait, in requests that it looks at."""
+"""What a turn of the decode node's loop costs while many requests wait, in requests that it looks at."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Node:
 
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Ids of the requests of which anything was read."""
+    """Collect the ids of the requests of which anything is read."""
     found: set[str] = set()
     read = object.__getattribute__
 
@@ -92,7 +92,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def _lose_most(node: Node) -> None:
-    """A room whose prefill node is gone keeps most slots, so that a life of 219 tokens finds none."""
+    """Let a room whose prefill node is gone keep most slots, so that a life of 219 tokens finds none."""
     node.arrive(0)
     node.lifecycle.refresh_queue(0.0)
     (lost,) = node.rooms.waiting()
@@ -128,7 +128,7 @@ def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str
 def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The slots are there, but the first may come to need them: finding that out takes a look at all."""
+    """The slots are there, but the first request may come to need them, which only a look at all tells."""
     looks: list[object] = []
 
     class CountedReserve(Reserve):

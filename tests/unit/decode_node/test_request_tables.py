@@ -1,4 +1,4 @@
-"""What admission and retraction ask of the tables: one call a row, and host slots in scattered pages."""
+"""Tables at admission and retraction: one call a row, and host slots in scattered pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE_SIZE, NUM_GROUPS = 16, 3
 
 
 class Node:
-    """Pools of which every other host page is somebody else's, and the tables over them."""
+    """Pools in which every other host page is taken, and the tables over them."""
 
     def __init__(self) -> None:
         self.spec = make_spec(
@@ -96,7 +96,7 @@ def test_without_a_hint_the_most_recent_positions_are_hot() -> None:
 
 @pytest.mark.I3
 def test_slices_fill_a_row_as_one_call_does() -> None:
-    """A layer's items at a time, of which each slice has at least one; and it is not ready before."""
+    """Each slice fills at least one layer's items, and the row is not ready before the last."""
     nodes = Node(), Node()
     hints = [np.arange(group, group + 20, dtype=np.int32) for group in range(NUM_GROUPS)]
     for node, slice_bytes in zip(nodes, (1, 1 << 20), strict=True):

@@ -75,7 +75,7 @@ def generate_all(node: EngineHarness, **more: Any) -> list[Answer]:
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests(
     plain: dict[Prompt, list[int]], expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:
-    """Twice on the same node: rows have been others', with other settings."""
+    """Both runs use the same node, whose rows had other requests with other settings before."""
     with drafts(node, *numbers):
         beside = [node.generate(prompt, NUM_NEW) for prompt, _ in PENALIZED[:2]]
         answers = generate_all(node)
@@ -89,7 +89,7 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests
 def test_each_position_of_a_step_has_the_drafts_before_it(
     expected: list[list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts that are all right, so that whole steps count; texts repeat tokens as long as they may."""
+    """All drafts are right, so whole steps count; texts repeat tokens as long as they may."""
     take_drafts = Request.take_drafts
     texts = {
         (len(prompt), SamplingParams(NUM_NEW, temperature=0.0, ignore_eos=True, **settings)): text

@@ -79,7 +79,7 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
 def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
     expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots are given up when that one has been waited for, too."""
+    """Its slots are freed only when the next step has been waited for, too."""
     doomed = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
     node.turn_until(lambda: len(doomed.token_ids) > 3)
     engine = node.engine
@@ -108,7 +108,7 @@ def num_aborted(node: EngineHarness) -> float:
 def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
     expected: dict[Prompt, list[int]], node: EngineHarness, has_finished: bool
 ) -> None:
-    """A request that ends at a stop string goes the same way, and counts as none that its client gave up."""
+    """A request that ends at a stop string goes the same way, but is not counted as aborted."""
     num_aborted_before = num_aborted(node)
     staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
@@ -121,7 +121,7 @@ def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
 
 
 class Filling:
-    """The event of a row whose filling goes on until it is waited for, or let be over."""
+    """The event of a row that is being filled until it is waited for, or ``is_over`` is set."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -179,7 +179,7 @@ def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
 
 
 def test_an_end_reads_nothing_from_the_device(node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it counts is what the steps that were read have found."""
+    """Its counts are those of the steps that were read."""
     engine = node.engine
     start_ending = engine.requests.start_ending
 

@@ -1,4 +1,4 @@
-"""Planning on small numbers: mode choice, order, hot-buffer sizes, growth, and who sits out."""
+"""Planning on small numbers: mode choice, order, hot-buffer sizes, growth, and which requests sit out."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LIMITS = Limits(
     device_buffer_size=64,
     growth_tokens=1000,
 )
-"""Everything that a request may need is there or reserved at its admission."""
+"""Limits under which all that a request may need is reserved at its admission."""
 STEP_BY_STEP = replace(LIMITS, growth_tokens=16)
 TRUE, FALSE, AUTO = HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO
 
 
 class Node:
-    """Books plus planner, with deliveries at once."""
+    """Books and planner; every room is delivered at once."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
@@ -48,7 +48,7 @@ class Node:
         max_new_tokens: int = 1,
         family: int | None = None,
     ) -> Request:
-        """``family``: prompts of one begin alike, and are held."""
+        """Make a request wait. Prompts of one ``family`` begin alike, and are held."""
         self.num_requests += 1
         request = make_request(self.num_requests, num_prompt_tokens, max_new_tokens, flag)
         if family is not None:
@@ -148,7 +148,7 @@ def test_nobody_overtakes_the_first_in_the_queue() -> None:
 
 
 def _lose(node: Node, flag: HisparseFlag, num_prompt_tokens: int) -> Request:
-    """A request that ends at time 0 while its prefill node may write, which says nothing any more."""
+    """Return a request that ended at time 0 while its prefill node may still write, and stays silent."""
     lost = node.arrive(flag, num_prompt_tokens)
     (admission,) = node.plan().admissions
     node.rooms.reserve(admission, "lost", 9.0)
@@ -184,7 +184,7 @@ def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> N
     node.step()
     (admission,) = (node.arrive(AUTO, 80), node.plan().admissions)[1]
     assert (admission.mode, admission.need.device) == (Mode.DENSE, 80)
-    # Who does not get all its pages, or cannot be dense, waits for the host.
+    # A request that does not get all its pages, or cannot be dense, waits for the host.
     node.step()
     long, unequal = node.arrive(AUTO, 15, max_new_tokens=40), node.arrive(AUTO, 15)
     unequal.dense_refusal = "page sizes differ"
@@ -194,7 +194,7 @@ def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> N
 
 
 def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None:
-    """160 device slots are 64 + 64 + 32; the fourth needs 32 more, which the latest large buffer gives up."""
+    """160 device slots are 64 + 64 + 32; the fourth needs 32, which the latest large buffer gives up."""
     node = Node()
     requests = [node.arrive(TRUE, 80, max_new_tokens=10) for _ in range(3)]
     node.step()
@@ -207,7 +207,7 @@ def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None
     # 64 of 160 are free again: less than the margin of 40 would be left.
     end(node.rooms, requests[0])
     assert node.plan() == StepPlan()
-    # 96: the oldest gets its 64 back, the other not.
+    # With 96 free, the oldest gets its 64 back, the other does not.
     end(node.rooms, fourth)
     waiting = node.arrive(TRUE, 300, max_new_tokens=90)
     assert node.plan().exchanges == (), "not while somebody waits"
@@ -252,7 +252,7 @@ def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life(
 
 
 def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
-    """Each may fill DeepSeek-V3.2's context, of which the host pool holds one and a half."""
+    """Each chat may fill DeepSeek-V3.2's context, of which the host pool holds one and a half."""
     options, context = DecodeSettings.model_fields, 163_840
     host, page_size = options["host_pool_tokens"].default, options["page_size"].default
     node = Node(
@@ -275,7 +275,7 @@ def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
 
 @pytest.mark.I7
 def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
-    """100 slots of the host are in the zone of a room whose prefill node may vanish, and for good."""
+    """100 host slots belong to a landing room whose prefill node may vanish for good."""
     node = Node(STEP_BY_STEP)
     landing = node.arrive(TRUE, 84)
     (admission,) = node.plan().admissions
@@ -364,7 +364,7 @@ def test_a_sample_whose_first_one_failed_waits_no_more() -> None:
 
 
 def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
-    """Each of them has 208 of 400 host slots: the first its own, the others 192 of the first's."""
+    """Each request has 208 of 400 host slots: the first its own, the others 192 of the first's."""
     node = Node()
     node.arrive(TRUE, 200, family=1)
     node.step()
@@ -380,8 +380,10 @@ def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
 @pytest.mark.I7
 @pytest.mark.parametrize(("family", "is_admitted"), [(1, False), (2, True)])
 def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: bool) -> None:
-    """The long one can end when the first has. Of equal need are one who shares with the first, and one who
-    does not: who shares keeps the first's pages in use when that one has ended.
+    """The long request can end once the first has.
+
+    A newcomer that shares with the first needs as much as one that does not, but keeps the first's pages in
+    use when that has ended.
     """
     node = Node(STEP_BY_STEP)
     first = node.arrive(TRUE, 160, 17, family=1)
@@ -419,7 +421,7 @@ def test_what_a_plan_has_shared_nobody_counts_on() -> None:
 
 @pytest.mark.I7
 def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
-    """In the order in which all can end. What somebody shares whose KV is on its way stays in use."""
+    """Slots are counted in an order in which all can end. What a landing request shares stays in use."""
     node = Node()
     requests = [node.arrive(TRUE, 16) for _ in range(3)]
     prefix = Prefix(KV_POOLS[Mode.HISPARSE], None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
@@ -435,7 +437,7 @@ def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
 
 
 def test_a_dense_request_that_shares_pages_keeps_them() -> None:
-    """Others would go on to use them: it sits out where one that owns its pages goes on as hisparse."""
+    """Others may use its pages, so it sits out where one that owns its pages goes on as hisparse."""
     node = Node(STEP_BY_STEP)
     first = node.arrive(FALSE, 64, 1, family=1)
     node.step()

@@ -1,4 +1,4 @@
-"""How large pools are made: from what a GPU has free, and what is said when it is not enough."""
+"""Sizes of pools: from a GPU's free memory, and the error when it is not enough."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.model.model_specs import make_spec
 
 GIB = 1 << 30
 GPU = torch.device("meta")
-"""Memory of tensors on it is counted and not taken."""
+"""A device whose tensors' memory is counted and not taken."""
 
 
 def decode(**changes: Any) -> DecodeSettings:
@@ -75,7 +75,7 @@ def test_items_of_every_format(
     min_split=st.sampled_from([None, 0, 2, 64]),
     num_gib=st.floats(1.3, 200),
 )
-@example(1, 1, 785, 785, 1, 785, 0, 64, 71.15137075404881)  # four bytes that were not counted
+@example(1, 1, 785, 785, 1, 785, 0, 64, 71.15137075404881)  # once missed four bytes
 def test_what_is_allocated_is_what_was_counted(
     num_layers: int,
     num_rows: int,
@@ -138,7 +138,7 @@ def test_tables_are_counted_as_they_are_made(min_split: int) -> None:
 
 
 def test_a_long_context_costs_a_row_page_ids_only() -> None:
-    """At most 16 bytes a page and row; 8 bytes a group for each token of the host pool, however many rows."""
+    """Tables take at most 16 bytes a page and row, and 8 bytes a group for each token of the host pool."""
 
     def tables(**changes: int) -> int:
         fields = {"num_rows": 128, "context": 163_840, "host": 1 << 20, **changes}

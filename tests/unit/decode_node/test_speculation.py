@@ -1,7 +1,7 @@
 """Steps that verify drafts give the tokens of steps that do not (I5), in every mode, whatever happens.
 
 The engine's own model and draft layer on the CPU, against a prefill double; about half of the drafts are
-right. What is expected comes from transformers, or, for drawn tokens, from an engine without drafts.
+right. Expected tokens come from transformers, or, for drawn ones, from an engine without drafts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BOTH = pytest.mark.parametrize(
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_in_a_mixed_batch(
     expected: dict[Prompt, list[int]], node: EngineHarness, first: int, numbers: tuple[int, ...]
 ) -> None:
-    """Every fourth request wants none; on a GPU steps without drafts overlap with the one before them."""
+    """Every fourth request wants no drafts; on a GPU steps without drafts overlap with the one before."""
     with drafts(node, *numbers):
         answers = [
             node.generate(prompt, NUM_NEW, by_turns(number), is_speculative=number % 4 != 1)
@@ -70,7 +70,7 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts_in_a_mixed_batch(
 def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
     node: EngineHarness, flag: HisparseFlag
 ) -> None:
-    """Also in micro-batches, and behind a drawn token: the guesses after them are as good."""
+    """This holds in micro-batches and after a drawn token, too: the next drafts are as good."""
     engine, prompts = node.engine, PROMPTS[5:9]
     memory, is_hisparse = engine.tables.memory, flag is HisparseFlag.TRUE
     kind = PoolKind.HOST if is_hisparse else PoolKind.DEVICE
@@ -179,7 +179,7 @@ def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accep
 
 
 def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(node: EngineHarness) -> None:
-    """min_tokens ends in the middle of a step: what may stop a request before it, may not be drawn."""
+    """min_tokens ends in the middle of a step: tokens that would stop a request earlier are not drawn."""
     prompt = PROMPTS[8]
     texts = []
     for num_steps in (0, 1, 3):
@@ -248,7 +248,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
 def test_every_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hot buffers are lost with all they hold, drafts that were not accepted too."""
+    """Hot buffers are lost with all that they hold, rejected drafts included."""
     prompts = PROMPTS[4:]
     # The smallest, with room for no draft, then for one, two and three.
     sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
@@ -266,7 +266,7 @@ def test_every_request_survives_another_hot_buffer_in_every_step(
 def test_slots_that_come_one_by_one_and_pages_that_go(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
-    """Small pools: drafts lack slots, hot buffers shrink, dense requests are retracted, somebody waits."""
+    """Pools are small: drafts lack slots, hot buffers shrink, dense requests are retracted, others wait."""
     prompts = PROMPTS[1:]
     pools = {"host_pool_tokens": 1300, "device_pool_tokens": 1000, "max_running_requests": 10}
     small = harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)
@@ -281,7 +281,7 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
 def test_the_context_can_be_filled_to_its_end(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, most_drafts: int
 ) -> None:
-    """The last token may be the one past it, and no draft is placed there, whether a page ends or not."""
+    """The last token may be one past the context, where no draft is placed, whether a page ends or not."""
     prompt = PROMPTS[3]  # 65 tokens
     for context_length in (65, 68, 80, 64 + NUM_NEW):
         small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))

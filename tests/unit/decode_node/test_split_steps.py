@@ -1,4 +1,4 @@
-"""Steps that are split: which batches are, the requests of the trial, and what parts attend to."""
+"""Split steps: which batches are split, the requests of the trial, and what parts attend to."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_trial_misses_its_share_and_leaves_nothing() -> None:
     weights = torch.ones((NUM_REQS, 2))
 
     def step() -> list[int]:
-        """Hits and misses of all requests in a step of one layer."""
+        """Return hits and misses of all requests in a step of one layer."""
         state.counters.zero_()
         access = DeviceStep(hot, kernels, new_positions(inputs))
         access.page_in(0, access.select(0, queries, weights))
@@ -178,7 +178,7 @@ class Node:
         self.parts = AttentionParts(self.kernels, MissCopies(self.hot, NUM_REQS)) if in_parts else None
 
     def step(self) -> list[Tensor]:
-        """What each layer attends to, of random queries, keys and items."""
+        """Return what each layer attends to for random queries, keys and items."""
         spec, inputs = self.hot.spec, self.inputs
         new = new_positions(inputs)
         access = DeviceStep(self.hot, self.kernels, new)

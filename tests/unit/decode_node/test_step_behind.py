@@ -1,4 +1,4 @@
-"""With drafts too, the host is a step behind: what is launched when, and that nothing but that changes.
+"""The host is a step behind with drafts, too: the order of launches changes, and nothing else.
 
 The runner on the CPU, where a step is over when it is launched; the order of calls is a GPU's.
 """
@@ -27,14 +27,14 @@ from tests.unit.decode_node.speculation_support import (
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
 
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
-"""Numbers of drafts, in which each follows each."""
+"""Numbers of drafts in which each number follows each."""
 CHECKPOINT = "drafting"
 NODE = {"page_size": 4, "growth_pages": 1}
 
 
 @pytest.fixture
 def ends(calls: Calls, node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """``calls``, with the moments in which requests give up what they own."""
+    """``calls``, with the releases of what requests own."""
     calls.watch(monkeypatch, node.engine.requests, "release", "end")
     return calls
 
@@ -43,13 +43,13 @@ def ends(calls: Calls, node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_next_step_is_launched_before_the_last_one_is_read(
     expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls, flag: HisparseFlag
 ) -> None:
-    """Until the drafts in flight may be the last tokens."""
+    """A step is launched ahead until the drafts in flight may be the last tokens."""
     with drafts(node, 3):
         answer = node.generate(PROMPTS[8], NUM_NEW, flag)
         node.finish([answer], expected)
     steps = calls.steps
     assert all(step.num_new == 4 for step in steps)
-    # 4 tokens a step may come: of the last 5 somebody has to know how many are left.
+    # A step may bring 4 tokens: with 5 left, the next step needs to know how many came.
     num_left = NUM_NEW
     are_sure = []
     for step in steps:
@@ -62,7 +62,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(
 def test_drafts_that_the_host_has_not_read_are_as_good(
     checkpoint: Checkpoint, node: EngineHarness, calls: Calls, tmp_path: Path
 ) -> None:
-    """Just as many are verified and accepted as where every step is read first."""
+    """As many are verified and accepted as where every step is read first."""
     counts = []
     with closing(harness(checkpoint, tmp_path, make_runner, page_size=4)) as reading_first:
         for each in (reading_first, node):
@@ -77,7 +77,7 @@ def test_drafts_that_the_host_has_not_read_are_as_good(
 def test_each_number_of_drafts_may_follow_each(
     expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls
 ) -> None:
-    """Before it is read how many were right. Every other request is alone, in turn dense and hisparse."""
+    """The next step is launched before the last is read. Every other request is alone."""
     pairs = set()
     with drafts(node, *ALL_PAIRS):
         for number, prompt in enumerate(PROMPTS[3:]):
@@ -97,7 +97,7 @@ def test_each_number_of_drafts_may_follow_each(
 def test_who_asks_for_more_than_the_likeliest_token_has_every_step_read_first(
     expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls
 ) -> None:
-    """Its draws depend on how many tokens there are. Those beside it wait, and go on ahead without it."""
+    """Its draws depend on the number of tokens. Requests beside it wait, and go on ahead without it."""
     with drafts(node, 3):
         answer = node.generate(PROMPTS[8], NUM_NEW)
         node.turn_until(lambda: sum(calls.are_ahead()) > 0)
@@ -197,7 +197,7 @@ def test_where_slots_run_out_a_step_is_read_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who sits a step out has no slot for sure, not only when all drafts in flight are right."""
+    """A request that sits a step out lacks a slot in any case, not only if all drafts in flight are right."""
     prompts = PROMPTS[5:9]
     host_pool_tokens = sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 36
     num_left_out = num_short_of_sure = 0

@@ -1,4 +1,4 @@
-"""What the device joins of a step is what the host makes of its rows."""
+"""The results that the device joins for a step equal those that the host makes of its rows."""
 
 from __future__ import annotations
 

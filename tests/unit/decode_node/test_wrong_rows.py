@@ -1,6 +1,6 @@
-"""Rows of KV that are not what was written: no token is made of one, and nobody gets its memory.
+"""Rows of KV that are not what was written: no token is made from one, and no request gets its memory.
 
-A wrong row ends the requests that read it, and no other; what was given to a client until then is right.
+A wrong row ends the requests that read it, and no other; what a client got until then is right.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ IN_EACH_MODE = pytest.mark.parametrize(
     indirect=["checkpoint"],
 )
 EACH_MODEL = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
-"""With a layer for each indexer, and with layers that share one."""
+"""Checkpoints with a layer for each indexer, and with layers that share one."""
 
 
 @pytest.fixture
 def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
-    """Afterwards everything is free but what was set aside, which an operator takes back."""
+    """The shared node; after a test all is free but what was set aside, which is then released."""
     shared_node.double.bootstraps.clear()
     shared_node.double.delivers = True
     yield shared_node
@@ -72,22 +72,22 @@ def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
 
 
 def right_tokens(node: EngineHarness, prompt: Prompt, num_new: int) -> list[int]:
-    """Of a request of which no row is wrong."""
+    """Return the tokens of a request without a wrong row."""
     return node.ask(prompt, num_new, DENSE).token_ids
 
 
 def first_held(node: EngineHarness) -> Prefix:
-    """The run with the beginning of what is held: it may be two where the scrub has just read one."""
+    """Return the first run of what is held, which may be two runs where the scrub has just read one."""
     return next(prefix for prefix in node.engine.requests.held if prefix.parent is None)
 
 
 def num_found(node: EngineHarness) -> dict[str, int]:
-    """Wrong rows by kind, since the node began."""
+    """Return the wrong rows that the node has found, by kind."""
     return dict(node.engine.requests.set_aside.num_found)
 
 
 class Corruption:
-    """What a wrong row did, seen from outside: an error, one more of its kind, a page set aside."""
+    """Effects of a wrong row: an error, one more of its kind, a page set aside."""
 
     def __init__(self, node: EngineHarness, kind: str) -> None:
         self._node, self._kind = node, kind
@@ -115,7 +115,7 @@ def flip(node: EngineHarness, pool: PoolKind, layer: int, slot: int, byte: int =
 
 
 def write_and_wait(node: EngineHarness, prompt: Prompt, num_new: int, flag: HisparseFlag) -> Answer:
-    """A request whose KV has landed, of which the node has not been told."""
+    """Send a request whose KV has landed without the node having been told."""
     answer = node.entrust(prompt, num_new, flag)
     node.double.write(node.double.bootstraps[-1])
     node.double.delivers = True
@@ -132,8 +132,10 @@ def test_a_bit_that_flips_between_write_and_admission(
     node: EngineHarness,
     flag: HisparseFlag,
 ) -> None:
-    """A short prompt is warmed up whole, a dense one gone through once: it gets no token. Others that run
-    meanwhile are not concerned."""
+    """A short prompt is verified when it is warmed up, a dense one in a pass of its own: it gets no token.
+
+    Other requests that run meanwhile are not disturbed.
+    """
     prompt, other = random_prompt(1, 50), random_prompt(2, 60)
     right = right_tokens(node, other, 30)
     corruption = Corruption(node, "landing")
@@ -152,7 +154,7 @@ def test_a_bit_that_flips_between_write_and_admission(
 
 
 def running(node: EngineHarness, prompt: Prompt, num_new: int, num_tokens: int) -> Answer:
-    """A hisparse request that has so many of its tokens."""
+    """Send a hisparse request; return it once it has ``num_tokens`` of its tokens."""
     answer = node.generate(prompt, num_new, HISPARSE)
     node.turn_until(lambda: len(answer.token_ids) >= num_tokens)
     assert not answer.is_over
@@ -179,7 +181,7 @@ def test_bits_that_flip_while_a_request_runs(
     stop: int,
     kind: str,
 ) -> None:
-    """Whatever is paged in next of these positions ends it; the tokens until then are right."""
+    """The first of these positions that is paged in ends the request; its tokens until then are right."""
     prompt = random_prompt(5, 150)
     before = num_found(node)
     answer = running(node, prompt, 300, 40)
@@ -195,7 +197,7 @@ def test_bits_that_flip_while_a_request_runs(
 
 @pytest.mark.I9
 def test_a_row_that_nobody_reads_ends_nobody(node: EngineHarness) -> None:
-    """All of them are hot: the host pool is not looked at."""
+    """All rows are hot, so the host pool is not read."""
     prompt = random_prompt(6, 40)
     right = right_tokens(node, prompt, 20)
     answer = running(node, prompt, 20, 2)
@@ -214,7 +216,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
     kind, _ = prefix.kinds
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
-    with patch.object(prefix_scrub.PrefixScrub, "verify_next"):  # which would find it first
+    with patch.object(prefix_scrub.PrefixScrub, "verify_next"):  # the scrub would find it first
         flip(node, kind, 2, slot)
         failure = node.failure_of(node.generate(prompt, 30, flag), status=500)
     corruption.was_found(failure, kind, 2, 20, slot)
@@ -246,7 +248,7 @@ def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: Hisparse
 @pytest.mark.I9
 @EACH_MODEL
 def test_hot_buffers_are_gone_through_while_they_are_used(node: EngineHarness) -> None:
-    """Every entry of every layer comes by. A draft's or a newest token's is not yet one that stands."""
+    """The scrub verifies every entry of every layer, except drafts' and the newest token's."""
     prompt = random_prompt(9, 60)
     with patch.object(scrub, "STEPS_BETWEEN", 1):
         answer = running(node, prompt, 200, 5)
@@ -267,7 +269,7 @@ def test_hot_buffers_are_gone_through_while_they_are_used(node: EngineHarness) -
 def test_a_node_that_verifies_no_rows(
     checkpoint: Checkpoint, shared_node: EngineHarness, tmp_path: Path
 ) -> None:
-    """Has no memory for checks, and is served by prefill nodes that have them."""
+    """It has no memory for checks, and is served by prefill nodes that have them."""
     unverified = Checkpoint(checkpoint.path, replace(checkpoint.spec, has_row_checks=False), checkpoint.model)
     prompt = random_prompt(11, 100)
     right = right_tokens(shared_node, prompt, 20)

@@ -1,6 +1,6 @@
-"""Rows that change while steps verify drafts, or are split: found, and of no concern to others.
+"""Rows that change while steps verify drafts or are split: they are found, and disturb no other request.
 
-A node a step behind, with an MTP layer, whose steps without drafts are split from three requests on.
+The node's host is a step behind; it has an MTP layer, and splits steps without drafts from three requests on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.unit.decode_node.support import EngineHarness, Prompt, random_prompt
 CHECKPOINT = "drafting"
 PROMPTS: list[Prompt] = [random_prompt(40 + length, length) for length in (310, 333, 387, 450)]
 NODE = {"device_buffer_size": TOP_K + 4}
-"""Of most steps some rows are paged in."""
+"""Settings with which most steps page in some rows."""
 
 
 @pytest.mark.I9
@@ -43,7 +43,7 @@ def test_a_request_whose_rows_change_ends_and_the_others_are_right(
     split: Split,
     victim: int,
 ) -> None:
-    """``victim``: of either part and either micro-batch, where steps without drafts are split."""
+    """Victims are in either part and either micro-batch of split steps."""
     with drafts(node, *numbers), patch.object(forwards, "UNTRIED", split):
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
         node.begin_together(answers)

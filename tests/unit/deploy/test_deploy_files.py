@@ -1,4 +1,4 @@
-"""The compose files without Docker: their variables are explained, their commands are understood.
+"""The compose files without Docker: their variables are explained, and their commands are valid.
 
 ``make test-compose`` runs them.
 """
@@ -56,7 +56,7 @@ def test_the_example_explains_nothing_that_is_not_used() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_commands_are_understood(name: str) -> None:
-    """By the command line of this version: an option that is renamed breaks here, not at the operator's."""
+    """This version's command line takes every command, so a renamed option breaks here first."""
     num_commands = 0
     for service, definition in services(name, explained()).items():
         words = shlex.split(definition.get("command", ""))
@@ -139,7 +139,7 @@ def test_what_goes_with_an_accelerator_is_pinned_and_no_pin_is_stated_twice(acce
 
 
 def test_figures_and_the_cuda_build_are_of_one_release_of_torch() -> None:
-    """Whoever pins another one measures again, or says which figures are of the other."""
+    """Whoever pins another release measures again, or says which figures are of the other."""
     pinned = re.search(r"^torch==(\d+\.\d+)", (DEPLOY.parent / "constraints-cuda.txt").read_text(), re.M)
     measured = re.findall(
         r"H200s?\b[^|\n]*, torch (\d+\.\d+)", (DEPLOY.parent / "docs/measurements.md").read_text()

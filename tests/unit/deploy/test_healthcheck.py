@@ -24,7 +24,7 @@ STALLED = (503, {"status": "unavailable", "reason": "loading has stood still for
 
 
 class Service:
-    """Gives one answer after the other, the last one again and again."""
+    """A service that gives one answer after the other, the last one again and again."""
 
     def __init__(self, *answers: tuple[int, object]) -> None:
         self._answers = answers

@@ -1,7 +1,7 @@
-"""deploy/kubernetes without a cluster: what its containers start with is what the services take.
+"""deploy/kubernetes without a cluster: the services take what its containers start with.
 
-The base is read as it stands; base and overlays also as ``kubectl kustomize`` renders them, where it is.
-Their form is for kubernetes-validate to judge.
+The base is read as it stands; base and overlays also as ``kubectl kustomize`` renders them, where that is
+installed. kubernetes-validate checks their form.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Object = dict[str, Any]
 BASE = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes" / "base"
 RENDERED = ("base", "overlays/gpu", "overlays/rdma", "overlays/machines")
 OPEN_PATHS = {"/health", "/readiness", "/liveness", "/metrics", *PAGE_PATHS}
-"""What a probe may ask for: no API key is needed there."""
+"""Paths that a probe may ask for, because they need no API key."""
 OF_GROUPS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "decode-0.decode"}
-"""What the controller of LeaderWorkerSets tells the pods of a group."""
+"""Environment that the controller of LeaderWorkerSets gives the pods of a group."""
 END_SECS = 20.0
-"""What a service takes after its drain at most: last answers, the engine's end, the transport's."""
+"""Longest time that a service takes after its drain: last answers, the engine's end, the transport's."""
 
 
 def as_it_stands() -> list[Object]:
-    """The objects of the base, with what its generators will add, under plain names."""
+    """Return the objects of the base, with what its generators will add, under plain names."""
     kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     found = [
         item for name in kustomization["resources"] for item in yaml.safe_load_all((BASE / name).read_text())
@@ -65,7 +65,7 @@ def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def workloads(objects: list[Object]) -> dict[str, Object]:
-    """Specs by role; a LeaderWorkerSet as the StatefulSet of its groups' first pods."""
+    """Return specs by role; a LeaderWorkerSet is shown as the StatefulSet of its groups' first pods."""
     found = {}
     for item in objects:
         name, spec = item["metadata"]["name"], item.get("spec", {})
@@ -79,7 +79,7 @@ def workloads(objects: list[Object]) -> dict[str, Object]:
 
 
 def settings_of(role: str, objects: list[Object], tmp_path: Path) -> tuple[Any, dict[str, str]]:
-    """What the container's command line means to the service, and the texts of the files that it finds."""
+    """Return the settings that a container's command line makes, and the texts of the files that it finds."""
     pod = workloads(objects)[role]["template"]["spec"]
     (own,) = pod["containers"]
     data = {item["metadata"]["name"]: item.get("data", {}) for item in objects}
@@ -120,7 +120,7 @@ def test_a_service_starts_with_the_ports_keys_and_time_of_its_pod(
     security = own["securityContext"]
     assert (security["readOnlyRootFilesystem"], security["capabilities"]["drop"]) == (True, ["ALL"])
     assert pod["automountServiceAccountToken"] is False
-    # A capability that is added reaches root's processes only, and nothing else is a reason to be root.
+    # An added capability reaches root's processes only, and nothing else is a reason to be root.
     is_root = (pod["securityContext"] | security)["runAsUser"] == 0
     assert is_root is (security["capabilities"].get("add", []) == ["IPC_LOCK"])
     if role == "router":
@@ -177,7 +177,7 @@ def test_services_budgets_and_policies_select_the_pods_that_they_are_for(objects
 
 
 def test_all_machines_of_a_node_are_started_alike(objects: list[Object]) -> None:
-    """But for what serves HTTP, which the first one does."""
+    """All machines start alike except for HTTP, which the first one serves."""
     for item in objects:
         if item["kind"] == "LeaderWorkerSet":
             template = item["spec"]["leaderWorkerTemplate"]

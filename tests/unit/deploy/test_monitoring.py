@@ -76,7 +76,7 @@ def test_every_alert_is_tried_and_explained() -> None:
 
 
 def test_a_node_of_several_ranks_is_one_node() -> None:
-    """Unless a query is about its ranks, and then about none of a node of one."""
+    """A query aggregates over ranks, or it is about ranks and leaves out nodes of one."""
     assert len(all_queries()) == len(dashboard_queries()) + len(alert_rules())
     for query in all_queries():
         is_of_node = query.where.startswith("variable") or not query.by_rank

@@ -34,7 +34,7 @@ from hisparse_pd.transfer.lane_host import LaneHost
 BUFFER_BYTES = 1 << 20
 TIMEOUT_SECS = 60.0
 Engines = tuple[TransferEngine, TransferEngine]
-"""The one that measures and the one that serves."""
+"""The engine that measures and the engine that serves."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ ServeIn = Callable[[DoctorServer, Callable[[], bool]], None]
 
 @contextmanager
 def serving(serve_in: ServeIn) -> Iterator[DoctorClient]:
-    """Who asks a server that a thread serves."""
+    """Run a server in a thread; yield its client."""
     server = DoctorServer("127.0.0.1", 0)
     stopped = threading.Event()
     thread = threading.Thread(target=serve_in, args=(server, stopped.is_set))
@@ -76,7 +76,7 @@ def serving(serve_in: ServeIn) -> Iterator[DoctorClient]:
 
 @pytest.fixture
 def client(engines: Engines, buffer: Buffer) -> Iterator[DoctorClient]:
-    """Of a doctor that serves ``buffer``."""
+    """Client of a doctor that serves ``buffer``."""
 
     def run(server: DoctorServer, is_stopped: Callable[[], bool]) -> None:
         serve(server, engines[1], buffer, time.monotonic() + 60, is_stopped)
@@ -126,7 +126,7 @@ def test_bytes_that_did_not_arrive_are_noticed(
 def test_a_connection_that_does_not_come_up_at_once_is_tried_again(
     client: DoctorClient, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a node's sender does; twice in a row is a fault, and what was refused here is not tried again."""
+    """Like a node's sender it tries again, but not twice in a row, nor what was refused on its own side."""
     write, failures = engines[0].write, [True, False, False, True]
 
     def failing(*arguments: Any) -> None:
@@ -180,7 +180,7 @@ def shared(engines: Engines) -> Iterator[Buffer]:
 
 @pytest.fixture
 def neighbour(engines: Engines, shared: Buffer, tmp_path: Path) -> Iterator[DoctorClient]:
-    """Of a doctor that offers ``shared`` to its machine too, by a socket in ``tmp_path``."""
+    """Client of a doctor that also offers ``shared`` to its machine, by a socket in ``tmp_path``."""
 
     def run(server: DoctorServer, is_stopped: Callable[[], bool]) -> None:
         serve(server, engines[1], shared, time.monotonic() + 60, is_stopped, host.offer)

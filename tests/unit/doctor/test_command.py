@@ -1,4 +1,4 @@
-"""The doctor's checks on fake machines: each of their outcomes, and the report that is made of them."""
+"""The doctor's checks on fake machines: each of their outcomes, and the report of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fail_to_load(error: type[Exception]) -> Callable[[], Any]:
 
 
 def assert_told(check: Check, status: Status, words: str = "", remedy: str = "") -> None:
-    """Words of what was found; and what to do, just where there is something to do."""
+    """Check the words of what was found, and that a remedy comes with warnings and failures only."""
     assert check.status is status
     assert words in check.found
     assert remedy in check.remedy
@@ -72,7 +72,7 @@ def assert_told(check: Check, status: Status, words: str = "", remedy: str = "")
 
 @pytest.mark.parametrize(("host", "missing"), [("10.0.0.5", FAIL), ("127.0.0.1", WARN)])
 def test_mooncake_and_its_library(tmp_path: Path, host: str, missing: Status) -> None:
-    """On loopback there may be no need of them."""
+    """A failure is only a warning on loopback, which may not need them."""
     good, bad = FakeMachine(tmp_path / "a", ROCE), FakeMachine(tmp_path / "b")
     bad.machine = replace(bad.machine, verbs_devices=fail_to_load(OSError))
     assert_told(check_verbs(host, good.machine), OK, "loads, devices with a driver: mlx5_0")
@@ -146,7 +146,7 @@ VERSION_1 = {
     ],
 )
 def test_free_memory(tmp_path: Path, files: dict[str, str], num_gib: int, status: Status, words: str) -> None:
-    """Of the machine, and what each control group above leaves."""
+    """Free memory is the least of the machine's and of what each control group above leaves."""
     fake = FakeMachine(tmp_path)
     for path, text in files.items():
         fake.write(path, text)
@@ -338,7 +338,7 @@ def test_huge_pages_of_shared_memory(
 
 
 def bind_all(*_: object) -> None:
-    """A kernel that grants every policy."""
+    """Stand in for a kernel that grants every policy."""
 
 
 def refuse(*_: object) -> None:
@@ -421,7 +421,7 @@ def test_the_transport_is_that_of_the_cards_beside_the_first_gpu(tmp_path: Path)
     assert report.transport.devices == ("mlx5_0", "mlx5_1")
 
 
-# --- the whole --------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------
 
 
 def settings(**values: Any) -> DoctorSettings:

@@ -26,7 +26,7 @@ def test_the_front_hears_how_much_of_the_weights_is_read(
         raise CheckpointError("the third shard is gone")
 
     monkeypatch.setattr(engine_process, "load_model", load)
-    monkeypatch.setattr(engine_process, "setup_logging", lambda *_: None)  # the tests' own stays
+    monkeypatch.setattr(engine_process, "setup_logging", lambda *_: None)  # keeps the tests' logging
     front = zmq.Context.instance().socket(zmq.PAIR)
     try:
         front.bind(f"ipc://{tmp_path}/front")

@@ -1,4 +1,4 @@
-"""Ranks that agree on their forwards, in threads, with work and rings that come when they like."""
+"""Ranks in threads that agree on their forwards, with work and rings that come at random times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEETING_SECS = 60.0
 
 
 class Meeting:
-    """What RankGroup.agree does, for threads."""
+    """The same as RankGroup.agree, for threads."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(NUM_RANKS, timeout=MEETING_SECS)
@@ -124,7 +124,7 @@ def test_all_make_the_same_steps_whenever_work_comes(seed: int) -> None:
     num_works = 40
     for _ in range(num_works):
         drawn.choice(ranks).inbox.put("work")
-        if drawn.random() < 0.3:  # a ring that is late, or of nobody
+        if drawn.random() < 0.3:  # a ring that is late, or belongs to no forward
             drawn.choice(ranks).inbox.put(drawn.randrange(3) - 1)
     for rank in drawn.sample(ranks, NUM_RANKS):
         rank.inbox.put("stop")

@@ -1,4 +1,4 @@
-"""The phases of a request, as an engine keeps and tells them."""
+"""The phases of a request, as an engine keeps and reports them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_phases_are_told_in_unix_time() -> None:
 
 
 def test_a_reading_between_which_the_thread_waited_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time that it asks, 5 s pass between the clocks."""
+    """In the first reading, 5 s pass between the two clocks."""
     monotonic = iter((100.0, 105.0, 105.0, 105.1, 106.0, 106.2))
     wall = iter((1104.9, 1105.0, 1106.1))
     monkeypatch.setattr(time, "monotonic", lambda: next(monotonic))

@@ -23,7 +23,7 @@ from tests.unit.transfer.fake_machine import GIB, FakeMachine
 
 
 class Started:
-    """An engine process without a model, which notes what happens in which order."""
+    """An engine process without a model, which records what happens in which order."""
 
     def __init__(self, machine: Machine, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.happened: list[tuple[Any, ...]] = []
@@ -50,7 +50,7 @@ class Started:
         return TCP
 
     def run(self, rank: int = 0, num_host_bytes: int = 0, **options: Any) -> Placement:
-        """The placement that the engine is made with."""
+        """Run the process; return the placement that its engine is made with."""
         made: list[Placement] = []
 
         class Engine:
@@ -81,7 +81,7 @@ def model_path(tiny_checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def fake_binding(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What of the kernel would be asked, without its doing anything."""
+    """Record what the kernel would be asked for, and ask it for nothing."""
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(start, "bind_threads", lambda placement: asked.append(("bind", placement.cpus)))
     monkeypatch.setattr(start, "with_allowed_policy", lambda placement: placement)

@@ -44,7 +44,7 @@ FAILED = RequestFailed("r1", 503, "full")
 
 
 def heard(front: FrontSocket, num: int) -> list[FromEngine]:
-    """The next messages of a front's engine."""
+    """Return the next ``num`` messages of a front's engine."""
     poller = Poller()
     poller.register(front)
     messages: list[FromEngine] = []
@@ -122,7 +122,7 @@ _SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for 
 def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: ToEngine, most: int
 ) -> None:
-    """Of two that flood it, one after the other: neither is all that it hears."""
+    """Two fronts that flood the engine get a turn each: neither keeps it from hearing the other."""
     with on_one_machine(tmp_path, 2) as (engine, _), monkeypatch.context() as patch:
         floods = [Endless(encoder.encode(message)) for _ in engine.channels]
         for channel, flood in zip(engine.channels, floods, strict=True):
@@ -183,7 +183,7 @@ def across(
     allowed: str = "127.0.0.1",
     heartbeats: Heartbeats = PATIENT,
 ) -> tuple[closing[FrontSocket], closing[EngineSocket]]:
-    """A front and an engine on another machine."""
+    """Make a front and an engine on another machine."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), heartbeats))
     engine = EngineSocket([endpoint], Crossing(engine_keys, PeerList(), heartbeats))
@@ -192,7 +192,7 @@ def across(
 
 @with_and_without_key
 def test_an_engine_on_another_machine_notices_the_end_of_its_front(keys: ControlKeys | None) -> None:
-    """Whatever has come before is still heard."""
+    """The engine still hears what came before."""
     of_front, of_engine = across(keys, keys)
     with of_engine as engine:
         with of_front as front:
@@ -212,7 +212,7 @@ def test_an_engine_on_another_machine_notices_the_end_of_its_front(keys: Control
 @pytest.mark.I7
 @with_and_without_key
 def test_a_front_notices_the_end_of_its_engine_and_of_nobody_else(keys: ControlKeys | None) -> None:
-    """Strangers come and go before an engine is there, and while it is: only its own end is its loss."""
+    """Strangers come and go before an engine is there and while it is; only the engine's end is a loss."""
     of_front, of_engine = across(keys, keys)
     with of_front as front:
         with of_engine as engine:

@@ -1,4 +1,4 @@
-"""Texts that a compiler does not survive, or not soon enough: what a check says of them, and then goes on."""
+"""Grammars that a compiler does not survive, or that take too long: what a check says before it goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """What the helper of a front says."""
+    """A function that returns what a front's helper says of a grammar."""
     file = tmp_path_factory.mktemp("checker") / "tokenizer.json"
     file.write_text(tokenizer_json())
     command = [sys.executable, "-m", "hisparse_pd.core.grammar.checker", str(file), str(VOCAB_SIZE), str(EOS)]
@@ -103,7 +103,7 @@ print(*checker.check(Trie(), "start: /a/"), sep="|")
     ],
 )
 def test_only_what_the_grammar_did_is_certain(what: str, verdict: str) -> None:
-    """In a process without other threads, for a check forks."""
+    """The check runs in a process without other threads, because it forks."""
     script = INTERRUPTED.format(what=what, clock_secs=0.2 if "sleep" in what else WAIT_SECS)
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True)
     assert ran.stdout.strip() == verdict
@@ -113,7 +113,7 @@ def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
     with closing(Compiler(trie, lambda: None)) as compiler:
         first = compiler.ask('start: "a"')
         assert isinstance(first.result(WAIT_SECS), Grammar)
-        for number in range(MAX_KEPT - 1):  # one after another: two that compile at once end in either order
+        for number in range(MAX_KEPT - 1):  # one by one, because two that compile at once end in either order
             assert isinstance(compiler.ask(f'start: "{number}"').result(WAIT_SECS), Grammar)
         assert compiler.ask('start: "a"') is first
         compiler.ask('start: "one more"').result(WAIT_SECS)
@@ -143,7 +143,7 @@ def test_who_asks_does_not_wait_and_is_told() -> None:
 
 
 class _Panic(BaseException):
-    """As Rust's come to Python: no Exception."""
+    """A panic of Rust, as Python gets it: no subclass of Exception."""
 
 
 def panics() -> TokenTrie:
@@ -161,6 +161,6 @@ def panics() -> TokenTrie:
 def test_whatever_ends_a_compilation_is_an_error_of_its_grammar(
     load: Callable[[], TokenTrie], reason: str
 ) -> None:
-    """An engine looks at the result in its loop, and expects nothing else."""
+    """An engine's loop reads the result, and expects no other error."""
     with closing(Compiler(load, lambda: None)) as compiler, pytest.raises(GrammarError, match=reason):
         compiler.ask('start: "a"').result(WAIT_SECS)

@@ -1,4 +1,4 @@
-"""Masks: exactly the tokens that may follow, behind drafts too, and their ends."""
+"""Masks have exactly the tokens that may follow, also after drafts, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_what_is_drawn_from_the_masks_is_an_instance(of: Any, seed: int) -> None
 
 
 def drawn(grammar: str, rng: random.Random) -> str:
-    """Drawn at random, and from a while on what brings it to its end."""
+    """Draw a text of the grammar at random, after a while from the bytes that bring it to its end."""
     one = matcher(grammar)
     text = b""
     closing = b'"}],:-0123456789'

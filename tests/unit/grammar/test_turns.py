@@ -1,4 +1,4 @@
-"""Whose turn it is: what came first and what is shortest, and nothing that nobody wants any more."""
+"""Turns of compilations: the oldest and the shortest by turns, and those that nobody wants never."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.I8
 
 @contextmanager
 def one_thread(may_go_on: Event) -> Iterator[Turns]:
-    """Its first turn lasts until ``may_go_on``."""
+    """Turns of one thread, whose first one lasts until ``may_go_on``."""
     turns = Turns(1, "tried")
     has_begun = Event()
 

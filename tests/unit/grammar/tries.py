@@ -13,7 +13,7 @@ from tools.checkpoints.files import SPECIAL_TOKENS, byte_characters
 
 EOS, OTHER_EOS = 258, 261
 VOCAB_SIZE = 300
-"""Of the logits: the tokenizer has 262 tokens."""
+"""Number of logits; the tokenizer has 262 tokens."""
 
 
 def tokenizer_json() -> str:
