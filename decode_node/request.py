@@ -347,9 +347,12 @@ class Request:
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
         """Keys of the prompt pages that may come from a held prefix: those before ``first_stepped``."""
-        if self.prompt_keys is None:
-            return ()
-        return self.prompt_keys.keys[: self.first_stepped // self.prompt_keys.page_size]
+        return () if self.prompt_keys is None else self.prompt_keys.keys[: self.num_usable_pages]
+
+    @property
+    def num_usable_pages(self) -> int:
+        """The number of ``usable_keys``."""
+        return 0 if self.prompt_keys is None else self.first_stepped // self.prompt_keys.page_size
 
     def kept_keys(self, num_tokens: int) -> list[PageKey]:
         """Return the keys of the whole pages of its first ``num_tokens`` tokens."""

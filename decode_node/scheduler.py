@@ -226,6 +226,8 @@ class _Planner:
     """A page for each request that will grow; admissions leave it free."""
     _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
     """Mode and slots, under this plan, of running requests that it grows or exchanges."""
+    _num_held_pages: dict[Request, int] = field(default_factory=dict)
+    """Admitted requests whose pages others may share, with the number of pages that were held for each."""
     _admitted_claims: list[Claim] = field(default_factory=list)
 
     def grow(self) -> None:
@@ -309,7 +311,7 @@ class _Planner:
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Admit requests that wait. Returns whether only requests that lack stuck slots still wait."""
-        num_following = 0
+        others_will_share = False
         usable = replace(self.limits, totals=self.limits.totals - self.stuck)
         for number, request in enumerate(waiting):
             if number == MAX_LOOKED_AT:
@@ -317,37 +319,29 @@ class _Planner:
             if self.stuck != _NONE and refusal(usable, request):
                 continue  # it fits only if stuck slots become free, which may never be
             if self._will_share(request):
-                num_following += 1
+                others_will_share = True
                 continue
             admission = self._place(request)
             if admission is None:
                 return False
             self.admissions.append(admission)
-            if not self._covers_life(admission):
+            num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
+            covers_life = num_reserved >= request.life_tokens
+            if not covers_life:
                 self._growth_room += self.limits.kv_slots(admission.mode, 1)
-        return not num_following
+            if admission.mode is Mode.HISPARSE or covers_life:  # as in Request.may_share, once it lands
+                self._num_held_pages[request] = admission.num_shared_pages
+        return not others_will_share
 
     def _will_share(self, request: Request) -> bool:
         """Return whether the first sample of the same prompt awaits pages that ``request`` can share."""
         first = request.first_sample
         if first is None:
             return False
-        num_pages = len(request.usable_keys)
-        if first.state is RequestState.LANDING:
-            return first.may_share and first.num_shared_pages < num_pages
-        return any(
-            self._may_share(admission) and admission.num_shared_pages < num_pages
-            for admission in self.admissions
-            if admission.request is first
-        )
-
-    def _may_share(self, admission: Admission) -> bool:
-        """Return what ``Request.may_share`` will be for a request that this plan admits."""
-        return admission.mode is Mode.HISPARSE or self._covers_life(admission)
-
-    def _covers_life(self, admission: Admission) -> bool:
-        num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
-        return num_reserved >= admission.request.life_tokens
+        num_held = self._num_held_pages.get(first)
+        if first.state is RequestState.LANDING and first.may_share:
+            num_held = first.num_shared_pages
+        return num_held is not None and num_held < request.num_usable_pages
 
     def _place(self, request: Request) -> Admission | None:
         if not (self.available.aux and self.available.req_row):
