@@ -1,9 +1,12 @@
-"""The device work of decode steps: the model over the new positions of all requests, and what follows from
-the draws. On a GPU both are CUDA graphs, of the next larger number of requests.
+"""The device work of a decode step in two halves: the model's forward, and what follows the draws.
 
-A step without drafts has one new position of each request; then the draft layer, if there is one, learns of
-it. A step that verifies drafts has more, and then come acceptance, backup and the next drafts. What the step
-after needs of them stays on the device too (``RowOutcomes``).
+``launch`` runs the model over the new positions of all requests. Then tokens other than the likeliest may be
+drawn (``step_draws.py``), and ``follow`` runs the second half. On a GPU both halves are CUDA graphs, captured
+for several numbers of requests; a step takes the next larger one.
+
+A step without drafts has one new position for each request; its second half writes the draft layer's KV, if
+there is a draft layer. A step that verifies drafts has more positions; its second half accepts drafts, backs
+up KV and makes the next drafts. What the following step needs also stays on the device (``RowOutcomes``).
 """
 
 from __future__ import annotations
@@ -41,23 +44,24 @@ from hisparse_pd.decode_node.step_results import TOKEN_COLUMN, join_plain, join_
 
 log = logging.getLogger(__name__)
 UNTRIED = Split.PARTS
-"""How a batch is split where nothing was measured."""
+"""The way to split a batch where no way was measured."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What the model's part of a step leaves for the draws, and for what follows from them."""
+    """The results of a step's first half, for the draws and for ``Forwards.follow``."""
 
     num_reqs: int
     num_new: int
     logits: Tensor
     """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
     token_ids: Tensor
-    """int64 [num_reqs * num_new]: the likeliest tokens, in whose place others may be drawn."""
+    """int64 [num_reqs * num_new]: the likeliest tokens; draws may overwrite them."""
     results: Tensor | None = None
-    """What is read of a step without drafts (``join_plain``); ``token_ids`` is a column of it."""
+    """What the host reads after a step without drafts (``join_plain``); ``token_ids`` is a column of it.
+    None in steps that verify drafts."""
     verified: _Verified | None = None
-    """Only in steps that verify drafts."""
+    """None in steps without drafts."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,10 @@ class _Verified:
 
 
 class Forwards:
-    """Runs forwards of the requests in ``inputs``, and what follows them.
+    """Runs both halves of steps, for the requests in ``inputs``.
 
-    Batches of at least ``min_split_reqs`` requests may be split; None: ``capture`` measures from how many on
-    that is faster. It measures how to split them in either case.
+    Batches of at least ``min_split_reqs`` requests may be split. If it is None, ``capture`` measures from how
+    many requests on splitting is faster. In either case ``capture`` measures which way to split is fastest.
     """
 
     def __init__(
@@ -103,17 +107,18 @@ class Forwards:
             copies = MissCopies(tables, max_reqs)
             self._parts = AttentionParts(kernels, copies)
             self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
-        self._kept = _Kept.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
+        self._kept = _KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
         self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
-        """The key is the number of new positions and whether a batch is split, then its size, smallest
-        first."""
+        """Graphs of first halves: by number of new positions and whether a batch is split, then by batch
+        size, smallest first."""
         self._graph_pool: Any = None
-        """Memory that all graphs share."""
+        """The memory pool that all graphs share."""
         self._following: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        """What follows a forward, by new positions and size, and what is read then."""
+        """Graphs of second halves and the tensors that the host then reads, by number of new positions and
+        batch size."""
 
     def launch(self, num_reqs: int, num_new: int, *, is_split: bool) -> Forward:
-        """Run the model's part of a step. ``num_reqs``: those of the rank that has most."""
+        """Run a step's first half. ``num_reqs``: the most requests that any rank has in the step."""
         is_split = is_split and num_new == 1  # steps that verify drafts are not split
         graphs = self._graphs.get((num_new, is_split), {})
         size = next((size for size in graphs if size >= num_reqs), None)
@@ -124,8 +129,8 @@ class Forwards:
         return forward
 
     def follow(self, forward: Forward) -> Tensor:
-        """Run what follows from the draws in ``forward.token_ids``. Returns what is read, as of
-        ``step_results.py``."""
+        """Run a step's second half, after the draws into ``forward.token_ids``. Returns the tensor that the
+        host reads (``step_results.py``)."""
         captured = self._following.get((forward.num_new, forward.num_reqs))
         if captured is None:
             return self._follow(forward)
@@ -135,8 +140,11 @@ class Forwards:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture graphs of each size, largest first, so that they can share their memory. Each forward runs
-        once before, for what kernels allocate or compile. All requests have to be padding meanwhile."""
+        """Capture graphs of each of ``sizes``, which are largest first so that graphs can share memory.
+
+        Each forward first runs once without a graph, so that kernels allocate and compile what they need.
+        Meanwhile all requests must be padding.
+        """
         started = time.monotonic()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -148,7 +156,7 @@ class Forwards:
         split = [(size, 1, split) for size in to_split for split in SPLITS]
         ranks = self._model.ranks
         with torch.cuda.stream(stream):
-            if ranks is not None:  # which compile for unlike times, longer than they may wait for each other
+            if ranks is not None:  # one may compile for longer than a forward of another may wait for it
                 with ranks.rehearsal():
                     self._warm_up(kinds + split)
             self._warm_up(kinds + split)
@@ -184,8 +192,8 @@ class Forwards:
         return graph, forward
 
     def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> str:
-        """Capture split steps of those ``sizes`` that are to be split, each in the faster way. Returns what
-        was measured, for the log."""
+        """Capture a split step for each of ``sizes`` that is to be split, in the fastest way. Returns the
+        measured times as text for the log."""
         ranks = self._model.ranks
         tried: dict[tuple[int, Split], tuple[torch.cuda.CUDAGraph, Forward]] = {}
 
@@ -216,7 +224,7 @@ class Forwards:
         }
         return "".join(
             f"; {size}: "
-            + ", ".join(f"{1e3 * of_split:.2f} ms {split.value}" for split, of_split in secs.items())
+            + ", ".join(f"{1e3 * step_secs:.2f} ms {split.value}" for split, step_secs in secs.items())
             for size, secs in measured.items()
         )
 
@@ -235,7 +243,7 @@ class Forwards:
         return forward.results
 
     def _plain(self, num_reqs: int, split: Split) -> Forward:
-        """Run the model over the newest position of each request, which is backed up, too (I4)."""
+        """Run the model over the newest position of each request, and back this position up (I4)."""
         inputs = self._inputs
         req_rows = inputs.req_rows[:num_reqs]
         token_ids = self._outcomes.newest_tokens(inputs.tokens[:num_reqs], req_rows)
@@ -249,8 +257,8 @@ class Forwards:
         return Forward(num_reqs, 1, logits, results[:, TOKEN_COLUMN], results)
 
     def _run_model(self, token_ids: Tensor, new: NewPositions, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Run the model over one position of each request, and back that up. Returns logits, and hidden
-        states where there is a draft layer."""
+        """Run the model over one position of each request, and back this position up. Returns logits, and
+        hidden states if there is a draft layer."""
         if split is Split.MICRO_BATCHES and self._micro_batches is not None:
             return self._micro_batches.forward(token_ids, new)
         if split is Split.PARTS and self._parts is not None:
@@ -266,7 +274,7 @@ class Forwards:
         return logits, hidden
 
     def _write_draft_kv(self, num_reqs: int, hidden: Tensor) -> None:
-        """Let the draft layer learn of a step without drafts: each one that it missed would make its next
+        """Write the draft layer's KV for a step without drafts: a position without it would make the next
         guesses worse."""
         inputs = self._inputs
         req_rows = inputs.req_rows[:num_reqs]
@@ -275,7 +283,7 @@ class Forwards:
         access.write_draft_kv(self._model, self._outcomes.tokens[req_rows], hidden[:num_reqs])
 
     def _verify(self, num_reqs: int, num_new: int) -> Forward:
-        """Run the model over ``num_new`` positions of each request, into ``_kept``."""
+        """Run the model over ``num_new`` positions of each request. The results are put into ``_kept``."""
         kept, inputs = self._kept, self._inputs
         assert kept is not None
         req_rows = inputs.req_rows[:num_reqs]
@@ -302,10 +310,10 @@ class Forwards:
         )
 
     def _accept_and_draft(self, forward: Forward) -> Tensor:
-        """Accept drafts up to the first that was not drawn, back up what was accepted, and make the next
-        drafts.
+        """Accept drafts up to the first one that differs from the drawn token, back up the accepted
+        positions, and make the next drafts.
 
-        Returns what is read (``join_verified``).
+        Returns the tensor that the host reads (``join_verified``).
         """
         kept, verified, inputs = self._kept, forward.verified, self._inputs
         assert kept is not None
@@ -343,9 +351,11 @@ class Forwards:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What a forward leaves for what follows it: a row for each new position of each request, at one address
-    for all sizes of steps. Only nodes that draft have it."""
+class _KeptResults:
+    """Results of a forward that a step's second half reads, one row for each new position of each request.
+
+    They have the same addresses in steps of all sizes. Only nodes that draft have them.
+    """
 
     logits: Tensor
     """float32 [max_rows, vocab_size]"""
@@ -355,7 +365,7 @@ class _Kept:
     """int64 [max_rows]"""
 
     @classmethod
-    def create(cls, model: DsaModel, max_rows: int) -> _Kept:
+    def create(cls, model: DsaModel, max_rows: int) -> _KeptResults:
         device = model.device
         return cls(
             torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),

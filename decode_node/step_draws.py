@@ -1,6 +1,8 @@
-"""The draws of a step in which a request asks for more than the likeliest tokens: they are planned at the
-launch and enqueued behind the forward. Their number and kind change from step to step, so no graph has
-them."""
+"""The draws of a step in which some request does not just take the likeliest tokens.
+
+They are planned when the step is launched, and enqueued behind its forward. Their number and kind change from
+step to step, so they are in no CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from hisparse_pd.decode_node.step_masks import has_grammar, masks_of
 
 
 class _Place(NamedTuple):
-    """A position of a step whose token can count."""
+    """A new position of a step, at which a token is drawn."""
 
     req: int
     """The request's number in the step."""
     num_before: int
-    """The request's new positions before this one; all but the first are drafts'."""
+    """The request's new positions before this one; as many of its drafts precede the token drawn here."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ class StepDraws:
     entries: Sequence[StepEntry]
     places: list[_Place]
     output_indices: list[int]
-    """The number of output tokens before each place."""
+    """The number of output tokens before each place, if all drafts before it are right."""
     counts: CountedRows | None
-    """Tokens before each place; None where no request has penalties or biases."""
+    """Counts of the tokens before each place; None if no request has penalties or biases."""
 
     @classmethod
     def plan(cls, entries: Sequence[StepEntry], counts: RowCounts) -> StepDraws | None:
-        """Plan the draws of a step, before its requests enter it; None where all take the likeliest
-        tokens."""
+        """Plan the draws of a step, before its requests enter it. Returns None if all requests take the
+        likeliest tokens."""
         if all(entry.request.is_plain_greedy for entry in entries):
             return None
         places = [
@@ -62,7 +64,7 @@ class StepDraws:
     def enqueue(self, forward: Forward, masks: Tensor, eos_token_ids: Sequence[int]) -> Sampled:
         """Draw a token at each place, and put it where ``forward`` has the likeliest one.
 
-        ``masks``: room for what grammars allow, in main memory.
+        ``masks``: a buffer in main memory for the masks of tokens that grammars allow.
         """
         device, num_new = forward.logits.device, forward.num_new
         requests = [entry.request for entry in self.entries]

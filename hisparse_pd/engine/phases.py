@@ -1,7 +1,7 @@
 """The phases of a request in an engine, which follow one another without a gap.
 
-Engines keep them on their monotonic clock and tell their fronts of those that have ended, on the wall clock,
-which processes and machines share. Fronts make histograms and spans of them.
+An engine measures phases with its monotonic clock. It tells its fronts of ended ones in Unix time, which
+processes and machines share. Fronts make histograms and spans of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Phase(Struct, frozen=True, array_like=True):
 
 
 class PhaseLog:
-    """The phases of one request, by name in their order. Times are of ``time.monotonic``."""
+    """The phases of one request, in order. Times are those of ``time.monotonic``, in seconds."""
 
     __slots__ = ("_ends", "_names", "_num_taken")
 
@@ -43,7 +43,7 @@ class PhaseLog:
         self._num_taken = 0
 
     def end(self, now: float) -> None:
-        """End the present phase and begin the next one. Does nothing behind the last."""
+        """End the present phase and begin the next one. Does nothing after the last phase."""
         if len(self._ends) <= len(self._names):
             self._ends.append(now)
 
@@ -69,7 +69,7 @@ class PhaseLog:
 def wall_clock_ahead() -> float:
     """Return how far Unix time is ahead of ``time.monotonic``, in seconds.
 
-    The difference changes when a clock is set or a machine suspended, so nobody keeps it.
+    The difference changes when a clock is set or a machine suspended, so it must not be cached.
     """
     readings = []
     for _ in range(3):  # the thread may have to wait between two readings; the closest pair counts

@@ -1,6 +1,6 @@
 """The start of an engine's process, the same on both nodes.
 
-What can be known to fail is tried before the model is loaded, which may take minutes.
+Everything that can be checked early is checked before the model is loaded, since that may take minutes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def run_engine_process(
     endpoints: Sequence[str],
     place: RankPlace,
 ) -> None:
-    """Load everything, telling the fronts at ``endpoints`` of it, and serve until they say Shutdown.
+    """Load everything, tell the fronts at ``endpoints`` of the progress, and serve until they send Shutdown.
 
-    ``settings.device`` is this rank's. Raises StartError, as the engine may.
+    ``settings.device`` is this rank's. Raises StartError, also from the engine.
     """
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
@@ -52,7 +52,7 @@ def run_engine_process(
     machine = Machine()
     placements = place_ranks(settings.numa, settings.devices_here(place.rank), machine)
     placement = placements[settings.ranks_here.index(place.rank)]
-    bind_threads(placement)  # before there are pools, and threads that nobody would ask again
+    bind_threads(placement)  # early: later threads inherit the CPUs, and pools' pages follow the threads
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     elif placement.cpus:
@@ -103,14 +103,14 @@ def run_engine_process(
         )
         socket.send(EngineLoading("pools and kernels"))
         if ranks is not None:
-            ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
+            ranks.meet("loaded")  # from here on the model runs, and waits for another rank only briefly
         engine = engine_class(settings, spec, model, socket, transport, placement)
-        gc.freeze()  # else each full collection looks at all of torch and transformers: 0.2 s without a step
+        gc.freeze()  # else each full collection visits all of torch and transformers: 0.2 s without a step
         try:
             engine.run()
         except (RankGroupError, FrontGone) as error:
             log.error("%s", error)
-            os._exit(1)  # without close(): a step that another rank is missing in may never end
+            os._exit(1)  # without close(), which would wait for a step that may never end
         finally:
             engine.close()
     finally:
@@ -120,11 +120,11 @@ def run_engine_process(
 
 
 def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
-    """Return the transport of a rank that registers ``num_host_bytes`` of main memory; RDMA devices ``near``
-    it are preferred.
+    """Return the transport of a rank that registers ``num_host_bytes`` of main memory. RDMA devices ``near``
+    the rank are preferred.
 
-    Raises StartError, also when the pools of all ranks here do not fit in what is free: no rank has its own
-    before all have asked.
+    Raises StartError, also if free memory is too small for the pools of all ranks on this machine together:
+    all ranks check this before any allocates its own.
     """
     check_host_memory(num_host_bytes * len(settings.ranks_here))
     return choose_transport(settings, num_host_bytes, near=near)

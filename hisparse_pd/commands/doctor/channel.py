@@ -1,8 +1,8 @@
 """The channel between two doctors: questions and replies over a ZMQ REQ/REP pair, in msgpack.
 
-The serving doctor offers a buffer that the other may write to, with the checksum of what has arrived. The
-channel is not encrypted, since it carries nothing but the address of an empty buffer. Every wait has a
-timeout.
+The serving doctor offers a buffer for the other doctor to write to, and tells the checksum of what has
+arrived in it. The channel is not encrypted, since it carries nothing but the address of an empty buffer.
+Every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ M = TypeVar("M")
 
 
 class DoctorError(Exception):
-    """The other doctor is not there, refuses, or got other bytes than were sent, or a buffer cannot be
-    made."""
+    """The other doctor does not answer, refuses, or received other bytes than were sent; or a buffer cannot
+    be made."""
 
 
 class Question(Struct, frozen=True, array_like=True, tag=1):
@@ -50,7 +50,7 @@ class Offer(Struct, frozen=True, array_like=True, tag=1):
     lane: LaneOffer | None = None
     """How processes of the same machine can map the memory; None if they cannot."""
     crc32: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    """Checksum of the bytes in the question."""
+    """Checksum of the buffer's first bytes, as many as the question asks for."""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=3):
@@ -61,7 +61,7 @@ Reply = Offer | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: TypedDecoder[Question] = TypedDecoder(Question)
-_answer_decoder: TypedDecoder[Reply] = TypedDecoder(Reply)
+_reply_decoder: TypedDecoder[Reply] = TypedDecoder(Reply)
 
 
 class _Socket(Generic[M]):
@@ -80,7 +80,7 @@ class _Socket(Generic[M]):
         self._context.term()
 
     def _receive(self, timeout_secs: float) -> bytes | None:
-        """Return one message, None if none came in time."""
+        """Return one message; None if none came in time, b"" if it has several frames."""
         if not self._socket.poll(round(timeout_secs * 1000)):
             return None
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -91,7 +91,7 @@ class DoctorServer(_Socket[Question]):
     """The serving end."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen; ``port`` 0 is any free one. Raises DoctorError."""
+        """Listen on ``port``, or on any free one if it is 0. Raises DoctorError."""
         super().__init__(zmq.REP, _question_decoder, ":" in host)
         endpoint = f"tcp://{in_url(host)}:{port or '*'}"
         try:
@@ -118,7 +118,7 @@ class DoctorClient(_Socket[Reply]):
     """The asking end, which asks one question at a time."""
 
     def __init__(self, host: str, port: int, timeout_secs: float) -> None:
-        super().__init__(zmq.REQ, _answer_decoder, ":" in host)
+        super().__init__(zmq.REQ, _reply_decoder, ":" in host)
         self._endpoint = f"tcp://{in_url(host)}:{port}"
         self._timeout_secs = timeout_secs
         try:

@@ -74,7 +74,7 @@ def _check(
 
 
 def _far_cards(placement: Placement, settings: DoctorSettings, machine: Machine) -> Sequence[str]:
-    """Return a remedy if all RDMA devices that would be used are on other NUMA nodes, else nothing."""
+    """Return a remedy if all RDMA devices that would be used are on other NUMA nodes, else no remedy."""
     if settings.transfer_protocol == "tcp":
         return ()
     nodes = nodes_of_nics(machine)
@@ -83,4 +83,5 @@ def _far_cards(placement: Placement, settings: DoctorSettings, machine: Machine)
     if not at or placement.node in at.values():
         return ()
     where = ", ".join(f"{name} is on node {node}" for name, node in at.items())
-    return (f"{where}: KV crosses the link between nodes; name a nearer card in --ib-device, or move one",)
+    remedy = "KV crosses the link between NUMA nodes; name a nearer card in --ib-device, or move one"
+    return (f"{where}: {remedy}",)

@@ -2,11 +2,11 @@
 
 A pinned allocator rounds hundreds of gigabytes up to a power of two and creates their pages in one thread.
 Here the pages belong to an anonymous mapping, all cores create them at once, and the driver only pins them.
-Memory that another process maps as well is a memfd, which has no name: nothing of it is left when its
-processes have ended. On a machine of several NUMA nodes the pages come from the rank's own node.
+Memory that another process also maps is a memfd. It has no name, so nothing of it is left when its processes
+have ended. On a machine of several NUMA nodes the pages come from the rank's own node.
 
 A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
-mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory.
+memory stays mapped until its last tensor is gone, so no reader of a tensor meets unmapped memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
 MAX_TOUCH_THREADS = 32
-"""More threads do not get more pages a second from the kernel."""
+"""With more threads the kernel creates no more pages a second."""
 MIN_TOUCH_BYTES = 64 << 20
-"""Bytes that one thread touches; less is not worth a thread."""
+"""Fewest bytes for each thread; fewer are not worth one more thread."""
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PORTABLE, _MAPPED = 1, 2
@@ -90,7 +90,7 @@ class HostPool:
         if shared_fd is not None:
             self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
         self.shared_fd = shared_fd
-        """The memfd of this memory until ``close``; None for private memory. Its byte 0 is the memory's."""
+        """The memfd whose bytes, from 0 on, are this memory; None for private memory, and after ``close``."""
         self._unpin: Callable[[], object] | None = None
 
     @property
@@ -104,7 +104,7 @@ class HostPool:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.num_bytes)
 
     def close(self) -> None:
-        """Unpin, and unmap once no tensor is left on it. May be called again.
+        """Unpin the memory; it is unmapped once no tensor is left on it. May be called more than once.
 
         The transport must have unregistered the memory. Waits for the GPU, which may still read it.
         """
@@ -112,7 +112,7 @@ class HostPool:
         if unpin is not None:
             try:
                 unpin()
-            except Exception:  # such as a broken CUDA context: the process goes on to its end all the same
+            except Exception:  # such as a broken CUDA context; it must not keep the process from ending
                 log.warning("CUDA cannot unregister %d bytes", self.num_bytes, exc_info=True)
         self._close_fd()
         self.shared_fd = self._mapping = None
@@ -175,8 +175,7 @@ def allocate_host(
 
 
 def _map_shared(num_bytes: int) -> tuple[_Mapping, int]:
-    """Return a mapping and its memfd. Raises OSError, and OverflowError above the greatest length of a
-    file."""
+    """Return a mapping and its memfd. Raises OSError, and OverflowError if no file can be that long."""
     fd = os.memfd_create("hisparse-pd pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
@@ -230,9 +229,10 @@ def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinn
 
 
 def advise(mapping: mmap.mmap) -> None:
-    """Give the kernel hints that make the memory cheaper; it ignores those that it does not know."""
-    # A child of fork would get its own copy of all pinned pages.
-    hints = ("MADV_DONTFORK", "MADV_HUGEPAGE")  # huge pages: 512 times fewer faults, and fewer to pin
+    """Give the kernel hints about the memory; hints that it does not know have no effect."""
+    # Without DONTFORK a forked child would get its own copy of all pinned pages. With huge pages there are
+    # 512 times fewer faults, and fewer pages to pin.
+    hints = ("MADV_DONTFORK", "MADV_HUGEPAGE")
     for hint in hints:
         if (advice := getattr(mmap, hint, None)) is not None:
             with contextlib.suppress(OSError):

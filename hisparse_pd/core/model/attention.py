@@ -2,8 +2,8 @@
 
 It is multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved into the
 latent space, and a token's KV is one item ``[latent, rotated key]`` that all heads share. A ``KvAccess``
-knows where items and indexer keys are stored. Parts that not every model has (a gate, layers without rope or
-without KV of their own, queries without a latent) follow transformers' modules and the ``ModelSpec``.
+knows where items and indexer keys are stored. Not every model has a gate, layers without rope or without KV
+of their own, or queries without a latent: transformers' modules and the ``ModelSpec`` tell which it has.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class Places:
     @cached_property
     def logs(self) -> Tensor:
         """The logarithm of how many positions each token can see: float32 [num_tokens]."""
-        return (
-            (self.positions + 1).double().log().float()
-        )  # float64, whose rounding to float32 does not depend on the batch
+        # In float64, since its rounding to float32 does not depend on the batch.
+        return (self.positions + 1).double().log().float()
 
 
 class Attention:
@@ -83,11 +82,11 @@ class Attention:
         self._group = spec.index_group_of_layer[number]
         self._scale: float = module.scaling
         indexer = module.indexer
-        first = module.q_a_proj if hasattr(module, "q_a_proj") else module.q_proj
-        keys = [] if indexer is None else [indexer.wk]
+        query_linear = module.q_a_proj if hasattr(module, "q_a_proj") else module.q_proj
+        key_linears = [] if indexer is None else [indexer.wk]
         self._has_kv = module.kv_a_proj_with_mqa is not None
-        self._of_hidden = JoinedLinears(
-            [first, *keys, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
+        self._from_hidden = JoinedLinears(
+            [query_linear, *key_linears, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
         )
         self._queries = _queries_of(module)
         self._norms = _latent_norms(spec, module, latent_eps)
@@ -102,7 +101,7 @@ class Attention:
     @property
     def rounding(self) -> Rounding | None:
         """The rounding of the input; None where no layer takes it rounded."""
-        return self._of_hidden.rounding
+        return self._from_hidden.rounding
 
     def forward(
         self, x: Activations, places: Places, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
@@ -110,7 +109,7 @@ class Attention:
         """Return what to add to the hidden states, [parts, num_tokens, hidden_size], and the selection."""
         indexer = self._indexer if runs_indexer else None
         rotation = self._rotation(places)
-        q_a, latents = self._write(x, rotation, kv, indexer, asks=True)
+        q_a, latents = self._write(x, rotation, kv, indexer, with_queries=True)
         normed = x if latents.q is None else latents.q
         q, gate, queries = self._queries(normed, q_a, places, with_index=indexer is not None)
         if self._missing_rope_dim:
@@ -127,22 +126,28 @@ class Attention:
         return parts_of(self._o_proj, values), selected
 
     def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
-        """Write what ``forward`` writes, and compute nothing else."""
-        self._write(x, self._rotation(places), kv, self._indexer, asks=False)
+        """Write the KV that ``forward`` writes, and compute nothing else."""
+        self._write(x, self._rotation(places), kv, self._indexer, with_queries=False)
 
     def _rotation(self, places: Places) -> Rotation:
         return places.no_rotation if self._missing_rope_dim else places.rotation
 
     def _write(
-        self, x: Activations, rotation: Rotation, kv: KvAccess, indexer: _Indexer | None, *, asks: bool
+        self,
+        x: Activations,
+        rotation: Rotation,
+        kv: KvAccess,
+        indexer: _Indexer | None,
+        *,
+        with_queries: bool,
     ) -> tuple[Tensor, Latents]:
-        """Write the layer's items, if it has its own, and with an ``indexer`` its keys.
+        """Write the layer's items, if it has its own, and the keys of an ``indexer``, if given.
 
-        ``asks``: also make the rounded query latent and the head weights, for queries that follow. Returns
-        the raw query latent (without one, the queries) and all vectors that were made.
+        ``with_queries``: also make what queries need, the rounded query latent and the head weights. Returns
+        the raw query latent (if there is none, the queries themselves), and the latents.
         """
-        q_a, *made = self._of_hidden(x)
-        kv_a = made.pop() if self._has_kv else None
+        q_a, *keys_and_kv = self._from_hidden(x)
+        kv_a = keys_and_kv.pop() if self._has_kv else None
         if kv_a is not None and self._missing_rope_dim:
             kv_a = functional.pad(kv_a, (0, self._missing_rope_dim))
         latents = finish_latents(
@@ -150,22 +155,22 @@ class Attention:
             kv_a,
             self._norms,
             rotation,
-            self._queries.rounding if asks else None,
-            keeps_raw=asks and self._queries.takes_raw,
-            index_keys=None if indexer is None else made[0],
+            self._queries.rounding if with_queries else None,
+            keeps_raw=with_queries and self._queries.takes_raw,
+            index_keys=None if indexer is None else keys_and_kv[0],
             vectors=None if indexer is None else indexer.vectors,
-            head_weights=indexer.head_weights(x) if asks and indexer is not None else None,
+            head_weights=indexer.head_weights(x) if with_queries and indexer is not None else None,
         )
         kv.write(self._number, latents.item, latents.index_keys)
         return q_a, latents
 
 
 def _latent_norms(spec: ModelSpec, module: Any, eps: float | None) -> LatentNorms:
-    """``eps``: the epsilon of both norms; None keeps each one's own."""
+    """Return the norms of the latents. ``eps``: the epsilon of both; None keeps each one's own."""
     norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
     weights = [None if norm is None else norm.weight for norm in norms]
-    own = [0.0 if norm is None else norm.variance_epsilon if eps is None else eps for norm in norms]
-    return LatentNorms(weights[0], own[0], weights[1], own[1], spec.dtype)
+    epsilons = [0.0 if norm is None else norm.variance_epsilon if eps is None else eps for norm in norms]
+    return LatentNorms(weights[0], epsilons[0], weights[1], epsilons[1], spec.dtype)
 
 
 def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
@@ -178,7 +183,7 @@ class _Queries:
     """Makes the heads' queries and, in the same product, the indexer's from the latent query."""
 
     takes_raw = False
-    """Whether ``normed`` must be followed by the latent query before its norm, in the same rows."""
+    """Whether each row of ``normed`` must end with the same latent query from before its norm."""
 
     def __init__(self, module: Any) -> None:
         queries = [] if module.indexer is None else [module.indexer.wq_b]
@@ -193,13 +198,13 @@ class _Queries:
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return queries [parts, num_tokens, num_heads, head_dim], a gate of each head's values in the same
-        form or None, and ``with_index`` the result of wq_b, [parts, num_tokens, columns].
+        """Return queries [parts, num_tokens, num_heads, head_dim]; gates of the heads' values in the same
+        form, or None; and the result of wq_b [parts, num_tokens, columns] if ``with_index``, else None.
 
-        ``normed``: the latent query behind its norm (``Latents.q``); ``raw``: in parts, before it.
+        ``normed``: the latent query after its norm (``Latents.q``); ``raw``: in parts, before the norm.
         """
         q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
-        return _of_heads(q, self._num_heads), None, next(iter(index_queries), None)
+        return _by_head(q, self._num_heads), None, next(iter(index_queries), None)
 
 
 class _GatedQueries:
@@ -221,8 +226,8 @@ class _GatedQueries:
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        made = _of_heads(parts_of(self._projection, Activations(normed.dense)), self._num_heads)
-        q, gate = torch.split(made, self._parts, dim=-1)
+        joined = _by_head(parts_of(self._projection, Activations(normed.dense)), self._num_heads)
+        q, gate = torch.split(joined, self._parts, dim=-1)
         normed = Activations(normed.dense.chunk(2, dim=-1)[0], normed.rounded)
         return q, gate, parts_of(self._index_queries, normed) if with_index else None
 
@@ -244,14 +249,14 @@ class _DirectQueries:
     def __call__(
         self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``normed``: the hidden state behind its norm; ``raw``: the result of q_proj for it."""
+        """``normed``: the hidden state after its norm; ``raw``: the result of q_proj for it."""
         in_one_part = add_parts(raw).to(normed.dense.dtype)[None]
-        q = self._scaling(_of_heads(in_one_part, self._num_heads), places)
+        q = self._scaling(_by_head(in_one_part, self._num_heads), places)
         if not with_index:
             return q, None, None
         indexer = self._indexer
         queries = product_of(indexer.wq_b, indexer.q_input_norm(normed.dense))[None]
-        return q, None, self._index_scaling(_of_heads(queries, indexer.n_heads), places).flatten(2)
+        return q, None, self._index_scaling(_by_head(queries, indexer.n_heads), places).flatten(2)
 
 
 class _PositionScaling:
@@ -268,7 +273,7 @@ class _PositionScaling:
         return (q * factors[:, :, None]).to(q.dtype)
 
 
-def _of_heads(x: Tensor, num_heads: int) -> Tensor:
+def _by_head(x: Tensor, num_heads: int) -> Tensor:
     return x.view(*x.shape[:2], num_heads, -1)
 
 

@@ -1,8 +1,8 @@
-"""Loads a checkpoint's weights onto one device; of the routed experts only this rank's share.
+"""Loads a checkpoint's weights onto one device, with only this rank's share of the routed experts.
 
-transformers makes the modules without memory. Their tensors are allocated here, on their device, and read
-straight into it (``weight_reader.py``), converted to the model's dtype on the way, or drawn there
-(``dummy_weights.py``). No weight on its way to a GPU is ever whole in main memory. Routed experts become
+transformers makes the modules without memory. Their tensors are allocated here, on the device. Then they are
+read and converted to the model's dtype (``weight_reader.py``), or dummy weights are drawn in place
+(``dummy_weights.py``). No weight for a GPU is ever whole in main memory. Routed experts become
 modules of our own, which keep the checkpoint's fp8; so do all other fp8 matrices if ``keeps_fp8``.
 """
 
@@ -40,16 +40,16 @@ from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
 from hisparse_pd.kernels.row_math import RowLinear
 
 SCALES = "_scale_inv"
-"""Suffix that makes an fp8 matrix' name the name of its scales."""
+"""Suffix of scales: their name is that of their fp8 matrix with this suffix."""
 ABSORBED = "kv_b_proj"
 """The matrix that attention splits by head and applies to queries and results; it is in the model's dtype."""
 HEAD_WEIGHTS = "weights_proj"
-"""The matrix of the indexer's head weights; it is in float32, whatever the checkpoint has it in."""
+"""The matrix of the indexer's head weights; it is in float32, whatever its dtype in the checkpoint."""
 IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
 """Parts of the names of weights that are always in float32, as in DeepSeek's reference."""
 NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS, "fc1", "fc2")
-"""Linear layers whose matrices are converted from fp8. The last two belong to a norm's gate, whose 16 rows or
-columns are too few for blocks."""
+"""Linear layers whose matrices are always converted from fp8. The last two belong to a norm's gate, whose 16
+rows or columns are too few for blocks."""
 PUBLISHED_DENSE = ("lm_head", "eh_proj")
 """Linear layers that fp8 checkpoints have in bfloat16."""
 
@@ -62,21 +62,23 @@ def load_model(
     on_progress: Progress = lambda done, total: None,
     draw_weight: Callable[[str, Tensor], None] = draw,
 ) -> DsaModel:
-    """Load the weights in ``spec.dtype`` onto ``device``; of the routed experts only those of this rank.
+    """Load the weights onto ``device`` in ``spec.dtype``, with only this rank's routed experts.
 
-    ``on_progress`` is called by the calling thread. ``draw_weight`` fills each tensor of dummy weights, by
-    its name. Raises CheckpointError when weights are missing or cannot be used on the device.
+    ``on_progress`` is called by the calling thread. ``draw_weight`` fills a tensor of dummy weights,
+    given its name. Raises CheckpointError when weights are missing or cannot be used on the device.
     """
-    path, on = Path(model_path), _with_index(device)
-    _check_device(spec, on)
-    loader = _Loader(path, spec, on, ranks, keeps_fp8=keeps_fp8(spec, on), draw_weight=draw_weight)
+    device = _with_index(device)
+    _check_device(spec, device)
+    loader = _Loader(
+        Path(model_path), spec, device, ranks, keeps_fp8=keeps_fp8(spec, device), draw_weight=draw_weight
+    )
     return DsaModel(spec, loader.load(on_progress), ranks)
 
 
 def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
     """Whether fp8 linear layers stay in fp8, in half the memory, instead of becoming the model's dtype.
 
-    Products in the model's dtype are exact in the weights, which is what float32 and a CPU are used for.
+    float32 and CPUs are for runs whose products take the weights exactly; there the weights are converted.
     """
     is_wanted = spec.weights_are_fp8 and device.type == "cuda" and spec.dtype == torch.bfloat16
     return is_wanted and takes_device(device)
@@ -171,8 +173,8 @@ class _Loader:
         return hf_model.eval().requires_grad_(False)
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
-        """Append the MTP layer, which transformers leaves out: one more layer, and an MTP layer's other
-        modules beside it, all by their names in the checkpoint."""
+        """Append the MTP layer, which transformers leaves out: one more decoder layer, with the modules that
+        only an MTP layer has. All have their names in the checkpoint."""
         number = self._spec.num_layers
         name = f"model.layers.{number}"
         config = copy.deepcopy(hf_model.config)
@@ -194,7 +196,7 @@ class _Loader:
         hf_model.model.layers.append(layer)
 
     def _put_block_linears(self, files: WeightFiles, hf_model: Any) -> None:
-        """Replace linear layers whose matrices are in fp8 and have a shape that can stay in it."""
+        """Replace linear layers by ``BlockLinear`` where the matrix is in fp8 and its shape allows it."""
         for name, module in list(hf_model.named_modules()):
             parent, _, last = name.rpartition(".")
             if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
@@ -211,7 +213,8 @@ class _Loader:
                 setattr(hf_model.get_submodule(parent), last, linear)
 
     def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
-        """Allocate a tensor for each of the modules' tensors, in the dtype that the model computes with."""
+        """Allocate all tensors of the modules, each in the dtype in which the model uses it, and plan to fill
+        them."""
         state: dict[str, Tensor] = {}
         for name, weight in hf_model.state_dict().items():
             if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
@@ -225,7 +228,10 @@ class _Loader:
         return state
 
     def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
-        """Plan to fill ``target`` with the tensor of that name, converted as the model needs it."""
+        """Plan to fill ``target`` with the tensor ``name``, converted to its dtype.
+
+        Dummy weights are drawn at once.
+        """
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)
             return
@@ -261,16 +267,18 @@ class _Loader:
             self._fill(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
         return routed
 
-    def _fill(
-        self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int
-    ) -> None:
-        """Plan to fill a matrix of an expert, unconverted, and its scales."""
+    def _fill(self, files: WeightFiles, name: str, matrices: ExpertMatrices, place: int, number: int) -> None:
+        """Plan to fill one of an expert's matrices, unconverted, and its scales. Dummy weights are drawn at
+        once.
+
+        ``place``: the expert's place among this rank's; ``number``: the matrix's number in ``matrices``.
+        """
         name = self._spec.family.stored_name(name)
-        target = matrices.values[expert, number]
+        target = matrices.values[place, number]
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)
             if matrices.scales is not None:
-                self._draw_weight(name + SCALES, matrices.scales[expert, number])
+                self._draw_weight(name + SCALES, matrices.scales[place, number])
             return
         stored = self._find(files, name, target.shape)
         if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):
@@ -280,7 +288,7 @@ class _Loader:
             )
         self._placements.append(Placement(stored, target))
         if matrices.scales is not None:
-            scales = matrices.scales[expert, number]
+            scales = matrices.scales[place, number]
             self._placements.append(Placement(self._find(files, name + SCALES, scales.shape), scales))
 
     def _find(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:
@@ -295,7 +303,8 @@ class _Loader:
 
 
 def _language_model(config: Any, **options: Any) -> Any:
-    """Return transformers' modules; a text model without an LM head in its class gets one beside it."""
+    """Return transformers' modules. If transformers has no class with an LM head for the configuration, a
+    head is added beside the text model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -308,14 +317,15 @@ def _language_model(config: Any, **options: Any) -> Any:
     return whole
 
 
-def _has_own(files: WeightFiles, name: str, of_model: str) -> bool:
-    """Whether an MTP layer's matrix differs from the model's; most checkpoints repeat it, in gigabytes."""
-    own, shared = files.get(name), files.get(of_model)
+def _has_own(files: WeightFiles, name: str, model_name: str) -> bool:
+    """Whether the MTP layer has a matrix that differs from the model's; most checkpoints repeat the model's,
+    gigabytes of it."""
+    own, shared = files.get(name), files.get(model_name)
     return own is not None and (shared is None or not is_same(own, shared))
 
 
 def _put_row_linears(hf_model: Any) -> None:
-    """Replace all remaining linear layers by ones in which a row has the same bits alone and among others."""
+    """Replace all remaining linear layers by ones that give a row the same bits alone and among others."""
     for name, module in list(hf_model.named_modules()):
         if type(module) is torch.nn.Linear:
             parent, _, last = name.rpartition(".")

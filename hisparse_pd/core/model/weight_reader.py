@@ -1,10 +1,10 @@
 """Reads tensors of safetensors files into the model's memory, with several threads at once.
 
 A ``Placement`` is a tensor of the checkpoint and the memory that it fills. Tensors are read in pieces of
-whole rows, so that threads share a large one and need little memory of their own: none where a piece can be
-read straight into its target, otherwise a buffer of one piece, pinned for a GPU, which is copied while other
-threads read. Files are read rather than mapped: a read that fails is an error that names the tensor, where a
-mapping would kill the process.
+whole rows, so threads can share a large one. A piece is read straight into its target if possible. Otherwise
+a thread reads it into its buffer of one piece, which is pinned for a GPU and copied while other threads read.
+Files are read, not mapped: a failed read raises an error that names the tensor; with a mapping it would kill
+the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 PIECE_BYTES = 16 << 20
-"""Most bytes of a piece of more than one row, or with scales of more than one row of blocks."""
+"""Maximum bytes of a piece, unless one row, or with scales one row of blocks, is larger."""
 SAMPLE_BYTES = 64 << 10
 REPORT_INTERVAL_SECS = 0.5
 LOG_INTERVAL_SECS = 5.0
@@ -109,7 +109,7 @@ class WeightFiles:
     """The open files of a checkpoint and the tensors that are read from them."""
 
     def __init__(self, files: Sequence[WeightFile]) -> None:
-        """Raises CheckpointError that names a file which is not a safetensors file or is incomplete."""
+        """Raises CheckpointError, with the path, if a file is incomplete or is no safetensors file."""
         self._descriptors: list[int] = []
         self._tensors: dict[str, StoredTensor] = {}
         try:
@@ -155,7 +155,7 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor of the checkpoint and the memory that it fills, of its shape, on any device and in any dtype.
+    """A tensor of the checkpoint, and the memory of its shape that it fills, on any device and in any dtype.
 
     With ``scales``, the tensor is in fp8, and ``target`` gets its values times the scales of their blocks.
     """
@@ -168,11 +168,11 @@ class Placement:
     def is_direct(self) -> bool:
         """Whether the file's bytes can be read straight into the target."""
         target = self.target
-        is_same = self.scales is None and target.dtype == self.stored.dtype
-        return is_same and target.device.type == "cpu" and target.is_contiguous()
+        is_unconverted = self.scales is None and target.dtype == self.stored.dtype
+        return is_unconverted and target.device.type == "cpu" and target.is_contiguous()
 
     @property
-    def rows_of_a_piece(self) -> int:
+    def rows_per_piece(self) -> int:
         stored = self.stored
         rows = max(1, PIECE_BYTES * stored.num_rows // max(1, stored.num_bytes))
         return rows if self.scales is None else max(BLOCK, rows // BLOCK * BLOCK)
@@ -241,7 +241,7 @@ def describe(num_done: int, num_bytes: int, secs: float) -> str:
 
 
 class _Reading:
-    """The state that threads share: the pieces that are left, and how much is done."""
+    """The state that threads share: the pieces that are left, and how many bytes are done."""
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, *, pinned: bool) -> None:
         in_order = sorted(placements, key=lambda placement: (placement.stored.path, placement.stored.offset))
@@ -274,7 +274,7 @@ class _Reading:
                 else:
                     if copied is not None:
                         copied.synchronize()
-                    copied = _place(piece, buffer)
+                    copied = _read_through(piece, buffer)
                 with self._lock:
                     self.num_done += piece.num_bytes
         except BaseException:
@@ -291,7 +291,7 @@ class _Reading:
 
 def _pieces(placements: Sequence[Placement]) -> Iterator[_Piece]:
     for placement in placements:
-        num_rows, step = placement.stored.num_rows, placement.rows_of_a_piece
+        num_rows, step = placement.stored.num_rows, placement.rows_per_piece
         for first in range(0, num_rows, step):
             yield _Piece(placement, first, min(step, num_rows - first))
 
@@ -300,8 +300,9 @@ def _is_staged(piece: _Piece) -> bool:
     return not piece.placement.is_direct
 
 
-def _place(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
-    """Read a piece through ``buffer``. Returns the event of the copy out of it; None if that is over."""
+def _read_through(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
+    """Read a piece through ``buffer``. Returns an event at which the copy out of the buffer is over; None if
+    it is over already."""
     placement, target = piece.placement, piece.target
     stored = placement.stored
     staged = buffer[: piece.num_bytes].view(stored.dtype).view(target.shape)
@@ -309,9 +310,8 @@ def _place(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
     if placement.scales is not None:
         scales = _scales(placement.scales, piece).to(target.device)
         staged = dequantize(staged.to(target.device, non_blocking=True), scales, target.dtype)
-    elif (
-        stored.dtype != target.dtype
-    ):  # convert on the device; torch would convert here, into memory of its own
+    elif stored.dtype != target.dtype:
+        # Convert on the target's device: copy_ would convert on the CPU, into memory of torch's own.
         staged = staged.to(target.device, non_blocking=True)
     target.copy_(staged, non_blocking=True)
     if target.device.type != "cuda":

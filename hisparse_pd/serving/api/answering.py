@@ -25,10 +25,11 @@ from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, RequestFa
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 
 FeedOutputs = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
-"""Feeds the outputs with the engine's messages and yields what each one added, until all outputs have
-finished. Raises RequestFailedError."""
+"""A function that feeds outputs with the engine's messages and yields what each message added, until all
+outputs have finished. Raises RequestFailedError."""
 
 _RECORDS_BETWEEN_YIELDS = 16
+"""Journal records that are replayed before other tasks of the event loop get a turn."""
 
 
 async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> bytes:
@@ -44,7 +45,7 @@ async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutpu
 
 
 def streamed(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> AsyncGenerator[bytes, None]:
-    """Return the server-sent events of a stream, with records among them where a router keeps a journal."""
+    """Return the server-sent events of a stream, with records between them if a router keeps a journal."""
     outputs, dialect = _outputs(context, work), _dialect(context, work)
     if (journal := work.request.journal) is not None:
         return _journaled(context, work, journal, dialect, outputs, feed_outputs)
@@ -78,10 +79,10 @@ async def _journaled(
     outputs: Sequence[SampleOutput],
     feed_outputs: FeedOutputs,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events that the journal does not have yet, each unit of them followed by its record.
+    """Yield the events that the journal does not have yet, in units that each end with a record.
 
-    After an error with which the answer may go on at another node the stream ends without the line OVER. The
-    first unit after the node has begun to leave is followed by the line LEAVING.
+    The stream ends with the line OVER, unless it fails with an error after which another node may go on with
+    it. The first unit written after this node has begun to leave is followed by the line LEAVING.
     """
     for number, record in enumerate(journal.records, 1):
         output = outputs[record.sample]
@@ -116,16 +117,16 @@ def _encoded(event: Json) -> bytes:
 
 
 class _UnitWriter:
-    """Writes units of a journaled stream: a delta's events, and a record of the tokens not recorded yet."""
+    """Writes units of a journaled stream: a delta's events, then a record of all tokens not recorded yet."""
 
     def __init__(self, outputs: Sequence[SampleOutput]) -> None:
-        """``outputs`` have the tokens that are in the journal already."""
+        """``outputs`` have been fed with the journal's records."""
         self._num_recorded = Counter({output.index: len(output.token_ids) for output in outputs})
         self._logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         """Logprobs of tokens that are not recorded yet, by sample."""
 
     def write(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
-        """Return the unit of ``delta``; empty without ``events``: the next record has the delta's tokens."""
+        """Return the unit of ``delta``. It is b"" without ``events``; the next record has its tokens, too."""
         index = output.index
         if delta.logprobs:
             self._logprobs[index] += delta.logprobs

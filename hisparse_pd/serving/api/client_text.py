@@ -3,8 +3,8 @@
 Where a client's string spells a control token, the template is shown a stand-in for its first character: one
 character that trimming, slicing and JSON leave alone, and that the request has nowhere else. In the chat that
 the template has written, each stand-in becomes its character again, between two breaks. The tokenizer finds
-no control token across a break. It drops the breaks before it normalizes and splits the text between control
-tokens, which therefore has the tokens of plain text.
+no control token across a break. Then it drops the breaks, and only then normalizes and splits the text
+between control tokens, so this text gets the tokens of plain text.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from hisparse_pd.serving.http.http_errors import ApiError
 logger = logging.getLogger(__name__)
 
 _BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
-_WRITTEN = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
-"""Replacements for a chat's own escapes and breaks, in the order in which they are replaced."""
-_FIRST_ALONE = 0xF0000
-"""Code point that stands, behind an escape, for the first control token of a single character; the next ones
-stand for the others. Breaks cannot break such a token."""
+_ESCAPED = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
+"""Replacements for escapes and breaks that the chat itself contains, in the order of replacing."""
+_FIRST_SINGLE = 0xF0000
+"""First of the code points that, after an escape, stand for clients' characters that are control tokens by
+themselves. A break could not keep the tokenizer from finding such a token."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
 """Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""
-_TAKEN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
-"""A stand-in, or its escape in ASCII JSON."""
+_ANY_STAND_IN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
+"""A pattern for stand-ins, as characters or as escapes in ASCII JSON."""
 
 
 class StandIns:
-    """The stand-ins of one request, and its strings with them."""
+    """The stand-ins of one request, by the character that each stands for, and its strings with stand-ins."""
 
     def __init__(self, places: Mapping[str, Sequence[int]], strings: Iterable[str], template: str) -> None:
-        """``places`` has, by string, the indexes of the characters to replace. Raises ApiError 400 where
-        ``strings`` use so many of _STAND_INS that too few are free."""
+        """``places`` has, for each string to change, the indexes of the characters to replace. Raises
+        ApiError 400 if ``strings`` and ``template`` contain so many of _STAND_INS that too few are free."""
         characters = sorted({text[place] for text, found in places.items() for place in found})
-        taken = {found for text in (*strings, template) for found in _TAKEN.findall(text)}
+        taken = {found for text in (*strings, template) for found in _ANY_STAND_IN.findall(text)}
         free = (code for code in _STAND_INS if chr(code) not in taken and _in_ascii(code) not in taken)
         self._codes = dict(zip(characters, free, strict=False))
         if len(self._codes) < len(characters):
             raise ApiError(
                 400,
-                "messages, tools: spell control tokens beside nearly all characters from U+3400 to U+4DBF, "
-                "one of which has to be free to tell them apart; leave some of these characters out",
+                "messages, tools: spell control tokens and have nearly all characters from U+3400 to U+4DBF, "
+                "of which some must be unused, to mark the spellings as text; leave some of them out",
                 param="messages",
             )
         self._shown = {text: self.put(text, found) for text, found in places.items()}
@@ -62,7 +62,7 @@ class StandIns:
         return "".join(characters)
 
     def in_template(self, value: Any) -> Any:
-        """Return a JSON value as the template is shown it."""
+        """Return a JSON value with stand-ins in its strings and names, as the template gets it."""
         match value:
             case str():
                 return self._shown.get(value, value)
@@ -73,11 +73,11 @@ class StandIns:
             case _:
                 return value
 
-    def restored(self, text: str, by: Callable[[str], str] = str) -> str:
-        """Return ``text`` with each stand-in replaced by its character, or by what ``by`` makes of that."""
+    def restored(self, text: str, write: Callable[[str], str] = str) -> str:
+        """Return ``text`` with each stand-in replaced by its character, as ``write`` writes the character."""
         for character, code in self._codes.items():
             for stand_in in (chr(code), _in_ascii(code)):
-                text = text.replace(stand_in, by(character))
+                text = text.replace(stand_in, write(character))
         return text
 
 
@@ -86,13 +86,13 @@ def _in_ascii(code: int) -> str:
 
 
 class TemplateInput(NamedTuple):
-    """What the template is shown of a conversation."""
+    """A conversation as the template gets it, with stand-ins in its strings."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     arguments: dict[str, Any]
     stand_ins: StandIns | None = None
-    """None where no string needs one."""
+    """None if no string needs one."""
 
 
 class ClientText:
@@ -100,15 +100,18 @@ class ClientText:
 
     def __init__(self, backend: Any, template: str, read_marks: ThinkMarks | None = None) -> None:
         """``backend`` is the checkpoint's tokenizer, whose vocabulary is shared. ``read_marks`` are the marks
-        by which the template takes the reasoning out of an answer's text. Raises CheckpointError for added
-        tokens whose ids are not those that a new tokenizer gives them.
+        that the template looks for to find the reasoning in an answer's text. Raises CheckpointError if a new
+        tokenizer would give added tokens other ids.
         """
         self._template, self._read_marks = template, read_marks
         added = backend.get_added_tokens_decoder()
         controls = [token for token in added.values() if is_control_token(token, template)]
         self._controls = ControlTokens((token.content for token in controls), template)
-        alone = [text for text in self._controls.spellings if len(text) == 1]
-        self._alone = {text: _ESCAPE + chr(_FIRST_ALONE + index) for index, text in enumerate(alone)}
+        singles = [text for text in self._controls.spellings if len(text) == 1]
+        self._escaped_singles = {
+            text: _ESCAPE + chr(_FIRST_SINGLE + index) for index, text in enumerate(singles)
+        }
+        """Escapes of control tokens of one character, by the token."""
         self._backend = self._tokenizer_like(backend)
         self._split_words()
 
@@ -119,8 +122,8 @@ class ClientText:
 
         ours = Tokenizer(backend.model)
         steps = [Replace(_BREAK, "")]
-        steps += [Replace(code, text) for text, code in self._alone.items()]
-        steps += [Replace(code, text) for text, code in reversed(_WRITTEN.items())]
+        steps += [Replace(escaped, text) for text, escaped in self._escaped_singles.items()]
+        steps += [Replace(escaped, text) for text, escaped in reversed(_ESCAPED.items())]
         ours.normalizer = Sequence(
             [*steps, *([backend.normalizer] if backend.normalizer is not None else [])]
         )
@@ -150,31 +153,34 @@ class ClientText:
         return ours
 
     def _split_words(self) -> None:
-        """Split text behind the first character of each control token that the vocabulary also has as a
-        word."""
+        """Let the tokenizer split plain text within control tokens that the vocabulary has as words, too.
+
+        It splits after the first character of such a token.
+        """
         from tokenizers import Regex
         from tokenizers.pre_tokenizers import Sequence, Split
 
-        if words := self._words():
-            behind_firsts = "|".join(f"(?<={_literal(word[0])})(?={_literal(word[1:])})" for word in words)
-            split = Split(Regex(behind_firsts), "isolated")
+        if words := self._words_of_text():
+            after_firsts = "|".join(f"(?<={_literal(word[0])})(?={_literal(word[1:])})" for word in words)
+            split = Split(Regex(after_firsts), "isolated")
             others = [] if self._backend.pre_tokenizer is None else [self._backend.pre_tokenizer]
             self._backend.pre_tokenizer = Sequence([split, *others])
-        if words := self._words():
+        if words := self._words_of_text():
             logger.warning("control tokens that clients' text can still contain: %s", words)
 
-    def _words(self) -> list[str]:
+    def _words_of_text(self) -> list[str]:
+        """Return the control tokens that their spelling still becomes in plain text."""
         found = []
         for text in self._controls.spellings:
-            as_text = self._backend.encode(self._apart(text[0]) + text[1:], add_special_tokens=False)
+            as_text = self._backend.encode(self._as_text(text[0]) + text[1:], add_special_tokens=False)
             if self._backend.token_to_id(text) in as_text.ids:
                 found.append(text)
         return found
 
     def template_input(self, prompt: ChatPrompt) -> TemplateInput:
-        """Return what the template is shown of ``prompt``. Raises ApiError 400."""
+        """Return ``prompt`` as the template gets it. Raises ApiError 400."""
         messages, tools, arguments = prompt.messages, prompt.tools, prompt.template_arguments
-        strings = set(_strings([*map(_of_client, messages), *tools, *arguments.values()]))
+        strings = set(_strings([*map(_client_values, messages), *tools, *arguments.values()]))
         places = {text: found for text in strings if (found := self._controls.places(text))}
         if not places:
             return TemplateInput(list(messages), list(tools), arguments)
@@ -194,8 +200,9 @@ class ClientText:
         }
         content = message["content"]
         if message["role"] == "assistant" and "reasoning_content" not in message and content in places:
-            read = self._read_places(content)
-            shown["content"] = stand_ins.put(content, (at for at in places[content] if at not in read))
+            # The template must still find the reasoning in an earlier answer's text.
+            kept = self._read_places(content)
+            shown["content"] = stand_ins.put(content, (at for at in places[content] if at not in kept))
         return shown
 
     def _read_places(self, answer: str) -> set[int]:
@@ -206,16 +213,17 @@ class ClientText:
         return {start, end} if answer.startswith(self._read_marks.opening, start) else {end}
 
     def with_breaks(self, chat: str, stand_ins: StandIns | None) -> str:
-        """Return a chat that the template has written with breaks in it, as ``encode`` takes it."""
-        for text, written in _WRITTEN.items():
-            chat = chat.replace(text, written)
-        return chat if stand_ins is None else stand_ins.restored(chat, self._apart)
+        """Return ``chat``, which the template has written, with each stand-in's character between breaks."""
+        for text, escaped in _ESCAPED.items():
+            chat = chat.replace(text, escaped)
+        return chat if stand_ins is None else stand_ins.restored(chat, self._as_text)
 
-    def _apart(self, character: str) -> str:
-        return self._alone.get(character) or _BREAK + character + _BREAK
+    def _as_text(self, character: str) -> str:
+        """Return ``character`` written so that the tokenizer finds no control token in or across it."""
+        return self._escaped_singles.get(character) or _BREAK + character + _BREAK
 
     def encode(self, chats: Sequence[str], *, add_special: bool) -> list[list[int]]:
-        """Return the token ids of each chat, which must be ``with_breaks``."""
+        """Return the token ids of each of ``chats``, as ``with_breaks`` returns them."""
         encodings = self._backend.encode_batch_fast(list(chats), add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 
@@ -225,7 +233,7 @@ def _literal(text: str) -> str:
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
-def _of_client(message: Mapping[str, object]) -> list[object]:
+def _client_values(message: Mapping[str, object]) -> list[object]:
     return [value for name, value in message.items() if name != "role"]
 
 

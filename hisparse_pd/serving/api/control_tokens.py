@@ -10,9 +10,11 @@ _LITERAL_ENDS = ("'", '"', "{", "%")
 """Characters that may follow a literal in a template's source: its quote, or a Jinja tag."""
 
 _CHANGES_CASE = re.compile(r"\b(?:lower|upper|title|capitalize)\b")
+"""A pattern for the filters and methods by which a template may change the case of strings."""
 
 _MAX_NAME_CHARS = 256
-"""Longest string that a template is expected to put into a mark, such as a tool's name."""
+"""Maximum length of strings that a template is expected to change and write within a token's spelling, such
+as a tool's name."""
 
 
 def is_control_token(token: Any, template: str) -> bool:
@@ -34,48 +36,58 @@ class ControlTokens:
         self._max_chars = max(map(len, self.spellings), default=0)
         flags = re.IGNORECASE if _CHANGES_CASE.search(template) else re.NOFLAG
         firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"
-        self._first = re.compile(firsts, flags)
-        self._is_changed = "replace" in template
-        """The template may remove characters, so that the remaining ones spell a token."""
-        self._spelled = self._first if self._is_changed else re.compile(_places_of(self.spellings), flags)
+        self._first_char = re.compile(firsts, flags)
+        self._may_remove = "replace" in template
+        """Whether the template may remove characters, after which the remaining ones could spell a token."""
+        self._spelling_start = (
+            self._first_char if self._may_remove else re.compile(_spelling_pattern(self.spellings), flags)
+        )
         parts = [(text[:at], text[at:]) for text in self.spellings for at in range(1, len(text))]
         self._beginnings = {beginning for beginning, _ in parts}
+        """All proper beginnings of tokens."""
         begun = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
         self._rests = {rest for beginning, rest in parts if beginning in begun}
-        """Ends of tokens whose beginnings are literals of the template: both together could be the token."""
-        self._beginnings_of_rests = {rest[:end] for rest in self._rests for end in range(1, len(rest) + 1)}
-        self._firsts_of_rests = {rest[0] for rest in self._rests}
+        """Rests of tokens whose beginnings end literals of the template; together they could be the token."""
+        self._rest_beginnings = {rest[:end] for rest in self._rests for end in range(1, len(rest) + 1)}
+        self._rest_first_chars = {rest[0] for rest in self._rests}
         quoted = re.findall(r"'([^'\n]*)'|\"([^\"\n]*)\"", template)
-        self._words = {*re.findall(r"\.(\w+)", template), *(word for pair in quoted for word in pair)}
-        """Names and values that the template may compare strings with."""
+        self._compared_words = {
+            *re.findall(r"\.(\w+)", template),
+            *(word for pair in quoted for word in pair),
+        }
+        """Names and literals that the template may compare strings with; they are not taken for rests."""
 
     def places(self, text: str) -> list[int]:
         """Return the indexes of the characters with which ``text`` may begin or continue a control token."""
         stripped = text.lstrip()
-        found = [len(text) - len(stripped)] if self._goes_on(stripped) else []
-        if self._is_changed and len(text) <= _MAX_NAME_CHARS and text not in self._words:
-            found += (index for index, char in enumerate(text) if char in self._firsts_of_rests)
-        if self._first.search(text) is None:
+        # At the beginning: the rest of a token that a literal of the template begins.
+        found = [len(text) - len(stripped)] if self._completes_token(stripped) else []
+        # Where the template may remove characters: any character with which such a rest may begin.
+        if self._may_remove and len(text) <= _MAX_NAME_CHARS and text not in self._compared_words:
+            found += (index for index, char in enumerate(text) if char in self._rest_first_chars)
+        if self._first_char.search(text) is None:
             return found
-        found += (match.start() for match in self._spelled.finditer(text))
+        # Anywhere: a whole token.
+        found += (match.start() for match in self._spelling_start.finditer(text))
+        # At the end: the beginning of a token that the template may complete.
         end = len(text.rstrip())
-        for match in self._first.finditer(text, max(0, end - self._max_chars), end):
+        for match in self._first_char.finditer(text, max(0, end - self._max_chars), end):
             if text[match.start() : end] in self._beginnings:
                 found.append(match.start())
         return found
 
-    def _goes_on(self, text: str) -> bool:
-        """Whether ``text`` begins with the rest of a token that the template begins, or with a part of it."""
+    def _completes_token(self, text: str) -> bool:
+        """Whether ``text`` begins with the rest of a token that the template begins, or is a part of one."""
         for end in range(1, len(text) + 1):
             if text[:end] in self._rests:
                 break
-            if text[:end] not in self._beginnings_of_rests:
+            if text[:end] not in self._rest_beginnings:
                 return False
-        return text != "" and text not in self._words
+        return text != "" and text not in self._compared_words
 
 
-def _places_of(spellings: Iterable[str]) -> str:
-    """Return a pattern for the first character of each spelling; spellings may overlap."""
+def _spelling_pattern(spellings: Iterable[str]) -> str:
+    """Return a pattern that finds each spelling by its first character, even where spellings overlap."""
     rests: dict[str, set[str]] = {}
     for text in spellings:
         rests.setdefault(text[0], set()).add(text[1:])
@@ -83,7 +95,7 @@ def _places_of(spellings: Iterable[str]) -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """Return a pattern for the shortest of ``texts``, which tries no character twice."""
+    """Return a pattern that matches where any of ``texts`` stands, and that tries no character twice."""
     if "" in texts:
         return ""
     by_first: dict[str, list[str]] = {}

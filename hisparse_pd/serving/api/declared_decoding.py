@@ -1,4 +1,4 @@
-"""Decodes JSON objects of requests as declared classes, or refuses them with what breaks the declaration."""
+"""Decodes JSON objects of requests as declared classes; an error says what breaks the declaration."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def decode_body(kind: type[T], body: bytes) -> T:
 
 
 def _decode_object(declaration: _Declaration, text: Json, name: str) -> Any:
-    """Decode ``text``, with a null in a ``Raw`` field as JSON. Raises ApiError for what is not as declared,
-    and MsgspecError for what is not JSON."""
+    """Decode ``text``; a null in a ``Raw`` field may stay JSON. Raises ApiError if ``text`` is not as
+    declared, and MsgspecError if it is not JSON."""
     is_large = len(memoryview(text)) > MAX_FIELD_BYTES
     split = declaration.split(text, name) if is_large else _SplitObject(text, {})
     try:
@@ -84,14 +84,14 @@ class _Declaration:
         fields = [field for structure in structures for field in structure.fields]
         self.tag_fields = {structure.tag_field for structure in structures if structure.tag_field is not None}
         self._raw_fields = {field.name for field in fields if is_raw(field.type)}
-        spells = any(map(keeps_spelling, structures))
-        self._decoder = msgspec.json.Decoder(kind, float_hook=read_float if spells else None)
+        is_spelling_kept = any(map(keeps_spelling, structures))
+        self._decoder = msgspec.json.Decoder(kind, float_hook=read_float if is_spelling_kept else None)
         names = sorted({field.name for field in fields} | self.tag_fields)
         as_raw = msgspec.defstruct("Fields", [(name, Raw, None) for name in names], kw_only=True)
         self._fields_decoder = msgspec.json.Decoder(as_raw)
 
     def decode(self, text: Json) -> Any:
-        """Raises MsgspecError."""
+        """Decode ``text``. Raises MsgspecError."""
         with taking_interpreter(len(memoryview(text))):
             return self._decoder.decode(text)
 
@@ -124,8 +124,8 @@ def _is_null(value: Raw) -> bool:
 
 
 def _settle_raw_fields(value: msgspec.Struct, name: str) -> None:
-    """Make nulls in ``Raw`` fields None, in structures within ``value`` too. Raises InvalidField for an
-    unsupported field that asks for something."""
+    """Replace JSON nulls in ``Raw`` fields by None, in structures within ``value`` too. Raises InvalidField
+    if an unsupported field has a value that is not harmless."""
     for field in _fields_to_settle(type(value)):
         match getattr(value, field.name):
             case msgspec.Struct() as inner:
@@ -154,7 +154,7 @@ def _fields_to_settle(structure: type[msgspec.Struct]) -> list[inspect.Field]:
 
 
 def _refusal(declaration: _Declaration, text: Json, name: str, error: msgspec.ValidationError) -> ApiError:
-    """Return the error for ``text``, which is not as declared. Raises MsgspecError where it is no JSON."""
+    """Return the error for ``text``, which is not as declared. Raises MsgspecError if it is no JSON."""
     if first_chars(text)[0] != b"{":
         if name:
             return InvalidField(name, decode_item(name, Raw(bytes(text))), "must be an object")
@@ -167,8 +167,10 @@ def _refusal(declaration: _Declaration, text: Json, name: str, error: msgspec.Va
 
 
 def _bad_entry(declaration: _Declaration, fields: dict[str, object], complaint: Complaint) -> BadEntry | None:
-    """Return the first entry about which msgspec complains so. In an object without declared fields it does
-    not say which entry it means: each is decoded alone."""
+    """Return the first entry that causes this complaint; None if it is not about an entry.
+
+    msgspec does not say which entry of an object without declared fields it means, so each is decoded alone.
+    """
     if not complaint.is_about_an_entry:
         return None
     for field, entries in fields.items():

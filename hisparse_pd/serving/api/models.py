@@ -15,17 +15,17 @@ MODELS_PATH = "/v1/models"
 MODEL_PATH = "/v1/models/{model:path}"
 
 _ANTHROPIC_HEADER = "anthropic-version"
-"""Header of every request of Anthropic's client: both APIs have the same path."""
+"""Header by which a request of Anthropic's client is told from OpenAI's, since both have the same path."""
 
 
 def show_models(request: Request, models: Sequence[Mapping[str, object]]) -> Response:
-    """Answer with all ``models``, OpenAI's objects, or with the one that the path names; 404 if none has
-    that name."""
-    is_anthropics = _ANTHROPIC_HEADER in request.headers
-    shown = [_as_anthropic(model) for model in models] if is_anthropics else models
+    """Answer with all ``models``, which are given in OpenAI's form, or with the one that the path names; 404
+    if none has that name."""
+    for_anthropic = _ANTHROPIC_HEADER in request.headers
+    shown = [_as_anthropic(model) for model in models] if for_anthropic else models
     name = request.path_params.get("model")
     if name is None:
-        return json_response(_page(shown) if is_anthropics else {"object": "list", "data": shown})
+        return json_response(_anthropic_page(shown) if for_anthropic else {"object": "list", "data": shown})
     for model in shown:
         if model["id"] == name:
             return json_response(model)
@@ -36,21 +36,23 @@ def show_models(request: Request, models: Sequence[Mapping[str, object]]) -> Res
         param="model",
         code="model_not_found",
     )
-    return error.response(shape=ErrorShape.ANTHROPIC if is_anthropics else ErrorShape.OPENAI)
+    return error.response(shape=ErrorShape.ANTHROPIC if for_anthropic else ErrorShape.OPENAI)
 
 
 def _as_anthropic(model: Mapping[str, object]) -> Mapping[str, object]:
     created = model.get("created")
-    since = datetime.fromtimestamp(created if isinstance(created, int) and 0 <= created < 1 << 32 else 0, UTC)
+    created_at = datetime.fromtimestamp(
+        created if isinstance(created, int) and 0 <= created < 1 << 32 else 0, UTC
+    )
     return {
         "type": "model",
         "id": model["id"],
         "display_name": model["id"],
-        "created_at": f"{since:%Y-%m-%dT%H:%M:%SZ}",
+        "created_at": f"{created_at:%Y-%m-%dT%H:%M:%SZ}",
     }
 
 
-def _page(models: Sequence[Mapping[str, object]]) -> dict[str, object]:
+def _anthropic_page(models: Sequence[Mapping[str, object]]) -> dict[str, object]:
     ids = [model["id"] for model in models]
     return {
         "data": models,

@@ -95,7 +95,7 @@ class Call:
 
 @declared
 class ChatMessage:
-    """A message of a chat. Without content, one of the assistant or of a tool is an empty text."""
+    """A message of a chat. Assistants' and tools' messages may lack content, which is then an empty text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextBlock | Refusal], Meta(max_length=MAX_PARTS)] | None

@@ -1,7 +1,8 @@
 """Tokens in the logprobs of completions: their names, and the offsets of their texts.
 
 A token's name is its text. A token whose bytes are no whole characters has the name ``bytes:\\xe2\\x80``, as
-OpenAI has it. In a list of likeliest tokens one with the name of another has ``token_id:N``, as vLLM has it.
+in OpenAI's API. In a list of likeliest tokens, one with the same name as another is called ``token_id:N``, as
+in vLLM's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TokenNames:
     """The names of a request's tokens."""
 
     def __init__(self, token_bytes: TokenBytes, *, are_ids: bool) -> None:
-        """Where they ``are_ids``, all names are ``token_id:N``."""
+        """``are_ids``: whether all names are ``token_id:N``."""
         self.token_bytes = token_bytes
         self._are_ids = are_ids
 
@@ -44,20 +45,20 @@ class TokenNames:
         """Return the logprobs of the likeliest tokens and of the token itself, which keeps its own name."""
         own = self.of(token_id)
         shown: dict[str, float] = {}
-        for top_id, of_top in top:
+        for top_id, top_logprob in top:
             name = self.of(top_id)
             if top_id != token_id and (name == own or name in shown):
                 name = by_id(top_id)
-            shown[name] = finite(of_top)
+            shown[name] = finite(top_logprob)
         shown.setdefault(own, finite(logprob))
         return shown
 
 
 class TextOffsets:
-    """Computes where each token's text begins: at the character of which its first byte is a part."""
+    """Computes where each token's text begins: at the character that contains the token's first byte."""
 
     def __init__(self, token_bytes: TokenBytes, start: int = 0, *, skip_special_tokens: bool = False) -> None:
-        """``start`` is the first token's offset. With ``skip_special_tokens``, those are not in the text."""
+        """``start`` is the first token's offset. ``skip_special_tokens``: they are not in the text."""
         self._token_bytes = token_bytes
         self._skips_special = skip_special_tokens
         self._num_chars = start
@@ -68,18 +69,20 @@ class TextOffsets:
         spelled = self._token_bytes.of(token_id, skip_special=self._skips_special)
         if not spelled:
             return self._num_chars
-        ended = len(self._utf8.decode(spelled[:1]))
-        num_begun = len(self._utf8.getstate()[0])
-        # The first byte continues a character, or begins one, or ends one or is one.
-        offset = self._num_chars + (0 if num_begun > 1 else ended if num_begun else ended - 1)
-        self._num_chars += ended + len(self._utf8.decode(spelled[1:]))
+        num_ended = len(self._utf8.decode(spelled[:1]))
+        num_pending_bytes = len(self._utf8.getstate()[0])
+        # The first byte continues an unfinished character, begins one, or is in the last one that ended.
+        offset = self._num_chars + (
+            0 if num_pending_bytes > 1 else num_ended if num_pending_bytes else num_ended - 1
+        )
+        self._num_chars += num_ended + len(self._utf8.decode(spelled[1:]))
         return offset
 
 
 class EchoOffsets:
     """Computes where each token of a prompt begins in the echoed text.
 
-    Tokens that the tokenizer put before the client's text are not in it. Their offset is 0.
+    Tokens that the tokenizer puts before the client's text are not in the echo. Their offset is 0.
     """
 
     def __init__(self, token_bytes: TokenBytes, echo: str) -> None:

@@ -258,7 +258,7 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
         assert indexer is not None
         x, projected = torch.randn(3, 128).bfloat16(), torch.randn(3, 32).bfloat16()
         no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
-        q_a, index_keys, kv_a = attention._of_hidden(Activations(x))
+        q_a, index_keys, kv_a = attention._from_hidden(Activations(x))
         latents = finish_latents(
             q_a, kv_a, attention._norms, no_turn, None, index_keys=index_keys, vectors=indexer.vectors,
             head_weights=indexer.head_weights(Activations(x)),
