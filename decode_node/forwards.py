@@ -108,7 +108,7 @@ class Forwards:
             self._parts = AttentionParts(kernels, copies)
             self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
         self._kept = _KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
-        self._graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
+        self.graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
         """Graphs of first halves: by number of new positions and whether a batch is split, then by batch
         size, smallest first."""
         self._graph_pool: Any = None
@@ -120,7 +120,7 @@ class Forwards:
     def launch(self, num_reqs: int, num_new: int, *, is_split: bool) -> Forward:
         """Run a step's first half. ``num_reqs``: the most requests that any rank has in the step."""
         is_split = is_split and num_new == 1  # steps that verify drafts are not split
-        graphs = self._graphs.get((num_new, is_split), {})
+        graphs = self.graphs.get((num_new, is_split), {})
         size = next((size for size in graphs if size >= num_reqs), None)
         if size is None:
             return self._forward(num_reqs, num_new, UNTRIED if is_split else Split.WHOLE)
@@ -146,7 +146,7 @@ class Forwards:
         Meanwhile all requests must be padding.
         """
         started = time.monotonic()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         fewest = MIN_REQS if self._measures_split else self.min_split_reqs
         to_split = [size for size in sizes if size >= fewest]
@@ -162,15 +162,15 @@ class Forwards:
             self._warm_up(kinds + split)
         stream.synchronize()
         for size, num_new, _ in kinds:
-            self._graphs.setdefault((num_new, False), {})[size] = self._capture(
+            self.graphs.setdefault((num_new, False), {})[size] = self._capture(
                 size, num_new, Split.WHOLE, stream
             )
         measured = self._choose_split(to_split, stream)
-        self._graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self._graphs.items()}
+        self.graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self.graphs.items()}
         log.info(
             "captured CUDA graphs of %s requests, with up to %d drafts, split from %d hisparse ones on%s, "
             "in %.1f s",
-            list(self._graphs[1, False]),
+            list(self.graphs[1, False]),
             self._max_new - 1,
             self.min_split_reqs,
             measured,
@@ -203,7 +203,7 @@ class Forwards:
                 fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
                 if (0,) in fits:
                     return None
-                tried[size, Split.WHOLE] = self._graphs[1, False][size]
+                tried[size, Split.WHOLE] = self.graphs[1, False][size]
                 for split in SPLITS:
                     tried[size, split] = self._capture(size, 1, split, stream)
                 steps = {split: tried[size, split][0].replay for split in (Split.WHOLE, *SPLITS)}
@@ -218,7 +218,7 @@ class Forwards:
             found = {size: measure(size) for size in sizes}
             measured = {size: secs for size, secs in found.items() if secs is not None}
             chosen = {size: UNTRIED if secs is None else fastest(secs) for size, secs in found.items()}
-        self._graphs[1, True] = {
+        self.graphs[1, True] = {
             size: tried.get((size, split)) or self._capture(size, 1, split, stream)
             for size, split in chosen.items()
         }

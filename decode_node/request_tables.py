@@ -193,7 +193,7 @@ class RequestTables:
             self._launch_slice(request.req_row, None)
 
     def _is_slice_over(self) -> bool:
-        return self._last_slice is None or bool(self._last_slice.query())  # type: ignore[no-untyped-call]
+        return self._last_slice is None or bool(self._last_slice.query())
 
     def _launch_slice(self, row: int, most_bytes: int | None) -> int:
         filling = self._filling.pop(row)
@@ -214,7 +214,7 @@ class RequestTables:
             try:
                 yield
             finally:  # what was launched before an error still reads the request's slots
-                filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                filled = torch.cuda.Event()
                 filled.record()
                 self._warming[row] = self._last_slice = filled
 
@@ -229,7 +229,7 @@ class RequestTables:
         filled = self._warming.get(request.req_row)
         if filled is None:
             return True
-        if not filled.query():  # type: ignore[no-untyped-call]
+        if not filled.query():
             return False
         del self._warming[request.req_row]
         return True

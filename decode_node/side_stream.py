@@ -13,7 +13,7 @@ class SideStream:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=priority)
 
     def use(self) -> torch.cuda.StreamContext:
         """Return the context in which work goes to this stream."""

@@ -96,7 +96,7 @@ class StepBuffers:
             inputs=StepInputs.create(max_reqs, max_new, "cpu", pin_memory=is_pinned),
             masks=torch.zeros((max_reqs * max_new, num_words), dtype=torch.int32, pin_memory=is_pinned),
             results=torch.zeros(max_reqs * num_columns(max_new), dtype=torch.int64, pin_memory=is_pinned),
-            end=torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
+            end=torch.cuda.Event() if is_pinned else None,
             ranks=ranks,
         )
 

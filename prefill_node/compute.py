@@ -235,7 +235,7 @@ def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callabl
 
     def written(layer: int) -> None:
         # A sender's thread waits for this event and must not spin.
-        stored = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        stored = torch.cuda.Event(blocking=True)
         stored.record()
         on_written(layer, stored)
 

@@ -48,7 +48,7 @@ class ShortForwards:
     def capture(self, most_tokens: int) -> None:
         """Capture graphs for forwards of up to ``most_tokens``. All kernels must have been compiled."""
         started = time.monotonic()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         captured, pool = {}, None
         for size in (size for size in GRAPH_TOKENS if size <= most_tokens):  # largest first: memory is shared
             token_ids, kv = self._padding(size)

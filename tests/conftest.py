@@ -69,9 +69,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadFileScheduling):
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
+            file: str = super()._split_scope(nodeid)
             if file == OF_EACH_MODEL:
                 return file + re.split(r"[-[]", nodeid.rstrip("]"))[-1]
             return shared_pair(file) or file
@@ -95,10 +95,11 @@ def processes_hear_hangups() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def certificates_are_read_once() -> Iterator[None]:
     """Read the machine's certificates once: every client of httpx reads them, in 17 ms."""
-    import httpx._transports.default as transports
+    import httpx
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "create_ssl_context", functools.cache(transports.create_ssl_context))
+        name = "httpx._transports.default.create_ssl_context"
+        patch.setattr(name, functools.cache(httpx.create_ssl_context))
         yield
 
 

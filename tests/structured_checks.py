@@ -96,8 +96,8 @@ def check_chats(served: Served) -> None:
     for extra in ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}):
         content = chat.create(**served.chat_options(**extra)).choices[0].message.content
         Report.model_validate_json(content)
-    extra = {"structured_outputs": {"choice": ["one", "two"]}}
-    assert chat.create(**served.chat_options(**extra)).choices[0].message.content in ("one", "two")
+    options = served.chat_options(structured_outputs={"choice": ["one", "two"]})
+    assert chat.create(**options).choices[0].message.content in ("one", "two")
     options = served.chat_options() | {"max_tokens": 8}
     content = chat.create(**options, response_format={"type": "json_object"}).choices[0].message.content
     assert content.startswith("{")
@@ -141,7 +141,7 @@ NAMED_TOOL: Any = {"tools": TOOLS, "tool_choice": {"type": "function", "function
 
 def check_named_tool(served: Served) -> None:
     named = served.openai.chat.completions.parse(**served.chat_options(), **NAMED_TOOL).choices[0]
-    (call,) = named.message.tool_calls or ()
+    (call,) = named.message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Weather)
     assert named.finish_reason == "tool_calls"
 
@@ -149,20 +149,21 @@ def check_named_tool(served: Served) -> None:
 def check_streamed_tool(served: Served) -> None:
     with served.openai.chat.completions.stream(**served.chat_options(), **NAMED_TOOL) as stream:
         streamed = stream.get_final_completion().choices[0]
-    (call,) = streamed.message.tool_calls or ()
+    (call,) = streamed.message.tool_calls or []
     Weather.model_validate_json(call.function.arguments)
     assert streamed.finish_reason == "tool_calls"
 
 
 def check_responses(served: Served) -> None:
-    options = {"model": "tiny", "input": "hi", "max_output_tokens": MAX_TOKENS}
+    options: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": MAX_TOKENS}
     options["extra_body"] = served.chat_options()["extra_body"]
     parsed = served.openai.responses.parse(**options, text_format=Report)
     assert isinstance(parsed.output_parsed, Report)
     with served.openai.responses.stream(**options, text_format=Report) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Report)
     tools: Any = [{"type": "function", "strict": True, **_described(TOOLS[0])}]
-    for choice in ("required", {"type": "function", "name": "Weather"}):
+    choices: list[Any] = ["required", {"type": "function", "name": "Weather"}]
+    for choice in choices:
         response = served.openai.responses.create(
             **options, tools=tools, tool_choice=choice, parallel_tool_calls=False
         )

@@ -252,6 +252,11 @@ class SendQueue:
                 overdue.append(room_id)
         return overdue
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept of any room or peer."""
+        return not self._rooms and not self._peers
+
     def num_pending(self, room: Room) -> int:
         """Return the number of batches of ``room`` that wait or are in flight."""
         queue = self._rooms.get(room)

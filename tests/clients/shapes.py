@@ -43,4 +43,10 @@ class Time(BaseModel):
     city: Literal["Oslo", "Lima", "Accra"]
 
 
+def tool_type(name: str) -> type[BaseModel]:
+    """Return the shape of a tool's arguments."""
+    tools: dict[str, type[BaseModel]] = {"Weather": Weather, "Time": Time}
+    return tools[name]
+
+
 QUESTION = "What will the weather be in Oslo?"

@@ -80,7 +80,7 @@ async def serve(model: str, says: list[Any], directory: Path) -> None:
         )
         return str(tokenizer.decode(unpack_token_ids(group.prompt).tolist()))
 
-    options = {"served_model_name": model}
+    options: dict[str, Any] = {"served_model_name": model}
     for name in ("prefill", "decode"):
         (directory / name).mkdir()
     async with (

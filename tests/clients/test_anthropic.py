@@ -11,7 +11,7 @@ import pytest
 
 from tests.clients.conftest import Served
 from tests.clients.notes import answer, said
-from tests.clients.shapes import MAX_TOKENS, QUESTION, Mark, Time, Weather
+from tests.clients.shapes import MAX_TOKENS, QUESTION, Mark, Time, Weather, tool_type
 
 pytestmark = pytest.mark.clients
 
@@ -99,7 +99,7 @@ def test_tools(writer: anthropic.Anthropic, name: str | None, streams: bool) -> 
     assert calls
     for call in calls:
         assert name in (None, call.name)
-        {"Weather": Weather, "Time": Time}[call.name].model_validate(call.input)
+        tool_type(call.name).model_validate(call.input)
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": "4 degrees"} for call in calls]
     messages += [{"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
     closing = ask(writer, **options, messages=messages, tool_choice={"type": "none"}, max_tokens=32)

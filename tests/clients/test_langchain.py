@@ -89,7 +89,7 @@ def test_structured_output_streams(tiny: Served, use_responses_api: bool) -> Non
 def test_a_tool_is_called(tiny: Served, use_responses_api: bool) -> None:
     called: list[int] = []
 
-    @tool
+    @tool  # type: ignore[untyped-decorator]
     def double(number: Annotated[int, Field(ge=0, le=99)]) -> int:
         """Double a number."""
         called.append(number)

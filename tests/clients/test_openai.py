@@ -12,7 +12,7 @@ import pytest
 
 from tests.clients.conftest import Served
 from tests.clients.notes import NUMBERS, answer, question, said, sentences
-from tests.clients.shapes import MAX_TOKENS, QUESTION, SAMPLING, Ticket, Time, Weather
+from tests.clients.shapes import MAX_TOKENS, QUESTION, SAMPLING, Ticket, Time, Weather, tool_type
 
 pytestmark = pytest.mark.clients
 
@@ -139,7 +139,7 @@ def test_biases_and_penalties(writer: openai.OpenAI) -> None:
             extra_body={"ignore_eos": True},
             **options,
         )
-        return whole.choices[0].text
+        return str(whole.choices[0].text)
 
     assert write(logit_bias={str(ord("A")): 100}) == "A" * 64
     plain = write()
@@ -158,13 +158,14 @@ def test_responses(client: openai.OpenAI) -> None:
     assert whole.status == "completed"
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    turns: list[Any] = [
+        {"role": "user", "content": question("quiet raven")},
+        *whole.output,
+        {"role": "user", "content": question("brave lynx")},
+    ]
     again = client.responses.create(
         model="retrieval",
-        input=[
-            {"role": "user", "content": question("quiet raven")},
-            *whole.output,
-            {"role": "user", "content": question("brave lynx")},
-        ],
+        input=turns,
         temperature=0,
         store=False,
         max_output_tokens=64,
@@ -303,9 +304,8 @@ def test_responses_tools(writer: openai.OpenAI, name: str | None) -> None:
     calls = [item for item in whole.output if item.type == "function_call"]
     assert calls
     for call in calls:
-        kind = {"Weather": Weather, "Time": Time}[call.name]
         assert name in (None, call.name)
-        kind.model_validate_json(call.arguments)
+        tool_type(call.name).model_validate_json(call.arguments)
     told: list[Any] = [{"role": "user", "content": QUESTION}, *whole.output]
     told += [
         {"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"} for call in calls

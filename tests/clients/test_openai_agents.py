@@ -90,7 +90,7 @@ def test_an_agent_calls_a_function(tiny: Served, model_of: ModelOf, tool_choice:
     """The call is forced; the untrained model fills in what the function's schema leaves open."""
     called: list[Weather] = []
 
-    @function_tool
+    @function_tool  # type: ignore[untyped-decorator]
     def weather(asked: Weather) -> str:
         """Look up the weather of a city."""
         called.append(asked)
@@ -121,7 +121,7 @@ def test_an_agent_answers_after_its_call(tiny: Served, model_of: ModelOf, result
     """
     called: list[str] = []
 
-    @function_tool(is_enabled=lambda context, agent: not called)
+    @function_tool(is_enabled=lambda context, agent: not called)  # type: ignore[untyped-decorator]
     def clock() -> str:
         """Tell the time."""
         called.append("clock")

@@ -110,8 +110,8 @@ class CanaryPools(Pools):
 
     canaries: Canaries | None = None
 
-    def reserve(self, room: Room, need: SlotCounts) -> Holding:
-        holding = super().reserve(room, need)
+    def reserve(self, room: Room, need: SlotCounts, stage: Stage = Stage.LANDING) -> Holding:
+        holding = super().reserve(room, need, stage)
         for kind, extents in holding.extents.items():
             self._verify(kind, extents_to_slots(extents), f"given to room {room}")
         return holding

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -151,7 +152,7 @@ def break_transport(rates_json: str) -> None:
     rates = FaultRates(**json.loads(rates_json))
     make = hisparse_pd.transfer.engine._new_mooncake_engine
     hisparse_pd.transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
-    hisparse_pd.transfer.lane_memory.copy_ranges = SlowCopies(rates)
+    patch("hisparse_pd.transfer.lane_memory.copy_ranges", SlowCopies(rates)).start()
 
 
 class SlowCopies:

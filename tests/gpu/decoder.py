@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -79,13 +81,13 @@ class Decoder:
         self.out = torch.zeros((num_slots, top_k), dtype=torch.int32, device=DEVICE)
         self.plan = MissPlan.create(num_slots, top_k, DEVICE)
         self.graphs = {
-            (size, num_new): captured(lambda size=size, num_new=num_new: self.step(size, num_new))
+            (size, num_new): captured(partial(self.step, size, num_new))
             for size in batch_sizes
             for num_new in range(1, max_new + 1)
         }
 
     def step(self, size: int, num_new: int) -> None:
-        pools = {"k_host": self.host, "k_dev": self.dev}
+        pools: dict[str, Any] = {"k_host": self.host, "k_dev": self.dev}
         num_slots = size * num_new
         requests = self.requests(size, num_new)
         slots = newest_slots(requests)
@@ -135,13 +137,13 @@ class Decoder:
         self.rows[:size].copy_(req_rows)
         self.num_real.copy_(self.inputs[3])
         self.num_newest[:size].copy_(num_newest)
-        new = (rows * self.slots_each + first_new)[:, None] + torch.arange(num_new)
+        slots = (rows * self.slots_each + first_new)[:, None] + torch.arange(num_new)
         shape = (NUM_LAYERS, num_real * num_new, 48)
-        self.truth[:, new.flatten()] = torch.randint(
+        self.truth[:, slots.flatten()] = torch.randint(
             0, 256, shape, dtype=torch.uint8, generator=self.generator
         )
-        self.newest[:, : num_real * num_new] = self.truth[:, new.flatten()].to(DEVICE)
-        self.newest_of = new[torch.arange(num_new) < num_newest[:num_real, None]]
+        self.newest[:, : num_real * num_new] = self.truth[:, slots.flatten()].to(DEVICE)
+        self.newest_of = slots[torch.arange(num_new) < num_newest[:num_real, None]]
         self.seq_len_of[rows] += num_newest[:num_real]
 
     def replay(self, size: int) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,7 +173,7 @@ class History:
         assert torch.equal(self.host, self.expected_host), "the host pool holds something else (I4)"
         assert (self.dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
 
-    def pools(self) -> dict[str, Tensor]:
+    def pools(self) -> dict[str, Any]:
         return {"k_host": self.host, "k_dev": self.dev}
 
     def admit(
@@ -289,7 +290,7 @@ class History:
         num_hints = self.random.choice((1, len(self.group_layers)))
         draw = self.random.choice((self.hint_with_duplicates, self.hint_as_usual))
         request.hints = [draw(request.seq_len) for _ in range(num_hints)]
-        arguments = {
+        arguments: dict[str, Any] = {
             "hot_slots": torch.tensor(request.hot_slots[: request.capacity]),
             "host_pages": request.host_pages[: request.num_host_pages],
             "lookup_pages": request.lookup_pages[: request.num_host_pages],
@@ -407,7 +408,7 @@ class History:
 
     def step(
         self,
-        selections: dict[int, Sequence[int]] | None = None,
+        selections: Mapping[int, Sequence[int]] | None = None,
         *,
         num_padding: int | None = None,
         num_new: int | None = None,

@@ -101,8 +101,8 @@ class Batch:
         return other
 
     def arguments(self) -> dict[str, Any]:
-        names = ("q_index", "weights", "index_pool", "page_table", "req_rows", "query_positions", "num_real")
-        names += ("page_size", "top_k", "key_format")
+        names = ["q_index", "weights", "index_pool", "page_table", "req_rows", "query_positions", "num_real"]
+        names += ["page_size", "top_k", "key_format"]
         return {name: getattr(self, name) for name in names}
 
     def call(self, scratch: IndexerScratch | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -41,20 +42,22 @@ def no_waiting() -> Iterator[None]:
 
 def on_host(state: HotBufferState) -> HotBufferState:
     """Copy the tables to the CPU."""
-    return HotBufferState(
-        **{
-            f.name: value.to("cpu", copy=True)
-            if isinstance(value := getattr(state, f.name), Tensor)
-            else value
-            for f in dataclasses.fields(state)
-        }
-    )
+    tensors: dict[str, Any] = {
+        f.name: value.to("cpu", copy=True)
+        for f in dataclasses.fields(state)
+        if isinstance(value := getattr(state, f.name), Tensor)
+    }
+    return dataclasses.replace(state, **tensors)
 
 
 def requests_on_host(requests: StepRequests, state: HotBufferState) -> StepRequests:
     """Return the same requests on tables of the CPU."""
-    tensors = (requests.seq_lens, requests.req_rows, requests.num_real_reqs)
-    return StepRequests(state, *(tensor.cpu() for tensor in tensors), requests.num_new)
+    seq_lens, req_rows, num_real = (
+        requests.seq_lens.cpu(),
+        requests.req_rows.cpu(),
+        requests.num_real_reqs.cpu(),
+    )
+    return StepRequests(state, seq_lens, req_rows, num_real, requests.num_new)
 
 
 def assert_same_tables(state: HotBufferState, expected: HotBufferState) -> None:

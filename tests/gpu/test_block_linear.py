@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -134,7 +136,7 @@ def test_a_product_in_bfloat16(num_tokens: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 300])
 def test_a_gated_mlp_in_bfloat16(num_tokens: int) -> None:
-    mlp = torch.nn.Module()
+    mlp: Any = torch.nn.Module()
     for name, shape in (("gate_proj", (512, 2048)), ("up_proj", (512, 2048)), ("down_proj", (2048, 512))):
         linear = torch.nn.Linear(shape[1], shape[0], bias=False, device=DEVICE, dtype=torch.bfloat16)
         linear.requires_grad_(False)

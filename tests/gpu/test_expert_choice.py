@@ -46,13 +46,15 @@ def test_chooses_as_on_the_cpu(
     num_tokens: int, sizes: tuple[int, ...], normalizes: bool, outside: float, is_softmax: bool
 ) -> None:
     """The choice is the same for equal scores too: logits are rounded, and some rows have equal logits."""
-    num_experts, top_k, *groups = sizes
+    num_experts, top_k, num_groups, num_chosen_groups = sizes
     generator = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn((3, num_tokens, num_experts), generator=generator).round()
     logits[:, ::3] = 0
     bias = torch.randn(num_experts, generator=generator).round() / 8
     has_shared = num_tokens % 2 == 1
-    choice = ExpertChoice(bias, top_k, *groups, normalizes, 2.5, outside, is_softmax, has_shared)
+    choice = ExpertChoice(
+        bias, top_k, num_groups, num_chosen_groups, normalizes, 2.5, outside, is_softmax, has_shared
+    )
     weights, ids = choice.choose(logits)
     on_gpu, logits_on_gpu = replace(choice, bias=bias.to(DEVICE)), logits.to(DEVICE)
     with no_waiting():

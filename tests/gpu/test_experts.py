@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,13 +71,14 @@ def test_is_as_on_the_cpu(
 
     found = experts(hidden.to(HOME), expert_ids.to(HOME), weights.to(HOME))
 
-    of_dtype = [ExpertMatrices(m.values if is_fp8 else m.values.to(dtype), m.scales) for m in (gate_up, down)]
+    matrices = [ExpertMatrices(m.values if is_fp8 else m.values.to(dtype), m.scales) for m in (gate_up, down)]
+    exact_gate_up, exact_down = matrices
     exact = Routing.plan(expert_ids, weights, num_experts)
-    expected = run_experts(hidden.float(), exact, *of_dtype, 0).sum(dim=1)
-    is_rounded = rounds(hidden.to(HOME), of_dtype[0])
+    expected = run_experts(hidden.float(), exact, exact_gate_up, exact_down, 0).sum(dim=1)
+    is_rounded = rounds(hidden.to(HOME), exact_gate_up)
     assert is_rounded == (is_fp8 and dtype == torch.bfloat16)
     routing = Routing.plan(expert_ids, weights, num_experts, is_rounded=is_rounded)
-    rounded = run_experts(hidden, routing, *of_dtype, 0).sum(dim=1).float()
+    rounded = run_experts(hidden, routing, exact_gate_up, exact_down, 0).sum(dim=1).float()
     # The error may be that of the same dtype on the CPU or twice that: sums have another order, but are
     # rounded at the same places.
     tolerance = 1e-4 + 2 * float((rounded - expected).abs().max())
@@ -126,7 +128,7 @@ def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: 
     of_gate = torch.randn((num_experts, hidden_size), generator=torch.Generator().manual_seed(1)).to(HOME)
     results = []
     for has_room in (False, True):
-        mlp = torch.nn.Module()
+        mlp: Any = torch.nn.Module()
         mlp.gate = SimpleNamespace(
             weight=of_gate / hidden_size**0.5, top_k=top_k, num_group=None, topk_group=None,
             norm_topk_prob=True, routed_scaling_factor=2.5,
@@ -137,7 +139,7 @@ def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: 
         layer = FeedForward(mlp, FAMILIES["axk2"])
         parts = layer(Activations(hidden))
         assert len(parts) == (1 if has_room else 2)
-        results.append(sum(part.double().sum(dim=0) for part in parts))
+        results.append(torch.cat([part.double() for part in parts]).sum(dim=0))
     assert (results[1] - results[0]).norm() <= 0.01 * results[0].norm()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from hisparse_pd.core.memory.peer import GpuWriter, word_bytes
 from hisparse_pd.transfer.lane import Lane, Lanes
@@ -46,6 +47,12 @@ class NoNetwork:
         pass
 
 
+def lanes_from(source: Tensor) -> Lanes:
+    """Return the lanes of a node whose KV is in ``source``, on the first GPU."""
+    gpu = GpuWriter(torch.device("cuda:0"), [source])
+    return Lanes(NoNetwork(), "tcp", "run", gpu=gpu)  # type: ignore[arg-type]
+
+
 class Writer:
     """This process, with KV on the first GPU, an aux record in main memory, and a lane to the peer."""
 
@@ -56,7 +63,7 @@ class Writer:
         self.source = self.content.to("cuda:0")
         self.aux = torch.arange(100, dtype=torch.uint8)
         started = time.monotonic()
-        self.lanes = Lanes(NoNetwork(), "tcp", "run", gpu=GpuWriter(torch.device("cuda:0"), [self.source]))
+        self.lanes = lanes_from(self.source)
         self.lanes.register(SESSION, peer.offer, peer.regions)
         while (lane := self.lanes.lane(SESSION)) is None:
             assert time.monotonic() - started < WAIT_SECS
@@ -139,12 +146,7 @@ def test_the_widest_word_that_fits_is_taken(bits: int, width: int) -> None:
 
 def test_the_peers_death_lets_its_memory_go() -> None:
     with LanePeer(64 << 20, "cuda:0") as peer:
-        lanes = Lanes(
-            NoNetwork(),
-            "tcp",
-            "run",
-            gpu=GpuWriter(torch.device("cuda:0"), [torch.zeros(64, device="cuda:0")]),
-        )
+        lanes = lanes_from(torch.zeros(64, device="cuda:0"))
         lanes.register(SESSION, peer.offer, peer.regions)
         deadline = time.monotonic() + WAIT_SECS
         while lanes.lane(SESSION) is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +38,9 @@ def rotation_of(num_tokens: int, rope_dim: int) -> Rotation:
     return angles.cos(), angles.sin()
 
 
+T = TypeVar("T")
+
+
 def vectors_of(key_dim: int, dtype: torch.dtype, *, is_interleaved: bool, spreads: bool) -> IndexVectors:
     hadamard = hadamard_matrix(key_dim, dtype) if spreads else None
     return IndexVectors(draw(key_dim), draw(key_dim + 1)[1:], 1e-6, is_interleaved, hadamard)
@@ -50,6 +55,11 @@ def on_gpu(vectors: IndexVectors) -> IndexVectors:
 def to_gpu(rotation: Rotation, rows: slice = slice(None)) -> Rotation:
     cos, sin = rotation
     return cos[rows].to(DEVICE), sin[rows].to(DEVICE)
+
+
+def present(value: T | None) -> T:
+    assert value is not None
+    return value
 
 
 def is_close(found: Tensor, expected: Tensor) -> None:
@@ -88,24 +98,25 @@ def test_latents_are_as_on_the_cpu(
         without_query = finish_latents(None, kv_a, *there, Rounding(), **index)
         keys_alone = finish_latents(None, None, *there, None, **index)
         with_raw = finish_latents(q_a, kv_a, *there, Rounding(), keeps_raw=True)
-    is_close(found.q.dense, expected.q.dense)
-    is_close(found.item, expected.item)
+    query, rounded = present(found.q), present(present(found.q).rounded)
+    raw, item = present(with_raw.q), present(found.item)
+    is_close(query.dense, present(expected.q).dense)
+    is_close(item, present(expected.item))
     for name in ("index_keys", "head_weights"):
         is_close(getattr(found, name), getattr(expected, name))
-    assert found.q.rounded is not None
-    values, scales = quantize_rows(found.q.dense.cpu())
-    assert torch.equal(found.q.rounded.values[:num_tokens].cpu().view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(found.q.rounded.scales[:, :num_tokens].cpu(), scales)
-    assert torch.equal(without_indexer.item, found.item)
-    assert torch.equal(without_indexer.q.dense, found.q.dense)
-    assert torch.equal(with_raw.q.dense[:, :q_rank], found.q.dense)
-    assert torch.equal(with_raw.q.dense[:, q_rank:], add_parts(q_a).to(dtype))
-    assert torch.equal(with_raw.q.rounded.scales, found.q.rounded.scales)
-    assert without_query.q is keys_alone.q is keys_alone.item is None
-    assert torch.equal(without_query.item, found.item)
+    values, scales = quantize_rows(query.dense.cpu())
+    assert torch.equal(rounded.values[:num_tokens].cpu().view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(rounded.scales[:, :num_tokens].cpu(), scales)
+    assert torch.equal(present(without_indexer.item), item)
+    assert torch.equal(present(without_indexer.q).dense, query.dense)
+    assert torch.equal(raw.dense[:, :q_rank], query.dense)
+    assert torch.equal(raw.dense[:, q_rank:], add_parts(q_a).to(dtype))
+    assert torch.equal(present(raw.rounded).scales, rounded.scales)
+    assert (without_query.q, keys_alone.q, keys_alone.item) == (None, None, None)
+    assert torch.equal(present(without_query.item), item)
     for some in (without_query, keys_alone):
-        assert torch.equal(some.index_keys, found.index_keys)
-        assert torch.equal(some.head_weights, found.head_weights)
+        assert torch.equal(present(some.index_keys), present(found.index_keys))
+        assert torch.equal(present(some.head_weights), present(found.head_weights))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

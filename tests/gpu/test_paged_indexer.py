@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hisparse_pd.kernels.indexer import index_logits
 from hisparse_pd.kernels.kv_format import IndexKeyFormat
-from hisparse_pd.kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
-from hisparse_pd.kernels.selection import select_topk
+from hisparse_pd.kernels.paged_indexer import IndexerScratch, paged_index_topk
+from hisparse_pd.kernels.selection import ABSENT, select_topk
 from tests.gpu.index_batch import Batch, stored_keys
 from tests.gpu.support import DEVICE, needs_gpu
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -130,7 +132,7 @@ class Single:
         self.state.assign_row(0, torch.arange(9), torch.arange(4), torch.arange(4))  # position p: host slot p
         self.one = torch.ones(1, dtype=torch.int32, device=DEVICE)
 
-    def pools(self) -> dict[str, torch.Tensor]:
+    def pools(self) -> dict[str, Any]:
         return {"k_host": self.host, "k_dev": self.dev}
 
     def __call__(self, seq_len: int, selected: list[int]) -> list[int]:

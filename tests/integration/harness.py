@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import httpx
 
@@ -332,15 +332,22 @@ def decode_service(checkpoint: Path, log_dir: Path, name: str, options: Sequence
     return Service(name, arguments, port, log_dir / f"{name}.log")
 
 
+class HasUrl(Protocol):
+    """A decode node, or what stands before one."""
+
+    @property
+    def url(self) -> str: ...
+
+
 def router_service(
-    prefill: Sequence[Service], decode: Sequence[Service], log_dir: Path, options: Sequence[str] = ()
+    prefill: Sequence[Service], decode: Sequence[HasUrl], log_dir: Path, options: Sequence[str] = ()
 ) -> Service:
     port = free_port()
     arguments = ["router", "--port", str(port), *options]
     for node in prefill:
         arguments += ["--prefill", node.url, str(node.bootstrap_port)]
-    for node in decode:
-        arguments += ["--decode", node.url]
+    for behind in decode:
+        arguments += ["--decode", behind.url]
     return Service("router", arguments, port, log_dir / "router.log")
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -112,7 +113,7 @@ def test_tokens_are_the_oracles_whichever_machine_has_a_request(
         assert f'hisparse_pd:requests_total{{dp_rank="{rank}"' in metrics
     pair.flush_prefix_caches()
     for node in (*pair.prefill, *pair.decode):
-        wait_until(lambda node=node: is_empty(node), f"{node.name} is empty")
+        wait_until(partial(is_empty, node), f"{node.name} is empty")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_one_rank_works_while_the_others_have_nothing(nodes: Deployment) -> None
     assert alone[0] == alone[1]
     nodes.flush_prefix_caches()
     for node in (*nodes.prefill, *nodes.decode):
-        wait_until(lambda node=node: is_empty(node), f"{node.name} is empty")
+        wait_until(partial(is_empty, node), f"{node.name} is empty")
 
 
 @pytest.mark.timeout(300)

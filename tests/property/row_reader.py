@@ -189,7 +189,7 @@ class Node:
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.set_aside: Callable[[PoolKind, int], None] | None = None
         """Called with each page that is set aside, when it is."""
-        self._patches = [
+        self._patches: list[Any] = [
             patch("hisparse_pd.decode_node.device_step.paged_index_topk", self.model.index_topk),
             patch.object(scrub, "STEPS_BETWEEN", 4),
         ]

@@ -43,7 +43,7 @@ def ids_of(kind: str, endpoint: Endpoint, body: dict[str, Any], *, old: bool = F
     request = parse_request(endpoint, json.dumps(body | ROOM).encode(), "tiny")
     encoded = codec(kind, clients_write_tokens=old).encode(request.prompts, ["messages"], 10_000_000)
     (packed,) = asyncio.run(encoded)
-    return unpack_token_ids(packed).tolist()
+    return list(unpack_token_ids(packed).tolist())
 
 
 def controls(kind: str, token_ids: list[int]) -> list[int]:

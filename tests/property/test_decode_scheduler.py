@@ -273,7 +273,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         if is_quiet:
             self._quiet(request.room, batch_failed)
 
-    @precondition(lambda self: len(self.rooms.quarantine))
+    @precondition(lambda self: len(self.rooms.quarantine) > 0)
     @rule(data=st.data(), batch_failed=st.booleans())
     def go_quiet(self, data: st.DataObject, batch_failed: bool) -> None:
         unresolved = [entry.room for entry in self.rooms.quarantine if entry.is_unacknowledged]
@@ -284,7 +284,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.over(room, batch_failed or room in self.failed_batches)
         self.rooms.quarantine.quiet(room, batch_failed, self.now)
 
-    @precondition(lambda self: self.landing() or len(self.rooms.quarantine))
+    @precondition(lambda self: bool(self.landing() or len(self.rooms.quarantine)))
     @rule(peer=st.sampled_from(PEERS), is_gone=st.booleans())
     def lose_peer(self, peer: PeerAddress, is_gone: bool) -> None:
         for request in self.rooms.of_peer(peer):
@@ -296,7 +296,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                     self.over(entry.room, batch_failed=True)
             self.rooms.quarantine.instance_gone(f"run of {peer}", self.now)
 
-    @precondition(lambda self: len(self.rooms.quarantine))
+    @precondition(lambda self: len(self.rooms.quarantine) > 0)
     @rule(secs=st.sampled_from([1.0, QUARANTINE_SECS / 2, QUARANTINE_SECS]))
     def pass_time(self, secs: float) -> None:
         self.now += secs

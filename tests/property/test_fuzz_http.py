@@ -14,7 +14,6 @@ from hypothesis import given
 
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import unpack_token_ids
-from hisparse_pd.router import body as router_body
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.errors import NodeRefused
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
@@ -246,17 +245,17 @@ def test_a_body_costs_no_more_memory_than_its_size_explains(endpoint: Endpoint, 
     batch(seed, make_body(endpoint), check, count=BATCH // 10)
 
 
-@pytest.mark.parametrize("endpoint", router_body.Endpoint)
+@pytest.mark.parametrize("endpoint", Endpoint)
 @given(seed=seeds)
 @fuzz_batches
 def test_the_router_sends_what_it_was_sent_with_its_own_bootstrap_fields(
-    endpoint: router_body.Endpoint, seed: int
+    endpoint: Endpoint, seed: int
 ) -> None:
-    make = make_body(Endpoint(endpoint.value))
+    make = make_body(endpoint)
     batch(seed, make, lambda content: check_relayed(endpoint, content))
 
 
-def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
+def check_relayed(endpoint: Endpoint, content: bytes) -> None:
     try:
         body = RequestBody.parse(content, endpoint)
     except ApiError as error:

@@ -107,8 +107,9 @@ class NaiveHistory(History):
         groups = [NaiveGroup(request.capacity, self.max_new) for _ in self.group_layers if request.capacity]
         self.twins[row] = twin = Twin(groups)
         twin.never_misses = request.hints is not None and self.fits(request)
-        for group, naive in enumerate(groups if request.hints is not None else ()):
-            hint = request.hints[group if len(request.hints) > 1 else 0].tolist()
+        hints = request.hints or []
+        for group, naive in enumerate(groups if hints else ()):
+            hint = hints[group if len(hints) > 1 else 0].tolist()
             distinct = list(dict.fromkeys(position for position in hint if position >= 0))
             warm = distinct[: request.capacity - self.max_new]
             naive.preload(list(range(request.seq_len)) if twin.never_misses else warm)

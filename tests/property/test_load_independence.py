@@ -11,8 +11,10 @@ import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from hisparse_pd.core.model.sampling import sample
 from tests.tied_checkpoint import INDEX_TOPK
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
+from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tests.unit.model.paged_model import PagedModel
 from tools.checkpoints.oracle import greedy_tokens
 
@@ -99,6 +101,10 @@ def check(prompt: Prompt, token_ids: list[int], logprobs: list[TokenLogprob], ex
         assert [token_id for token_id, _ in got.top] == [token_id for token_id, _ in wanted.top]
         for (_, value), (_, wanted_value) in zip(got.top, wanted.top, strict=True):
             assert abs(value - wanted_value) <= LOGPROB_TOLERANCE
+
+
+def all_over(jobs: list[Answer]) -> bool:
+    return all(job.is_over for job in jobs)
 
 
 def test_alone_they_are_transformers_own(checkpoint: Checkpoint, expected: dict[Prompt, Expected]) -> None:
@@ -178,7 +184,11 @@ def test_decode_in_any_mode_pages_company_and_retraction(
     turns_between = data.draw(st.integers(0, 3), "turns between arrivals")
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
     slice_bytes = data.draw(st.sampled_from([1, 1 << 30]), "of a row that is filled, in a turn")
-    limits = {"device_pool_tokens": pool_tokens, "device_buffer_size": 48, "max_running_requests": 7}
+    limits: dict[str, Any] = {
+        "device_pool_tokens": pool_tokens,
+        "device_buffer_size": 48,
+        "max_running_requests": 7,
+    }
     with TemporaryDirectory() as ipc_dir:
         harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
         harness.engine.tables.slice_bytes = slice_bytes
@@ -207,7 +217,7 @@ def test_decode_behind_prefixes_that_are_held_or_given_up(
     rounds = data.draw(st.lists(st.lists(flag, min_size=7, max_size=7), min_size=3, max_size=3), "modes")
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
     num_said = data.draw(st.integers(1, NUM_NEW - 1), "tokens of the answer")
-    limits = {
+    limits: dict[str, Any] = {
         "host_pool_tokens": pool_tokens,
         "device_pool_tokens": pool_tokens,
         "device_buffer_size": 48,
@@ -223,7 +233,7 @@ def test_decode_behind_prefixes_that_are_held_or_given_up(
                     said = tuple(expected[prompt].token_ids[: num_said * (number == 2)])
                     sent = prompt[: -(-len(prompt) // 2)] if number == 0 else (*prompt, *said)
                     jobs.append(node.generate(sent, NUM_NEW - len(said), mode, num_logprobs=2))
-                node.turn_until(lambda jobs=jobs: all(job.is_over for job in jobs))
+                node.turn_until(partial(all_over, jobs))
                 for prompt, job in zip(order, jobs, strict=True):
                     assert job.failure is None
                     if number:

@@ -79,7 +79,8 @@ def test_a_plan_keeps_every_bound_and_the_order(
 
     admitted = [chunk for chunk in chunks if chunk.admits]
     continued = [chunk for chunk in chunks if not chunk.admits]
-    order = [room.room for room in [*running, *waiting]]
+    known: list[Running | Waiting] = [*running, *waiting]
+    order = [room.room for room in known]
     assert rooms == sorted(rooms, key=order.index)
     assert chunks == (*continued, *admitted)
     assert len(running) + len(admitted) <= max(limits.max_requests, len(running))
@@ -94,7 +95,7 @@ def test_a_plan_keeps_every_bound_and_the_order(
     assert needed <= num_pages
     for chunk in admitted:
         assert chunk.start == by_room[chunk.room].num_cached_pages * PAGE_SIZE
-    num_tokens = {room.room: room.num_tokens for room in [*running, *waiting]}
+    num_tokens = {room.room: room.num_tokens for room in known}
     long = [chunk for chunk in chunks if chunk.stop < num_tokens[chunk.room]]
     assert len(long) <= 1
     if long:

@@ -263,7 +263,7 @@ class SendQueueMachine(RuleBasedStateMachine):
                 self.end_write(session, "")
         self.take()
         assert self.rooms == {}
-        assert self.queue._rooms == self.queue._peers == {}
+        assert self.queue.is_empty
 
 
 SendQueueMachine.TestCase.settings = settings(derandomize=True, max_examples=100, stateful_step_count=60)
@@ -282,7 +282,7 @@ def batch(room: int, *sizes: int, addr: int = 0) -> WriteBatch:
     return WriteBatch(Room(room), f"{room} at {addr}", slices, sum(sizes))
 
 
-def drain(queue: SendQueue) -> list[int]:
+def drain(queue: SendQueue) -> list[Room]:
     """Write all there is; the rooms in the order in which their slices went out."""
     order = []
     while (taken := queue.next("a", 0.0)) is not None:

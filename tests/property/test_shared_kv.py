@@ -101,7 +101,11 @@ def test_any_pattern_of_layers_gives_the_same_tokens_in_every_mode(pattern: dict
         path = Path(directory)
         write_tied_checkpoint(path / "model", "mistral", **pattern)
         checkpoint = load_checkpoint(path / "model")
-        limits = {"device_pool_tokens": 1024, "device_buffer_size": 48, "max_running_requests": 16}
+        limits: dict[str, Any] = {
+            "device_pool_tokens": 1024,
+            "device_buffer_size": 48,
+            "max_running_requests": 16,
+        }
         with closing(EngineHarness(checkpoint, path, page_size=16, **limits)) as node:
             jobs = [
                 (prompt, node.generate(prompt, NUM_NEW, flag)) for flag in HisparseFlag for prompt in PROMPTS

@@ -173,7 +173,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
             case "no checks" | "nothing":
                 if how == "nothing":
                     pool[:, slots[first:]] = before[:, slots[first:]]
-                if checks is not None:
+                if checks is not None and checks_before is not None:
                     checks[:, check_slots[first:]] = checks_before[:, check_slots[first:]]
         self.damaged |= {(kind, each, slot) for slot in slots.tolist() for each in range(num_layers)}
         self.node.say_done(request)
@@ -229,7 +229,8 @@ class WrongRowsMachine(RuleBasedStateMachine):
         """Return the slots of running requests and held prefixes."""
         of: list[Any] = [*self.of(RequestState.RUNNING), *self.requests.held]
         parts = [slots_tensor(each.extents(kind)) for each in of if kind in getattr(each, "kinds", (kind,))]
-        return torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).unique()
+        slots: Tensor = torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).unique()
+        return slots
 
     @precondition(lambda self: self.slots_in_use(PoolKind.HOST).numel())
     @rule(layer=LAYER, how=HOW, num=st.sampled_from([1, 5, 20]))

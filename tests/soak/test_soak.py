@@ -171,8 +171,10 @@ def services(checkpoint: Path, directory: Path) -> Deployment:
     for node in (*prefill, *decode):
         node.module = "tests.faults.node"
     for node in prefill:
-        often = {"slow": 0.04, "twice": 0.04, "shuffled": 0.04}
-        rates = FaultRates(str(directory / "faults"), dropped=0.01, partial=0.01, late=0.02, **often)
+        rates = FaultRates(
+            str(directory / "faults"),
+            dropped=0.01, partial=0.01, late=0.02, slow=0.04, twice=0.04, shuffled=0.04,
+        )  # fmt: skip
         node.env["TRANSPORT_FAULTS"] = rates.to_json()
     for node in decode:
         node.env["CANARY_REPORT"] = str(directory / f"{node.name}-canaries.json")

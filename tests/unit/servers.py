@@ -14,10 +14,23 @@ from typing import Literal
 from starlette.types import ASGIApp
 
 from hisparse_pd.serving.http.certificates import Certificate
+from hisparse_pd.serving.http.connections import Connections
+from hisparse_pd.serving.http.handshakes import Handshake
+from hisparse_pd.serving.http.http_connection import HttpConnection
 from hisparse_pd.serving.http.listening import HttpServer, Listener
 from tests.waiting import WAIT_SECS, until
 
 REPO = Path(__file__).parents[2]
+
+
+def established(connections: Connections) -> list[HttpConnection]:
+    """Return a server's connections, without those in their TLS handshake."""
+    return [each for each in connections.live if isinstance(each, HttpConnection)]
+
+
+def of_clients(connections: Connections) -> list[HttpConnection | Handshake]:
+    """Return a server's connections, those in their TLS handshake too."""
+    return [each for each in connections.live if isinstance(each, HttpConnection | Handshake)]
 
 
 @asynccontextmanager

@@ -157,7 +157,9 @@ def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
     found: dict[tuple[int, tuple[float, ...]], Response] = {}
     for entry in json.loads(path.read_text())["responses"]:
         if entry["system"] == ORACLE:
-            values = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+            values: dict[str, Any] = {
+                name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()
+            }
             response = Response(**values)
             found[response.length, response.depths] = response
     keys = [(prompt.length, tuple(answer.depth for answer in prompt.answers)) for prompt in prompts]

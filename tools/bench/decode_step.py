@@ -26,7 +26,7 @@ import json
 import re
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -126,7 +126,9 @@ class Prefilled:
 
     def _with_rows(self, change: Callable[[Tensor], Tensor], **others: Any) -> Prefilled:
         rows = {name: getattr(self, name) for name in ("kv", "kv_host", "index", "row_checks")}
-        changed = {name: change(of_all) for name, of_all in rows.items() if of_all is not None}
+        changed: dict[str, Any] = {
+            name: change(of_all) for name, of_all in rows.items() if of_all is not None
+        }
         return replace(self, **changed, **others)
 
 
@@ -404,7 +406,7 @@ def measure(
     step_ms = 1e3 * secs / arguments.steps
     miss_bytes = misses / arguments.steps * bench.tables.bytes_per_miss
     swap_in_ms = sum(kernel.ms for kernel in kernels if kernel.kind == "swap-in")
-    added_ms: Counter[str] = Counter()
+    added_ms: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels:
         added_ms[kernel.kind] += kernel.added_ms
     return {
@@ -451,7 +453,7 @@ def kernels_of(bench: Bench, num_steps: int) -> list[Kernel]:
         [
             (event.name, event.time_range.start, event.time_range.end)
             for event in profiler.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
+            if event.device_type.name == "CUDA"
         ],
         num_steps,
     )

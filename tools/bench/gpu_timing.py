@@ -25,7 +25,7 @@ def timed_us(run: Callable[[], object], before: Callable[[], object] | None = No
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def graph_us(

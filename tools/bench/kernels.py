@@ -166,7 +166,7 @@ def experts(options: argparse.Namespace) -> Cells:
                 of_kind.scales.fill_(1.0)
         for num_tokens in options.tokens:
             inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
-            num_read = sum(len(expert_ids.unique()) for _, expert_ids, _ in inputs) / len(inputs)
+            num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
             us = graph_us([partial(routed, *call) for call in inputs])
             num_bytes = num_read * matrices * dtype.itemsize
             yield {

@@ -185,7 +185,8 @@ class Worker:
         """Return the answer to the last order; it has ``error`` if the order failed."""
         if not self._why_gone:
             try:
-                return received(self._orders, ANSWER_SECS)
+                answer: dict[str, Any] = received(self._orders, ANSWER_SECS)
+                return answer
             except (EOFError, OSError) as error:
                 self._give_up(f"its process has ended: {error}")
             except TimeoutError as error:

@@ -84,7 +84,8 @@ def contents(
     found: list[bytes] = []
     for number in range(min(count, num_distinct or count)):
         rng = np.random.default_rng((options.seed, 0 if num_distinct else stream + 1, number))
-        prompt = rng.integers(*options.token_range, options.input_tokens).tolist()
+        low, high = options.token_range
+        prompt = rng.integers(low, high, options.input_tokens).tolist()
         found.append(msgspec.json.encode(body | {"prompt": prompt} | options.extra_body))
     return [found[number % len(found)] for number in range(count)]
 
@@ -163,7 +164,8 @@ def summarize(num_clients: int, records: Sequence[Record], counters: Mapping[str
     answers = [record.served for record in done if record.served is not None]
     wall_secs = max(r.ended for r in records) - min(r.started for r in records)
     num_tokens = sum(record.num_tokens for record in records)
-    hits, misses = sum(a.hits for a in answers), sum(a.misses for a in answers)
+    hits: float = sum(a.hits for a in answers)
+    misses: float = sum(a.misses for a in answers)
     if counters:
         hits, misses = counters["swap_in_hits_total"], counters["swap_in_misses_total"]
     return {

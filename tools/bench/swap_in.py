@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ def copy_peak(pool: Tensor) -> dict[str, Any]:
     rates = []
     for repetition in range(6):
         src = pool[repetition * num_bytes : (repetition + 1) * num_bytes]
-        us = timed_us(lambda src=src: dev.copy_(src, non_blocking=True))
+        us = timed_us(partial(dev.copy_, src, non_blocking=True))
         rates.append(num_bytes / us / 1e3)
     return spread(rates[1:])
 
@@ -260,7 +261,7 @@ def measure(
         cell.verify(calls[-1], out)
         del graph, cell
     cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
-    single_us = [timed_us(lambda call=call: cell.call(call, seq_lens, out)) for call in calls]
+    single_us = [timed_us(partial(cell.call, call, seq_lens, out)) for call in calls]
     repeats = spread(graph_us)
     us, misses = repeats["median"], counted[MISSES]
     return {

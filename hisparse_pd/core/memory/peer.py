@@ -129,7 +129,7 @@ class GpuCopy:
 
     def __init__(self, device: torch.device) -> None:
         # A blocking event: a thread that spins would take a core from the forward.
-        self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.over = torch.cuda.Event(blocking=True)
         self.staged = torch.empty(0, dtype=torch.int64)
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -151,7 +151,7 @@ class _Channel:
     """A thread's stream with two copies: one is prepared while the other runs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device)
         self._cupy_stream = cupy_module().cuda.Stream.from_external(_Handle(self.stream.cuda_stream))
         self._copies = deque([GpuCopy(device), GpuCopy(device)])
 

@@ -31,5 +31,5 @@ def draw(name: str, target: Tensor) -> None:
     else:
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
         scale = 1.0 if target.dtype == torch.float8_e4m3fn else target.shape[1] ** -0.5
-        for piece in target.split(_PIECE_ROWS):  # type: ignore[no-untyped-call]
+        for piece in target.split(_PIECE_ROWS):
             piece.copy_(torch.randn(piece.shape, device=target.device, generator=generator) * scale)

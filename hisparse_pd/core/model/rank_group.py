@@ -66,7 +66,7 @@ class RankGroup:
         self._page: RankPage | None = None
         self._forward_secs = forward_secs
         self._start_secs = start_secs
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its start-up fails where fabrics are split
         try:
             own_address = _use_network(place)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.base.vocabulary import RankPlace
-from hisparse_pd.engine.messages import Generate
+from hisparse_pd.engine.messages import FromEngine, Generate
 
 
 def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
@@ -20,7 +20,7 @@ def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPl
 
     go_on = settings.model_path.parent / "go_on"
 
-    def script(sample: Generate) -> Iterator[object]:
+    def script(sample: Generate) -> Iterator[FromEngine | float]:
         first, *others = say("abcdefgh"[: sample.sampling.max_new_tokens])(sample)
         yield first
         while others and not go_on.exists():

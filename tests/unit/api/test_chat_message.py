@@ -394,9 +394,9 @@ def test_names_and_strings_are_shown_as_they_come() -> None:
     parser = make_parser(GLM)
     assert parser.feed("<tool_call>weather<arg_") == []
     assert begun(parser, "key>") == "weather"
-    pieces = ("city</arg_key><arg_value>", "42\n", 'is "so', "</arg_value", ">")
+    pieces = ["city</arg_key><arg_value>", "42\n", 'is "so', "</arg_value", ">"]
     assert shown(parser, *pieces) == ['{"city": "', "42\\n", 'is \\"so', "", '"']
-    pieces = ("<arg_key>days</arg_key><arg_value>", "4", "2", "</arg_value></tool_call>")
+    pieces = ["<arg_key>days</arg_key><arg_value>", "4", "2", "</arg_value></tool_call>"]
     assert shown(parser, *pieces) == [', "days": ', "", "", "42}"]
     parser = make_parser(DSML)
     invoke, is_string, no_string = (

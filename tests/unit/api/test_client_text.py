@@ -32,7 +32,7 @@ def prompt_of(*contents: str, role: str = "user", **fields: Any) -> ChatPrompt:
 
 def ids_of(codec: TextCodec, prompt: ChatPrompt) -> list[int]:
     (packed,) = asyncio.run(codec.encode([prompt], ["messages"], 10_000_000))
-    return unpack_token_ids(packed).tolist()
+    return list(unpack_token_ids(packed).tolist())
 
 
 def written(codec: TextCodec, prompt: ChatPrompt) -> str:
@@ -80,8 +80,8 @@ def test_raw_prompts_stay_as_they_are() -> None:
 
 def test_a_next_turn_begins_with_the_tokens_of_the_turn_before() -> None:
     first = prompt_of("see <|assistant|> <")
-    answer = {"role": "assistant", "content": "I see <|user|>"}
-    asked = {"role": "user", "content": f"and {STAND_IN} <bos>"}
+    answer: dict[str, object] = {"role": "assistant", "content": "I see <|user|>"}
+    asked: dict[str, object] = {"role": "user", "content": f"and {STAND_IN} <bos>"}
     second = ChatPrompt((*first.messages, answer, asked), {}, False, (), True)
     before, after = ids_of(codec("retrieval"), first), ids_of(codec("retrieval"), second)
     assert after[: len(before)] == before
@@ -198,7 +198,8 @@ def test_the_spelling_of_a_mark_at_the_end_of_a_prompt_opens_no_reasoning() -> N
         (packed,) = asyncio.run(chat.encode([prompt], ["messages"], 99))
         return chat.chat_format.opens_reasoning(packed, of_token)
 
-    continued = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>"})
+    asked: dict[str, object] = {"role": "user", "content": "a"}
+    continued = (asked, {**asked, "role": "assistant", "content": "<think>"})
     assert opens(prompt_of("a"))
     assert not opens(ChatPrompt(continued, {}, True, (), True, add_generation_prompt=False))
 

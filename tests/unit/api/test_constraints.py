@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.call_rules import CallRule
 from hisparse_pd.serving.api.constraints import (
     MAX_CHOICE_CHARS,
     MAX_GBNF_CHARS,
     MAX_GBNF_RULES,
     MAX_SCHEMA_BYTES,
     AnswerFormat,
-    CallRule,
     Constraint,
     FormatKind,
 )
@@ -111,7 +111,8 @@ def test_words_of_other_servers_are_refused(endpoint: Endpoint, fields: dict[str
 def test_what_asks_for_nothing_is_no_constraint() -> None:
     harmless: dict[str, Any] = {"json_object": False, "regex": None, "disable_fallback": True}
     for endpoint in (CHAT, COMPLETIONS):
-        for fields in ({}, {"structured_outputs": {}}, {"structured_outputs": harmless}, {"regex": None}):
+        nothing: list[dict[str, Any]] = [{"structured_outputs": {}}, {"structured_outputs": harmless}]
+        for fields in (*nothing, {}, {"regex": None}):
             assert constraint_of(endpoint, **fields) is None
             assert constraint_of(endpoint, **fields, response_format={"type": "text"}) is None
     assert constraint_of(RESPONSES, text={"format": {"type": "text"}}) is None

@@ -89,7 +89,7 @@ def test_the_text_about_tools_is_word_for_word_what_the_model_was_trained_on() -
 
 
 def tools_text(*shown: str) -> str:
-    return HEAD + "\n".join(shown) + TAIL
+    return f"{HEAD}{chr(10).join(shown)}{TAIL}"
 
 
 def call(call_id: str | None, name: str = "forecast", **arguments: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_what_it_has_no_form_for_is_refused(
 def test_arguments_may_be_nested_as_deeply_as_json_from_outside(checkpoint: Path) -> None:
     """One level more is refused. In every version of Python, what is read can be written."""
     inner = "[" * (MAX_NESTING - 1) + "]" * (MAX_NESTING - 1)
-    arguments = written_arguments("arguments", f'{{"a":{inner}}}')
+    arguments: Any = written_arguments("arguments", f'{{"a":{inner}}}')
     assert isinstance(arguments, dict)
     shown = prompt_text(checkpoint, HELLO, calling(call("c1", **arguments)), result("7", "c1"))
     assert inner in shown

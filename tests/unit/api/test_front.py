@@ -345,6 +345,7 @@ async def test_a_drain_that_is_asked_for_again_is_no_second_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
+    node: Node
 
     def kill(pid: int, number: int) -> None:
         sent.append(number)
@@ -701,8 +702,11 @@ async def test_models_as_anthropics_client_reads_them(tmp_path: Path) -> None:
 def test_metrics_of_the_engine() -> None:
     metrics = FrontMetrics()
     assert "engine_steps" not in metrics.render().decode()
-    labelled = {'requests_total{mode="hisparse"}': 5.0, 'dropped_total{reason="late",peer="a"}': 1.0}
-    metrics.update(0, stats(step=41, **labelled))
+    labelled: dict[str, Any] = {
+        'requests_total{mode="hisparse"}': 5.0,
+        'dropped_total{reason="late",peer="a"}': 1.0,
+    }
+    metrics.update(0, stats(41, **labelled))
     lines = metrics.render().decode().splitlines()
     for line in (
         *('requests_total{mode="dense"} 3.0', 'requests_total{mode="hisparse"} 5.0'),

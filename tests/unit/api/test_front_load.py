@@ -256,7 +256,10 @@ class RecordingBackend:
         assert self.turns is not None
         self.batches.append([len(text) for text in texts])
         self.turns_at.append(self.turns.count)
-        return TOKENIZER.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        encoded: list[Any] = TOKENIZER.backend_tokenizer.encode_batch_fast(
+            texts, add_special_tokens=add_special_tokens
+        )
+        return encoded
 
 
 @pytest.mark.I7
@@ -266,7 +269,7 @@ def test_many_prompts_are_tokenized_in_batches_between_which_others_have_turns(
     num_prompts: int, num_chars: int
 ) -> None:
     codec = TextCodec(TOKENIZER, len(TOKENIZER))
-    backend = codec._backend = RecordingBackend()  # type: ignore[assignment]
+    backend = codec._backend = RecordingBackend()
     prompts = [("ab" * num_chars)[:num_chars]] * num_prompts
 
     async def main() -> tuple[bytes, ...]:

@@ -54,7 +54,7 @@ class NodeProcess:
                 for _ in range(num)
             ]
             assert {answer.status_code for answer in answers} == {200}
-            lines = [filter(None, answer.iter_lines()) for answer in answers]
+            lines: list[Iterator[str]] = [filter(None, answer.iter_lines()) for answer in answers]
             assert all(next(of_one).startswith("data: ") for of_one in lines)
             yield lines
 

@@ -130,7 +130,7 @@ async def test_a_sample_goes_on_behind_its_prompt_and_its_output_so_far(tmp_path
 async def test_a_node_that_leaves_says_so_in_streams_and_ends_what_may_begin_anew(tmp_path: Path) -> None:
     may_go_on, has_begun = threading.Event(), asyncio.Event()
 
-    def pauses(generate: Generate) -> Iterator[object]:
+    def pauses(generate: Generate) -> Iterator[FromEngine | float]:
         for message in say("abcde")(generate):
             yield message
             while not may_go_on.is_set():

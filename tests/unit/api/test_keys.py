@@ -123,7 +123,7 @@ class Gate:
         scope = {"type": "http", "path": target, "headers": headers, "client": ("10.0.0.9", 1)}
         gate = RequireKey(app, self.keys, frozenset(("/health",)), self.refuse)
         with pytest.raises(StopIteration):
-            gate(scope, receive, send).send(None)  # type: ignore[attr-defined]
+            gate(scope, receive, send).send(None)
         start, *bodies = sent
         return start["status"], dict(start["headers"]), b"".join(message["body"] for message in bodies)
 

@@ -143,7 +143,7 @@ def cleared(**edit: Any) -> dict[str, Any]:
 
 def shown_thoughts(first: str, second: str) -> str:
     """Return the thoughts shown of the two turns before the last question."""
-    u, v = second or ("", "")
+    u, v = list(second) or ["", ""]
     return (
         f"[user]a[assistant]{first}b[user]c"
         f"[assistant]{u}<t1 weather {{}}>[toolt1]d[assistant]{v}e[user]f[assistant]"
@@ -226,7 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             (user(IMAGE), '.type: "image" is not supported: could not process image'),
             (user(PDF), '.type: "document" is not supported: could not process pdf'),
             (user({"type": "audio"}), '.type: "audio" must be "text", "tool_result"'),
-            (user(text(1)), ".text: 1 must be `str`"),
+            (user({"type": "text", "text": 1}), ".text: 1 must be `str`"),
             (user(given(IMAGE)), '.content[0].type: "image"'),
             (user({"type": "tool_result", "content": "x"}), ".tool_use_id"),
             (user(7), ": 7 must be `object`"),

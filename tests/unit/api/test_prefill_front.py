@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.anyio
 
-NOTHING = {"meta_info": {"input_token_logprobs": []}}
+NOTHING: dict[str, Any] = {"meta_info": {"input_token_logprobs": []}}
 """The answer in which routers find no logprob to put before the decode node's."""
 HOSTILE = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"{}" * 1000, b"x" * MAX_BODY_BYTES]
 

@@ -17,7 +17,7 @@ from hisparse_pd.engine.messages import (
     ReleaseQuarantine,
     SetAsidePage,
 )
-from hisparse_pd.serving.api.app import json_response
+from hisparse_pd.serving.api.models import json_response
 from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.http_errors import ApiError

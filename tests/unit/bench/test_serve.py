@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from starlette.types import Send
 
 from tests.unit.router.cluster import Behaviour, FakeNode, answer, says, start, write
 from tests.unit.router.cluster import serving as serving_app
@@ -36,9 +37,6 @@ BODY = bodies(hisparse="true")[0]
 # --- endpoints on loopback -----------------------------------------------------------------------------
 
 
-Send = Callable[[Any], Awaitable[None]]
-
-
 @dataclass
 class Endpoint(FakeNode):
     """A node with counters, which counts how many requests it has at once."""
@@ -59,12 +57,14 @@ class Endpoint(FakeNode):
         finally:
             self.num_inside -= 1
 
-    @property
-    def bodies(self) -> list[dict[str, Any]]:
-        return [json.loads(content) for _, _, content in self.requests]
 
-    async def until_asked(self, num_requests: int) -> None:
-        await until(lambda: len(self.requests) >= num_requests, f"{num_requests} requests")
+def bodies_of(node: FakeNode) -> list[dict[str, Any]]:
+    """Return the bodies of the requests that a node got."""
+    return [json.loads(content) for _, _, content in node.requests]
+
+
+async def until_asked(node: FakeNode, num_requests: int) -> None:
+    await until(lambda: len(node.requests) >= num_requests, f"{num_requests} requests")
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ USAGE = {
 DONE = b"data: [DONE]\n\n"
 
 
-async def scripted(_: Endpoint, send: Send) -> None:
+async def scripted(_: FakeNode, send: Send) -> None:
     """Send four tokens in two chunks, the first of which comes in two pieces."""
     await start(send)
     first = event("a")
@@ -117,14 +117,14 @@ async def record_of(behaviour: Behaviour, timeout_secs: float = WAIT_SECS) -> Re
         return await client.send(BODY)
 
 
-async def never(endpoint: Endpoint, send: Send) -> None:
+async def never(endpoint: FakeNode, send: Send) -> None:
     """Send one chunk, and then nothing for ever."""
     await start(send)
     await write(send, event("a"))
     await asyncio.Event().wait()
 
 
-async def dropping(_: Endpoint, send: Send) -> None:
+async def dropping(_: FakeNode, send: Send) -> None:
     await start(send)
     await write(send, event("a"))
     raise ConnectionResetError  # uvicorn cuts the connection in the middle of the answer
@@ -174,9 +174,9 @@ async def test_an_endpoint_that_is_not_there_is_a_connect_error() -> None:
 
 
 async def test_a_closed_loop_keeps_exactly_its_concurrency_busy() -> None:
-    async def when_three_are_there(endpoint: Endpoint, send: Send) -> None:
-        if len(endpoint.bodies) <= 3:
-            await endpoint.until_asked(3)
+    async def when_three_are_there(endpoint: FakeNode, send: Send) -> None:
+        if len(bodies_of(endpoint)) <= 3:
+            await until_asked(endpoint, 3)
         await scripted(endpoint, send)
 
     endpoint = Endpoint(when_three_are_there)
@@ -338,8 +338,8 @@ async def test_main_measures_by_turns_and_writes_what_it_found(
 ) -> None:
     monkeypatch.setattr(serve, "METRICS_SETTLE_SECS", 0.0)
 
-    async def sometimes_full(endpoint: Endpoint, send: Send) -> None:
-        if endpoint.bodies[-1]["hisparse"] is False and endpoint.bodies[-1]["max_tokens"] == 40:
+    async def sometimes_full(endpoint: FakeNode, send: Send) -> None:
+        if bodies_of(endpoint)[-1]["hisparse"] is False and bodies_of(endpoint)[-1]["max_tokens"] == 40:
             await answer(send, b"full", 503)
         else:
             await scripted(endpoint, send)
@@ -352,7 +352,7 @@ async def test_main_measures_by_turns_and_writes_what_it_found(
         arguments += ["--output-tokens", "40", "--warmup", "1", "--out", str(tmp_path / "made" / "run-0.5")]
         monkeypatch.setenv("OPENAI_API_KEY", "a-secret")
         assert await main_beside(*arguments) == 1  # for the 503
-    assert len(endpoint.bodies) == 4 * (1 + 3)
+    assert len(bodies_of(endpoint)) == 4 * (1 + 3)
     assert not endpoint.metrics
     report = json.loads((tmp_path / "made" / "run-0.5.json").read_text())
     assert report["model"] == "tiny"
@@ -396,7 +396,7 @@ async def test_what_is_not_said_is_four_requests_a_client_and_eight_at_least(tmp
     async with running(endpoint) as url:
         arguments = ["--url", url, "-c", "1", "3", "--hisparse", "none", "--warmup", "0"]
         assert await main_beside(*arguments, "--out", str(tmp_path / "run")) == 0
-    assert len(endpoint.bodies) == 8 + 12
+    assert len(bodies_of(endpoint)) == 8 + 12
 
 
 @pytest.mark.parametrize(

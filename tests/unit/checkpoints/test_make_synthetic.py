@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.kernels.indexer import index_topk
+from tests.unit.model.loading import load_ours
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS
 from tools.checkpoints.make_synthetic import SyntheticShape, main, write_synthetic
 from tools.checkpoints.quantize_fp8 import quantize_checkpoint
@@ -56,7 +57,8 @@ class WholeContext:
         self._keys: dict[int, Tensor] = {}
         self.selected: list[Tensor] = []
 
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        assert kv is not None
         assert index_keys is not None
         self._items[layer] = kv
         self._keys[layer] = index_keys
@@ -173,10 +175,12 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
     write_synthetic(tmp_path / "fp8", shape, seed=3, in_fp8=True)
     spec = load_spec(tmp_path / "fp8", "float32")
     assert spec.weights_are_fp8
-    model, expected = (load_model(tmp_path / name, spec) for name in ("fp8", "quantized"))
-    experts, wanted = (each._layers[1]._feed_forward.experts for each in (model, expected))
+    ours, expected = (
+        load_ours(tmp_path / name, spec, 1)[0].model.layers[1].mlp for name in ("fp8", "quantized")
+    )
+    experts, wanted = ours.experts, expected.experts
     assert tuple(experts.gate_up.values.shape) == (4, 2, 48, 128)
-    assert model._layers[1]._feed_forward.router.top_k == 3
+    assert ours.gate.top_k == 3
     # Drawn in float32, which only the other one rounds to bfloat16 before: one step of e4m3 at most.
     difference = experts.gate_up.of(1, torch.float32) - wanted.gate_up.of(1, torch.float32)
     assert float(difference.abs().max()) < 0.08 * float(wanted.gate_up.of(1, torch.float32).abs().max())

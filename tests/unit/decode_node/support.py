@@ -256,7 +256,7 @@ class EngineHarness:
         **settings: Any,
     ) -> None:
         path = ipc_dir / "engine.ipc"
-        self._front = zmq.Context.instance().socket(zmq.PAIR)
+        self._front: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.bind(f"ipc://{path}")

@@ -133,7 +133,7 @@ def test_drafts_are_those_of_the_plain_layer(
         node.finish([answer])
     assert len(made) > 2
     shares = checkpoint.spec.shares_draft_selection
-    tokens = list(max(made, key=len))
+    tokens = max(map(list, made), key=len)
     with torch.no_grad():
         hidden = load_oracle(checkpoint.path).model(torch.tensor([tokens])).last_hidden_state[0]
     plain, num_others = PlainMtp(checkpoint.path), 0

@@ -15,7 +15,8 @@ TOP_K, MAX_NEW, MAX_CONTEXT = 64, 4, 1000
 
 
 def make_request(num_prompt_tokens: int, max_new_tokens: int = 100, **values: Any) -> Request:
-    values = {"output_token_ids": [5], "reserved_tokens": 2000} | values
+    values.setdefault("output_token_ids", [5])
+    values.setdefault("reserved_tokens", 2000)
     return books.make_request(1, num_prompt_tokens, max_new_tokens, **values)
 
 
@@ -25,7 +26,7 @@ def verifiable(request: Request, num_drafts: int = 3) -> int:
 
 @pytest.mark.I6
 def test_a_dense_request_needs_slots_below_the_contexts_end() -> None:
-    dense = {"mode": Mode.DENSE}
+    dense: dict[str, Any] = {"mode": Mode.DENSE}
     assert verifiable(make_request(100, **dense)) == 3
     assert [verifiable(make_request(100, reserved_tokens=101 + n, **dense)) for n in range(4)] == [0, 1, 2, 3]
     assert verifiable(make_request(100, reserved_tokens=100, **dense)) == 0

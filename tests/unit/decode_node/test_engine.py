@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Pro
 NUM_NEW = 14
 HOT_BUFFER = 128
 TOP_K = 64
-NODE = {"device_buffer_size": HOT_BUFFER}
+NODE: dict[str, Any] = {"device_buffer_size": HOT_BUFFER}
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
@@ -33,7 +34,7 @@ EACH_MODEL = pytest.mark.parametrize(
 """Checkpoints whose layers share indexers and hot buffers in different ways."""
 
 
-def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: int) -> EngineHarness:
+def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: Any) -> EngineHarness:
     return EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, **pools)
 
 

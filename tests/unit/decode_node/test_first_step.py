@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests.unit.decode_node.support import (
 from tools.checkpoints.oracle import greedy_tokens
 
 PAGE = 16
-NODE = {"page_size": PAGE, "disable_prefix_cache": False, "device_pool_tokens": 2048}
+NODE: dict[str, Any] = {"page_size": PAGE, "disable_prefix_cache": False, "device_pool_tokens": 2048}
 PROMPT = random_prompt(3, 5 * PAGE + 1)
 """A prompt whose tokens but the last are whole pages."""
 NUM_NEW = 20

@@ -85,7 +85,11 @@ def test_outputs_are_what_the_schema_wants_and_neighbours_what_they_are_alone(
         node.finish([alone])
         flags = [HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO]
         neighbours = [node.generate(PLAIN, NUM_PLAIN, flag) for flag in flags]
-        seeds = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}, {"temperature": 2.0, "seed": 6}]
+        seeds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": 5},
+            {"temperature": 2.0, "seed": 6},
+        ]
         answers = [
             ask(node, PROMPTS[index], flag, ignore_eos=ignore_eos, **seed)
             for index, (flag, seed) in enumerate(zip(flags, seeds, strict=True))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
+import resource
 import weakref
 from pathlib import Path
 from typing import Any
@@ -86,13 +88,13 @@ def test_tensors_outlive_the_pool_and_the_mapping_goes_with_the_last_of_them() -
 def test_every_page_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = 10 * PAGE_BYTES + 3
     written: list[tuple[int, int]] = []
-    memset = host_memory.ctypes.memset
+    memset = ctypes.memset
 
     def recording(addr: int, value: int, size: int) -> Any:
         written.append((addr, size))
         return memset(addr, value, size)
 
-    monkeypatch.setattr(host_memory.ctypes, "memset", recording)
+    monkeypatch.setattr(ctypes, "memset", recording)
     monkeypatch.setattr(host_memory, "num_touch_threads", lambda *_: 4)
     start = allocate_host(num_bytes, pinned=False).tensor.data_ptr()
     assert len(written) == 4
@@ -160,7 +162,7 @@ def test_memory_that_is_dropped_does_not_stay_pinned() -> None:
 def test_a_failed_registration_names_size_cause_and_limit_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda _: (65536, 65536))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
     with pytest.raises(HostMemoryError) as caught:
         allocate_host(4096, pinned=True, name="pool kv_host", pinning=FakePinning(error=OSError("no room")))
     for words in ("pool kv_host", "4096 bytes", "OSError: no room", "limited to 65536 bytes", "ulimit -l"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ PROMPT = random_prompt(11, 200)
 @pytest.fixture
 def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
     """A node whose quarantine outlasts any test."""
-    pools = {"host_pool_tokens": 1024, "device_pool_tokens": 1024}
+    pools: dict[str, Any] = {"host_pool_tokens": 1024, "device_pool_tokens": 1024}
     with closing(EngineHarness(checkpoint, tmp_path, **pools, quarantine_secs=80_000.0)) as node:
         node.double.answers_aborts = False
         yield node

@@ -12,7 +12,7 @@ from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import EngineReady, Shutdown
 from tests.unit.decode_node.support import Checkpoint, EngineHarness
 from tests.unit.memory.this_machine import HERE, needs_policies, numa_maps_line
-from tests.waiting import WAIT_SECS
+from tests.waiting import WAIT_MS
 
 ON_HERE = Placement("a test's", HERE, (0,), policy=PoolPolicy.BIND)
 
@@ -39,6 +39,6 @@ def test_the_front_hears_where_the_engine_is(
         node.engine.run()
         ready = None
         while not isinstance(ready, EngineReady):
-            assert node._front.poll(1000 * WAIT_SECS), "the engine did not say that it is ready"
+            assert node._front.poll(WAIT_MS), "the engine did not say that it is ready"
             ready = engine_messages.from_engine_decoder.decode(node._front.recv())
         assert (ready.numa_node, ready.numa_placement) == (placement.node, str(placement))

@@ -129,11 +129,11 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
 
 def make_request(number: int, pools: Pools, generator: random.Random) -> Request:
     prompt = [generator.randrange(VOCAB_SIZE) for _ in range(generator.randrange(1, 5))]
-    settings = generator.choice(({}, {"frequency_penalty": 0.5}, {"repetition_penalty": 0.5}))
+    penalties: list[dict[str, Any]] = [{}, {"frequency_penalty": 0.5}, {"repetition_penalty": 0.5}]
     request = books.make_request(
         number,
         len(prompt),
-        sampling=SamplingParams(max_new_tokens=99, **settings),
+        sampling=SamplingParams(max_new_tokens=99, **generator.choice(penalties)),
         prompt_token_ids=np.unique(np.array(prompt, np.int32)),
         holding=pools.reserve(Room(number), SlotCounts(req_row=1)),
     )

@@ -282,9 +282,10 @@ def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
     node.rooms.reserve(admission, "first", 9.0)
     needs_them = node.arrive(TRUE, 20, max_new_tokens=320)
     node.step()
-    assert needs_them.state is RequestState.WAITING
+    has_waited = needs_them.state is RequestState.WAITING
     node.rooms.start(landing)
     node.step()
+    assert has_waited
     assert needs_them.state is RequestState.RUNNING, "whoever runs ends"
 
 

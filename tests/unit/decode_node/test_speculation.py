@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -268,7 +269,7 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
 ) -> None:
     """Pools are small: drafts lack slots, hot buffers shrink, dense requests are retracted, others wait."""
     prompts = PROMPTS[1:]
-    pools = {"host_pool_tokens": 1300, "device_pool_tokens": 1000, "max_running_requests": 10}
+    pools: dict[str, Any] = {"host_pool_tokens": 1300, "device_pool_tokens": 1000, "max_running_requests": 10}
     small = harness(checkpoint, tmp_path, page_size=4, growth_pages=1, **pools)
     with closing(small) as node, drafts(node, 3, 3, 1):
         answers = [node.generate(prompt, NUM_NEW, by_turns(number)) for number, prompt in enumerate(prompts)]
@@ -287,7 +288,7 @@ def test_the_context_can_be_filled_to_its_end(
         small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()
-        settings = {"page_size": 4, "speculative_num_steps": most_drafts}
+        settings: dict[str, Any] = {"page_size": 4, "speculative_num_steps": most_drafts}
         with closing(harness(small, ipc_dir, **settings)) as node, drafts(node, most_drafts):
             too_long = node.generate((*prompt, *[65] * (context_length - 64)), 1)
             answers = [node.generate(prompt, NUM_NEW, flag) for flag in HisparseFlag]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -153,9 +154,9 @@ class Graph:
 
 
 def test_steps_that_verify_drafts_have_graphs_where_others_are_split() -> None:
-    forwards = Forwards.__new__(Forwards)
+    forwards: Any = Forwards.__new__(Forwards)
     whole, split, verifying = Graph(), Graph(), Graph()
-    forwards._graphs = {
+    forwards.graphs = {
         (1, False): {4: (whole, "whole")},
         (1, True): {4: (split, "split")},
         (2, False): {4: (verifying, "verifying")},

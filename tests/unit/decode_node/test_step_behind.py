@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import closing
 from itertools import compress, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
 """Numbers of drafts in which each number follows each."""
 CHECKPOINT = "drafting"
-NODE = {"page_size": 4, "growth_pages": 1}
+NODE: dict[str, Any] = {"page_size": 4, "growth_pages": 1}
 
 
 @pytest.fixture

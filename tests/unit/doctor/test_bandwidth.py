@@ -243,12 +243,12 @@ def test_a_malformed_question_is_refused_and_the_next_one_answered(port: int, fr
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{port}")
         socket.send_multipart(frames)
-        assert socket.poll(TIMEOUT_SECS * 1000)
+        assert socket.poll(int(TIMEOUT_SECS * 1000))
         answer = msgspec.msgpack.decode(socket.recv(), type=Offer | Refused)
         assert isinstance(answer, Refused)
         assert "malformed question" in answer.error
         socket.send(msgspec.msgpack.encode(Question(DOCTOR_VERSION, "tcp")))
-        assert socket.poll(TIMEOUT_SECS * 1000)
+        assert socket.poll(int(TIMEOUT_SECS * 1000))
         assert isinstance(msgspec.msgpack.decode(socket.recv(), type=Offer | Refused), Offer)
 
 
@@ -258,7 +258,7 @@ def test_an_oversized_question_costs_only_its_sender_the_connection(port: int, c
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{port}")
         socket.send(bytes(MAX_MESSAGE_BYTES + 1))
-        assert monitor.poll(TIMEOUT_SECS * 1000), "the connection stands"
+        assert monitor.poll(int(TIMEOUT_SECS * 1000)), "the connection stands"
         socket.disable_monitor()
         monitor.close()
     assert isinstance(client.ask(Question(DOCTOR_VERSION, "tcp")), Offer)

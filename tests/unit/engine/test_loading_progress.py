@@ -27,7 +27,7 @@ def test_the_front_hears_how_much_of_the_weights_is_read(
 
     monkeypatch.setattr(engine_process, "load_model", load)
     monkeypatch.setattr(engine_process, "setup_logging", lambda *_: None)  # keeps the tests' logging
-    front = zmq.Context.instance().socket(zmq.PAIR)
+    front: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     try:
         front.bind(f"ipc://{tmp_path}/front")
         endpoints = [f"ipc://{tmp_path}/front"]

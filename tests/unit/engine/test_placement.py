@@ -16,6 +16,7 @@ from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.core.memory.machine import Machine
 from hisparse_pd.core.memory.numa import Placement, PoolPolicy
 from hisparse_pd.core.memory.numa_binding import bind_threads, with_allowed_policy
+from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.engine import start
 from hisparse_pd.transfer.transport import TCP
 from tests.unit.memory.numa_machines import two_sockets
@@ -34,9 +35,9 @@ class Started:
             monkeypatch.setattr(start, name, lambda *_: None)
         socket = SimpleNamespace(close=lambda: None, send=lambda _: None)
         monkeypatch.setattr(start, "EngineSocket", lambda *_: socket)
-        monkeypatch.setattr(start.RankGroup, "__init__", lambda *_, **__: None)
+        monkeypatch.setattr(RankGroup, "__init__", lambda *_, **__: None)
         for name in ("check_same", "meet", "leave"):
-            monkeypatch.setattr(start.RankGroup, name, lambda *_: None)
+            monkeypatch.setattr(RankGroup, name, lambda *_: None)
         monkeypatch.setattr(start, "check_host_memory", lambda _: None)
         monkeypatch.setattr(start, "choose_transport", self._choose_transport)
         monkeypatch.setattr(start, "load_model", lambda *_: self.happened.append(("load",)))

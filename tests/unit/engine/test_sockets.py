@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ from hisparse_pd.protocol.polling import Poller
 from tests.identities import ROOT
 from tests.port_scan import VISITS, visit
 from tests.unit.endless import Endless
-from tests.waiting import WAIT_SECS, wait_until
+from tests.waiting import WAIT_MS, WAIT_SECS, wait_until
 
 STATS = EngineStats({}, {}, 0, 0, 0, 1)
 FAILED = RequestFailed("r1", 503, "full")
@@ -72,7 +73,11 @@ def test_a_request_id_names_its_front() -> None:
 def test_what_is_about_a_request_goes_to_its_front_and_the_rest_to_all(tmp_path: Path) -> None:
     with on_one_machine(tmp_path, 3) as (engine, fronts):
         ids = [request_prefix(front) + "-0" for front in range(3)]
-        messages = [Tokens(ids[2], (1,)), RequestFailed(ids[0], 503, "full"), Tokens(ids[2], (2,))]
+        messages: list[FromEngine] = [
+            Tokens(ids[2], (1,)),
+            RequestFailed(ids[0], 503, "full"),
+            Tokens(ids[2], (2,)),
+        ]
         for message in (*messages, STATS):
             engine.send(message)
         assert heard(fronts[0], 2) == [messages[1], STATS]
@@ -97,8 +102,8 @@ def test_an_engine_hears_all_fronts_and_leaves_when_all_have_said_so(tmp_path: P
             assert fronts[front].send(message)
         hear(1)
         assert received == [FlushCache()]
-        for message in (Abort("x"), Shutdown(1)):
-            assert fronts[1].send(message)
+        assert fronts[1].send(Abort("x"))
+        assert fronts[1].send(Shutdown(1))
         hear(3)
         assert received == [FlushCache(), Abort("x"), Shutdown(1)]
 
@@ -196,9 +201,9 @@ def test_an_engine_on_another_machine_notices_the_end_of_its_front(keys: Control
     of_front, of_engine = across(keys, keys)
     with of_engine as engine:
         with of_front as front:
-            assert front.socket.poll(WAIT_SECS * 1000, zmq.POLLOUT)
+            assert front.socket.poll(WAIT_MS, zmq.POLLOUT)
             assert front.send(Abort("r1"))
-            assert engine.channels[0].socket.poll(WAIT_SECS * 1000)
+            assert engine.channels[0].socket.poll(WAIT_MS)
         assert list(engine.receive()) == [Abort("r1")]
 
         def listen() -> None:
@@ -229,6 +234,7 @@ def test_a_front_notices_the_end_of_its_engine_and_of_nobody_else(keys: ControlK
             assert heard(front, 1) == [FAILED]
             assert not front.take_loss()
         while not front.take_loss():
+            assert front.loss_fileno is not None
             assert select.select([front.loss_fileno], [], [], WAIT_SECS)[0]
 
 
@@ -240,12 +246,17 @@ def test_an_engine_that_is_busy_is_not_lost_however_much_it_has_to_read() -> Non
         assert heard(front, 1) == [FAILED]
         aborts = [Abort(f"r{number}") for number in range(1000)]
         for abort in aborts:
-            wait_until(lambda abort=abort: front.send(abort))
+            wait_until(partial(front.send, abort))
         time.sleep(3.0)  # three times what would end a connection without signs of life
         assert not front.take_loss()
         assert not engine.channels[0].is_lost
         received: list[object] = []
-        wait_until(lambda: received.extend(engine.receive()) or len(received) == len(aborts))
+
+        def all_have_come() -> bool:
+            received.extend(engine.receive())
+            return len(received) == len(aborts)
+
+        wait_until(all_have_come)
         assert received == aborts
 
 

@@ -30,7 +30,7 @@ from hisparse_pd.serving.http.http_connection import (
 )
 from hisparse_pd.serving.http.listening import HttpServer
 from tests.unit import servers
-from tests.unit.servers import server_process
+from tests.unit.servers import established, server_process
 from tests.waiting import WAIT_SECS, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
@@ -77,7 +77,7 @@ class Served:
         client = Client(*opened)
         self.clients.append(client)
         name = opened[1].get_extra_info("sockname")
-        await until(lambda: any(c.client == name for c in self.connections.live))
+        await until(lambda: any(c.client == name for c in established(self.connections)))
         if data:
             client.send(data)
             await self.heard()
@@ -198,7 +198,7 @@ async def test_a_long_body_and_a_long_answer_have_all_the_time_they_use() -> Non
 async def test_an_answer_that_nobody_reads_ends() -> None:
     async with serving() as served:
         reads_nothing = await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
-        (connection,) = served.connections.live
+        (connection,) = established(served.connections)
         await until(lambda: connection.flow.write_paused)
         served.pass_time(0)
         num_unread = -1
@@ -300,7 +300,7 @@ async def test_who_reads_nothing_makes_room_too() -> None:
     async with serving() as served:
         for _ in range(LIMIT):
             await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
-        await until(lambda: all(c.flow.write_paused for c in served.connections.live))
+        await until(lambda: all(c.flow.write_paused for c in established(served.connections)))
         assert (await served.get()).text == "hello"
 
 

@@ -20,7 +20,7 @@ from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.listening import HttpServer
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
 from tests.unit import servers
-from tests.unit.servers import server_process
+from tests.unit.servers import of_clients, server_process
 from tests.waiting import WAIT_SECS, until
 
 pytestmark = [needs_openssl, pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
@@ -59,7 +59,7 @@ class Served:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
         name = writer.get_extra_info("sockname")
         try:
-            await until(lambda: name in {c.client for c in self.server.connections.live})
+            await until(lambda: name in {c.client for c in of_clients(self.server.connections)})
             writer.write(data)
             yield reader, writer
         finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
@@ -43,7 +44,7 @@ class Buffer:
         return StepRequests(self.state, torch.tensor([seq_len]), torch.tensor([ROW]), one, num_new)
 
     @property
-    def pools(self) -> dict[str, Tensor]:
+    def pools(self) -> dict[str, Any]:
         return {"k_host": self.k_host, "k_dev": self.k_dev}
 
     def swap_in(self, seq_len: int, selected: list[int]) -> list[int]:

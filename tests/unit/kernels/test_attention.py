@@ -237,7 +237,8 @@ def test_a_schedule_has_every_query_whole(
 ) -> None:
     table = flashmla.spread(num_queries, num_blocks, num_parts, rows)
     assert flashmla.num_scheduled_blocks(table, num_queries, num_blocks) == num_queries * num_blocks
-    queries, lengths = [], []
+    queries: list[int] = []
+    lengths: list[int] = []
     for first, last, begin, end, *cuts in table.tolist():
         if first == num_queries:  # a part without work
             continue

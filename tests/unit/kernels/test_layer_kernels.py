@@ -7,6 +7,7 @@ The interpreter multiplies bfloat16 matrices wrongly, so kernels with matrix pro
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -339,8 +340,9 @@ def compile_a_layer() -> None:
             linear_parts(some(num_tokens, Q_RANK), num_tokens, some(32768, Q_RANK))
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
         linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
-        gluon_linear.takes_groups = lambda x, values: True  # in its own process
-        gluon_linear.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+        # This is a process of its own, so nothing is put back.
+        patch.object(gluon_linear, "takes_groups", lambda x, values: True).start()
+        patch.object(gluon_linear, "num_multiprocessors", lambda device: 132).start()
         for num_tokens in (65, 4096):
             x, x_scales = some(num_tokens, HIDDEN, dtype=fp8), wide(HIDDEN // 128, num_tokens)
             matrix, scales = some(2240, HIDDEN, dtype=fp8), wide(18, HIDDEN // 128)

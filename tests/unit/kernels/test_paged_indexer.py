@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.indexer import index_logits, index_topk
-from hisparse_pd.kernels.paged_indexer import ABSENT, IndexerScratch, paged_index_topk
-from hisparse_pd.kernels.selection import select_topk
+from hisparse_pd.kernels.paged_indexer import IndexerScratch, paged_index_topk
+from hisparse_pd.kernels.selection import ABSENT, select_topk
 from hisparse_pd.kernels.topk import choose_cluster_size
 from tests.gpu.index_batch import Batch
 from tests.unit.kernels.triton_here import (
@@ -145,7 +145,7 @@ def test_blocks_of_a_query(num_tokens: int, max_len: int, expected: int) -> None
 
 # --- Triton -----------------------------------------------------------------------------------------------
 
-CASES = [
+CASES: list[dict[str, Any]] = [
     {"key_format": "float32", "num_heads": 3, "head_dim": 16, "page_size": 8, "q_dtype": "float32"},
     {"key_format": "bfloat16", "num_heads": 16, "head_dim": 32, "page_size": 32, "q_dtype": "float32"},
     {"key_format": "fp8_e4m3", "num_heads": 5, "head_dim": 48, "page_size": 64, "q_dtype": "float32"},

@@ -25,7 +25,8 @@ def joined(shares: list[RoutedExperts]) -> RoutedExperts:
     """What one rank alone would have."""
     values = shares[0].down.values
     num_experts = sum(len(share.experts) for share in shares)
-    whole = RoutedExperts(num_experts, *values.shape[2:], values.dtype, CPU)
+    hidden_size, inner_size = values.shape[2:]
+    whole = RoutedExperts(num_experts, hidden_size, inner_size, values.dtype, CPU)
     assert [expert for share in shares for expert in share.experts] == list(whole.experts)
     for target, parts in (
         (whole.gate_up, [share.gate_up for share in shares]),

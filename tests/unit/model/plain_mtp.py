@@ -46,7 +46,7 @@ class PlainMtp:
         return x @ self._of(name).T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        eps = self._config["rms_norm_eps"]
+        eps: float = self._config["rms_norm_eps"]
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self._of(name)
 
     def _attention(self, x: Tensor, rows: Tensor, selecting: int) -> Tensor:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_logits_and_hidden_states_are_those_of_a_plain_reference(
         theirs = load_oracle(path).model(torch.tensor([PROMPT])).last_hidden_state[0]
     logits, hidden = drafter.forward(PROMPT)
     # What little the edges of the selections carry, where other rounding chooses otherwise.
-    tolerance = {"rtol": 1e-2, "atol": 5e-2}
+    tolerance: dict[str, Any] = {"rtol": 1e-2, "atol": 5e-2}
     torch.testing.assert_close(hidden, theirs, **tolerance)
     assert len(PROMPT) > 4 * INDEX_TOPK
     tokens = [*PROMPT[1:], int(logits[-1].argmax())]

@@ -341,7 +341,7 @@ class _NoKv:
         self.keys: list[Tensor] = []
         self.queries: list[Tensor] = []
 
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+    def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         if index_keys is not None:
             self.keys.append(index_keys)
 

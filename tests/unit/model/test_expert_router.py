@@ -45,9 +45,12 @@ def pair(
 @torch.inference_mode()
 def test_chooses_and_weighs_as_transformers_does() -> None:
     hidden = torch.randn((50, 24), generator=torch.Generator().manual_seed(2))
-    models = [pair(*sizes) for sizes in ((6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4))]
-    models += [pair(*sizes, "axk2") for sizes in ((6, 2, None, None), (16, 2, 4, 2), (16, 3, 4, 4))]
-    models += [pair(*sizes, "mistral_large4") for sizes in ((6, 2, 1, 1), (16, 2, 4, 2), (16, 3, 4, 4))]
+    sizes_of: dict[str, list[tuple[int, int, int | None, int | None]]] = {
+        "deepseek_v32": [(6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4)],
+        "axk2": [(6, 2, None, None), (16, 2, 4, 2), (16, 3, 4, 4)],
+        "mistral_large4": [(6, 2, 1, 1), (16, 2, 4, 2), (16, 3, 4, 4)],
+    }
+    models = [pair(*sizes, family) for family, several in sizes_of.items() for sizes in several]
     for theirs, ours in models:
         (_, their_weights, their_ids), (weights, ids) = theirs(hidden), ours(hidden)
         nothing = torch.zeros(50, len(theirs.weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ NUM_EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 256, 128
 
 
 def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) / shape[-1] ** 0.5
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) / math.sqrt(shape[-1])
 
 
 def linear(rows: int, columns: int, *, is_fp8: bool) -> Any:

@@ -19,6 +19,7 @@ from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.block_linear import takes_matrix
 from tests.checkpoint_edits import edit_config, edit_weights
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
 from tests.unit.model.loading import CPU, joined, load_ours
@@ -67,7 +68,7 @@ def assert_same_model(ours: list[Any], expected: Any) -> None:
             assert torch.equal(torch.cat(down), experts.down_proj)
             x = torch.randn(9, down[0].shape[1], dtype=dtype)
             result, theirs = mlp(x[None]), module.mlp(x[None])
-            tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {}
+            tolerance: dict[str, Any] = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {}
             torch.testing.assert_close(result, theirs, **tolerance)
 
 
@@ -115,16 +116,14 @@ def test_what_stays_in_fp8(
     """The matrices in fp8 of shapes that a GPU takes, bit for bit, but the one that attention absorbs."""
     from safetensors.torch import load_file
 
-    if takes_all:
-        monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: True)
+    takes = (lambda rows, columns: True) if takes_all else takes_matrix
+    monkeypatch.setattr(loader, "takes_matrix", takes)
     in_fp8, _ = checkpoints
     stored = load_file(in_fp8 / "model.safetensors")
     spec = load_spec(in_fp8, "bfloat16")
     found = load_ours(in_fp8, spec, 1, keeps_fp8=True)[0].state_dict()
     of_linears = {name for name, tensor in stored.items() if tensor.dtype == FP8 and ".experts." not in name}
-    expected = {
-        name for name in of_linears if "kv_b_proj" not in name and loader.takes_matrix(*stored[name].shape)
-    }
+    expected = {name for name in of_linears if "kv_b_proj" not in name and takes(*stored[name].shape)}
     assert takes_all == (expected == {name for name in of_linears if "kv_b_proj" not in name})
     assert {name.removesuffix(loader.SCALES) for name in found if name.endswith(loader.SCALES)} == expected
     for name in expected:
@@ -227,7 +226,7 @@ def test_activations_are_rounded_with_the_scales_of_the_configuration(
     experts = [module for module in modules if isinstance(module, RoutedExperts)]
     assert len(linears) > spec.num_kv_layers
     assert len(experts) == spec.num_kv_layers - 1
-    kept = [*linears, *(part for each in experts for part in (each.gate_up, each.down))]
+    kept: list[Any] = [*linears, *(part for each in experts for part in (each.gate_up, each.down))]
     assert {part.ue8m0 for part in kept} == {scale_fmt == "ue8m0"}
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -204,9 +205,9 @@ def test_a_rank_whose_meeting_place_ends_says_so() -> None:
     port = free_port()
     meeting = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     place = RankPlace(1, 2, meeting_host="127.0.0.1", meeting_port=port)
-    times = {"agree_secs": 60.0, "forward_secs": 60.0, "start_secs": 600.0}
+    start = partial(RankGroup, agree_secs=60.0, forward_secs=60.0, start_secs=600.0)
     with ThreadPoolExecutor(1) as threads:
-        starting = threads.submit(RankGroup, place, torch.device("cpu"), **times)
+        starting = threads.submit(start, place, torch.device("cpu"))
         meeting.get("started 1")
         del meeting
         with pytest.raises(RankGroupError, match=r"rank 0 .*, where ranks meet, has ended before all have"):

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_every_rank_hears_what_every_rank_said(history: list[list[list[int]]], d
             return heard
 
         expected = [[tuple(values) for values in said] for said in history]
-        for heard in at_once([lambda rank=rank: take_part(rank) for rank in range(size)]):
+        for heard in at_once([partial(take_part, rank) for rank in range(size)]):
             assert heard == expected
 
 
@@ -127,7 +128,7 @@ def agree_with_a_late_one(num_turns: int) -> None:
                     time.sleep(0.002)
                 assert pages[rank].agree([turn, rank], NEVER_SECS) == [(turn, each) for each in range(3)]
 
-        at_once([lambda rank=rank: take_part(rank) for rank in range(3)])
+        at_once([partial(take_part, rank) for rank in range(3)])
 
 
 def test_who_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_a_rank_may_leave_as_soon_as_it_has_agreed() -> None:
                 pages[rank].close()
                 return said
 
-            said = at_once([lambda rank=rank: take_part(rank) for rank in range(3)])
+            said = at_once([partial(take_part, rank) for rank in range(3)])
             assert said == [[(0,), (1,), (2,)]] * 3
 
 
@@ -191,7 +192,7 @@ def test_nothing_is_left_of_a_page() -> None:
     before = descriptors()
     with pages_of(4) as pages:
         assert len(maps()) == 4
-        at_once([lambda page=page: page.agree([1], PATIENCE_SECS) for page in pages])
+        at_once([partial(page.agree, [1], PATIENCE_SECS) for page in pages])
     assert descriptors() == before
     assert not maps()
 
@@ -230,7 +231,7 @@ def test_all_do_without_where_one_gets_some_descriptors_only(monkeypatch: pytest
         return receive(sock, num_bytes, most - 1)
 
     before = descriptors()
-    monkeypatch.setattr(rank_page.socket, "recv_fds", some)
+    monkeypatch.setattr(socket, "recv_fds", some)
     assert shared(3) == [None] * 3
     assert descriptors() == before
 
@@ -259,12 +260,14 @@ def test_strangers_get_no_page() -> None:
         strangers.append(stranger)
     requests = [PageRequest(offer.word, rank) for rank in (2, 1)]
     pages = [offer.share(3), *(request.share(3) for request in reversed(requests))]
-    said = at_once([lambda page=page, rank=rank: page.agree([rank], 9) for rank, page in enumerate(pages)])
+    said = at_once([partial(page.agree, [rank], 9) for rank, page in enumerate(pages)])
     assert said == [[(0,), (1,), (2,)]] * 3
     for stranger in strangers:
-        with contextlib.suppress(ConnectionResetError):
+        with stranger, contextlib.suppress(ConnectionResetError):
             assert socket.recv_fds(stranger, 64, 8)[:2] == (b"", [])
-    for each in (*strangers, *requests, *pages, offer):
+    opened: tuple[PageRequest | PageOffer | RankPage | None, ...] = (*requests, *pages, offer)
+    for each in opened:
+        assert each is not None
         each.close()
 
 

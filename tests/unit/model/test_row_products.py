@@ -48,7 +48,7 @@ class Watch(TorchDispatchMode):
     """Products that are made outside of ``kernels.row_math``, and how many inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elsewhere: list[str] = []
         self.num_inside = 0
 

@@ -205,7 +205,9 @@ def test_logprobs_are_of_the_logits_without_penalties() -> None:
     assert token_id == 1
     assert logprob is not None
     assert logprob.logprob == pytest.approx(raw[1])
-    assert logprob.top == ((3, pytest.approx(raw[3])),)
+    ((top_id, top_logprob),) = logprob.top
+    assert top_id == 3
+    assert top_logprob == pytest.approx(raw[3])
 
 
 def test_a_row_that_is_started_again_has_nothing_of_the_request_before() -> None:

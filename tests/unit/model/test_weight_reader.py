@@ -107,7 +107,7 @@ def test_several_threads_read_at_once(
 ) -> None:
     """The first four reads end only together."""
     together = threading.Barrier(4, timeout=30)
-    monkeypatch.setattr(weight_reader.os, "preadv", _first(4, lambda: together.wait()))
+    monkeypatch.setattr(os, "preadv", _first(4, lambda: together.wait()))
     target = torch.empty(1000, 40)
     fill(tmp_path, {"many_pieces": target}, num_threads=4)
     assert torch.equal(target, tensors["many_pieces"])
@@ -209,7 +209,7 @@ def test_an_error_in_a_thread_names_file_and_tensor_and_ends_all(
     def fail() -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(weight_reader.os, "preadv", _first(1, fail))
+    monkeypatch.setattr(os, "preadv", _first(1, fail))
     with pytest.raises(CheckpointError, match=r"0\.safetensors: many_pieces cannot be read: .*Input/output"):
         fill(tmp_path, {"many_pieces": torch.empty(1000, 40)}, num_threads=3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]

@@ -43,7 +43,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.kernels.row_check import row_checks_of
-from hisparse_pd.prefill_node.compute import LayerWritten
+from hisparse_pd.prefill_node.compute import Computed, LayerWritten
 from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.room_life import RoomLife
@@ -72,7 +72,7 @@ from hisparse_pd.transfer.sender import Ready, WriteBatch
 from hisparse_pd.transfer.transport import TCP
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.prefilled import Pools, prefilled
-from tests.waiting import WAIT_SECS, wait_until
+from tests.waiting import WAIT_MS, WAIT_SECS, wait_until
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class EngineThread(Listener):
         self.submitted: dict[int, list[Submission]] = {}
         """What the sender got, in order, by room."""
         self.stats: EngineStats | None = None
-        self._front = zmq.Context.instance().socket(zmq.PAIR)
+        self._front: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.bind(f"ipc://{ipc_path}")
         self._endpoint = f"ipc://{ipc_path}"
@@ -178,9 +178,12 @@ class EngineThread(Listener):
                 self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP, self.placement)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
-            def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:
+            def observed(
+                batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
+            ) -> Computed:
                 def layer_written(layer: int, ready: Ready | None) -> None:
-                    on_written(layer, ready)
+                    if on_written is not None:
+                        on_written(layer, ready)
                     self.after_layer(layer)
 
                 for record, _ in batch:
@@ -235,7 +238,7 @@ class EngineThread(Listener):
         return has_paused
 
     def wait_for_message(self) -> None:
-        assert self.engine._control.socket.poll(WAIT_SECS * 1000)
+        assert self.engine._control.socket.poll(WAIT_MS)
 
     @contextmanager
     def admission_paused(self) -> Iterator[None]:
@@ -245,7 +248,7 @@ class EngineThread(Listener):
         try:
             yield
         finally:
-            del pusher.has_place  # type: ignore[method-assign]
+            del pusher.has_place
 
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))
@@ -259,7 +262,7 @@ class EngineThread(Listener):
     def hear(self, timeout_secs: float) -> None:
         """Wait for a message, then take in all that have come. Statistics go to ``stats``."""
         assert self._error is None, f"the engine died: {self._error!r}"
-        while self._front.poll(timeout_secs * 1000):
+        while self._front.poll(int(timeout_secs * 1000)):
             timeout_secs = 0.0
             message = engine_messages.from_engine_decoder.decode(self._front.recv())
             if isinstance(message, EngineStats):
@@ -275,7 +278,9 @@ class EngineThread(Listener):
             while self.stats is None:
                 assert time.monotonic() < deadline, "the engine sends no statistics"
                 self.hear(0.2)
-        return self.stats
+        stats: EngineStats | None = self.stats
+        assert stats is not None
+        return stats
 
     def num_dropped(self, reason: str) -> int:
         return (self.life.dropped + self.engine._control.dropped)[reason]
@@ -365,11 +370,13 @@ class ControlPeer(Listener):
     def __init__(self, engine: EngineThread) -> None:
         super().__init__()
         self.engine = engine
-        self.reconnect()
+        self._connect()
 
     def reconnect(self) -> None:
-        if hasattr(self, "client"):
-            self.client.close()
+        self.client.close()
+        self._connect()
+
+    def _connect(self) -> None:
         self.client = ControlClient(f"tcp://{self.engine.ready.control_endpoint}")
         self._poller = Poller()
         self._poller.register(self.client)

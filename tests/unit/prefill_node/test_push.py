@@ -21,7 +21,7 @@ from hisparse_pd.prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.rooms import RoomRecord
 from hisparse_pd.protocol.messages import Extent, RegionKind, Room
-from hisparse_pd.transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
+from hisparse_pd.transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors, plan_writes
 from hisparse_pd.transfer.sender import Ready, WriteBatch
 from tests.unit.prefill_node.support import bootstrap_of, prompt
 
@@ -89,7 +89,12 @@ class World:
         self.aux = np.full((1, 1, 8), 7, np.uint8)
         self.aux_dst = np.zeros_like(self.aux)
         source = SourceRegions(view(self.kv), view(self.index), view(self.aux), *self.of_layers)
-        self.pusher = Pusher(self.sender, source, PAGE_SIZE, self.min_batch_bytes)
+        self.pusher = Pusher(
+            self.sender,  # type: ignore[arg-type]
+            source,
+            PAGE_SIZE,
+            self.min_batch_bytes,
+        )
         self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
 
     def room(self, room: Room, page_ids: list[int], *extents: Extent) -> RoomRecord:
@@ -191,7 +196,6 @@ def test_layers_without_kv_of_their_own_send_none(layers_per_batch: int, layers:
 
 def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     num_plans = 0
-    plan_writes = push_module.plan_writes
 
     def counted(*args: Any) -> RunPlan:
         nonlocal num_plans

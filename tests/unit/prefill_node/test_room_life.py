@@ -82,9 +82,9 @@ class Node:
             Peer(name, name, b"", PAGE_SIZE, regions(1 << shift), 0.0)
             for name, shift in (("a", 51), ("b", 52))
         ]
-        own = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
-        sources = SourceRegions(*own, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
-        self.pusher = Pusher(self.sender, sources, PAGE_SIZE)
+        kv, index, aux = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
+        sources = SourceRegions(kv, index, aux, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
+        self.pusher = Pusher(self.sender, sources, PAGE_SIZE)  # type: ignore[arg-type]
         self.life = RoomLife(
             pusher=self.pusher,
             limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from hisparse_pd.base.ports import free_port
-from hisparse_pd.engine.messages import Generate
+from hisparse_pd.engine.messages import FromEngine, Generate
 from hisparse_pd.router import supervisor
 from hisparse_pd.router.supervisor import Child, Supervisor
 from hisparse_pd.serving.http import rank_link
@@ -141,7 +141,7 @@ async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(
     may_speak, now = threading.Event(), time.monotonic()
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
 
-    def waits(generate: Generate) -> Iterator[object]:
+    def waits(generate: Generate) -> Iterator[FromEngine | float]:
         while not may_speak.is_set():
             yield 0.005
         yield from say("ab")(generate)

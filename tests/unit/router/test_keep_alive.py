@@ -24,8 +24,8 @@ from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api import frame
 from hisparse_pd.serving.http.wait_timer import WaitTimer
 from tests.unit.api import support
-from tests.unit.router.cluster import WAIT_SECS, FakeNode, computes, error_of, serving
-from tests.waiting import until
+from tests.unit.router.cluster import FakeNode, computes, error_of, serving
+from tests.waiting import WAIT_SECS, until
 
 pytestmark = pytest.mark.anyio
 TIMEOUT_SECS = 90.0

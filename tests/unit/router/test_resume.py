@@ -289,8 +289,8 @@ async def until_healthy(pair: Cluster, *, num: int) -> None:
     """Wait until the router knows so many healthy decode nodes."""
 
     async def are_known() -> bool:
-        told = (await pair.client.get("/health")).json()["nodes"]
-        return sum(node["healthy"] for node in told if node["kind"] == "decode") == num
+        told: list[dict[str, Any]] = (await pair.client.get("/health")).json()["nodes"]
+        return len([node for node in told if node["kind"] == "decode" and node["healthy"]]) == num
 
     await eventually(are_known)
 

@@ -21,7 +21,6 @@ from hisparse_pd.serving.api.bodies import Endpoint
 from tests.unit.router.cluster import (
     EVENTS,
     OK,
-    WAIT_SECS,
     FakeNode,
     answer,
     breaks_off,
@@ -33,7 +32,7 @@ from tests.unit.router.cluster import (
     streams,
     write,
 )
-from tests.waiting import until
+from tests.waiting import WAIT_SECS, until
 
 pytestmark = pytest.mark.anyio
 
@@ -105,7 +104,7 @@ async def test_the_stream_is_the_decode_nodes() -> None:
 
 async def test_hop_by_hop_headers_stay_behind() -> None:
     async def with_headers(node: FakeNode, send: Send) -> None:
-        named = {"connection": "x-private", "x_private": "1", "x_kept": "1"}
+        named: dict[str, Any] = {"connection": "x-private", "x_private": "1", "x_kept": "1"}
         await answer(send, b"{}", **named, keep_alive="9", upgrade="h2c", content_length="2")
 
     async with cluster(decode=with_headers) as pair:

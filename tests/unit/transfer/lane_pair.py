@@ -63,7 +63,13 @@ class Pair:
         ]
         self.host = LaneHost(offered if covers_all else offered[:1], directory=directory)
         self.network = Network(network_fault)
-        self.lanes = Lanes(self.network, "tcp", "run", why_off=why_off, directory=directory)
+        self.lanes = Lanes(
+            self.network,  # type: ignore[arg-type]
+            "tcp",
+            "run",
+            why_off=why_off,
+            directory=directory,
+        )
 
     def register(self, offer: LaneOffer | str | None = "own") -> Lane:
         """Register, and wait until the lane is chosen. Returns the lane."""

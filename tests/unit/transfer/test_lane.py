@@ -31,9 +31,9 @@ from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory, remove_stale
 from hisparse_pd.transfer.lane_memory import LaneError, Mapping
 from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
 from hisparse_pd.transfer.sender import Sender, WriteBatch
-from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, Pair, pair_of
 from tests.unit.transfer.lane_writer import LaneWriter
-from tests.waiting import wait_until
+from tests.waiting import WAIT_SECS, wait_until
 
 
 @pytest.fixture
@@ -94,8 +94,7 @@ def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:
     writes = SlicedWrites((LayerWrites(plan_writes(src_slots, dst_slots), src, dst, 0, num_layers),), 1 << 16)
     sender = Sender(pair.lanes)
     sender.submit(SESSION, WriteBatch(1, "tag", writes, writes.num_bytes))  # type: ignore[arg-type]
-    completions: list[object] = []
-    wait_until(lambda: completions.extend(sender.poll()) or completions, "the batch has landed")
+    wait_until(sender.poll, "the batch has landed")
     assert sender.close(WAIT_SECS)
     expected = np.zeros_like(pair.memory[0])
     shape = (num_layers, num_slots, item_bytes)
@@ -329,8 +328,7 @@ def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
         wait_until(lambda: pair.memory[0].any(), "a write after the pause")
         assert pair.host.take_ended() == []
         writer.kill()
-        ended: list[str] = []
-        wait_until(lambda: ended.extend(pair.host.take_ended()) or ended, "the kernel closes its connection")
+        ended = wait_until(pair.host.take_ended, "the kernel closes its connection")
         pair.memory[0][:] = 0
         writer.close()
         assert ended == ["child"]

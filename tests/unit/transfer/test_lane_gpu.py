@@ -19,8 +19,8 @@ from hisparse_pd.transfer.lane import Lane
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.lane_host import SharedMemory
 from hisparse_pd.transfer.lane_memory import PIECE_BYTES, RUN_BYTES
-from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of
-from tests.waiting import wait_until
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, Network, Pair, pair_of
+from tests.waiting import WAIT_SECS, wait_until
 
 
 class FakeCopying:
@@ -91,7 +91,7 @@ def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
         on_gpu = SharedMemory(*pair.regions[1], None, handle, 5000)
         pair.host._memory = (*pair.host._memory, on_gpu)
         gpu = FakeGpu(pair.network, [])
-        pair.lanes.gpu = gpu
+        pair.lanes.gpu = gpu  # type: ignore[assignment]
         yield pair, gpu
 
 

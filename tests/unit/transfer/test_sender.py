@@ -85,7 +85,12 @@ def batch(room: int, addr: int, timeout_secs: float = 60.0) -> WriteBatch:
 
 def collect(sender: Sender, num_completions: int) -> list[Completion]:
     completions: list[Completion] = []
-    wait_until(lambda: completions.extend(sender.poll()) or len(completions) >= num_completions)
+
+    def are_there() -> bool:
+        completions.extend(sender.poll())
+        return len(completions) >= num_completions
+
+    wait_until(are_there)
     assert len(completions) == num_completions
     return completions
 
