@@ -78,7 +78,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         placement: Placement = ANYWHERE,
     ) -> None:
         super().__init__(settings, spec, model, socket, transport, placement)
-        self._metrics = Metrics()
+        self.metrics = Metrics()
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
@@ -86,7 +86,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             log.warning("%s", fault)
         self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
         socket.send(EngineLoading("pools"))
-        self._memory = DecodeMemory(
+        self.memory = DecodeMemory(
             spec,
             self.requests.pools.totals,
             settings.page_size,
@@ -96,32 +96,32 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         )
         self.tables = RequestTables(
             spec,
-            self._memory,
+            self.memory,
             num_rows=settings.max_running_requests,
             num_lookup_slots=self.limits.totals.lookup,
             max_capacity=max_hot_capacity(settings, spec),
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
         )
-        kv = {PoolKind.HOST: self._memory.k_host, PoolKind.DEVICE: self._memory.k_dev}
-        self._set_books(self.requests, self.requests.held, kv, self._memory.row_checks)
-        shared = self._memory.shared_memory()  # for prefill nodes of this machine
+        kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
+        self._set_books(self.requests, self.requests.held, kv, self.memory.row_checks)
+        shared = self.memory.shared_memory()  # for prefill nodes of this machine
         self._lane_host = (
             LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None
         )
-        self._grammars = Compiler(
+        self.grammars = Compiler(
             partial(TokenTrie.load, settings.model_path, spec.vocab_size, spec.eos_token_ids),
             self._wakeup.set,
         )
         self.peers = PrefillPeers(
             node_id=f"decode-{uuid.uuid4().hex}",
-            session=self._transfer.session,
+            session=self.transfer.session,
             transfer_protocol=transport.protocol,
-            geometry=self._geometry,
-            regions=self._memory.register(self._transfer),
+            geometry=self.geometry,
+            regions=self.memory.register(self.transfer),
             heartbeats=self._heartbeats,
             health_timeout_secs=settings.health_timeout_secs,
-            poller=self._poller,
+            poller=self.poller,
             keys=self._control_keys,
             allowed=self._allowed,
             lane_host=self._lane_host,
@@ -133,7 +133,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             requests=self.requests,
             tables=self.tables,
             peers=self.peers,
-            metrics=self._metrics,
+            metrics=self.metrics,
             send=socket.send,
             stream_interval=settings.stream_interval,
         )
@@ -173,10 +173,10 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.peers.close()
         if self._lane_host is not None:
             self._lane_host.close()
-        self._grammars.close()
+        self.grammars.close()
         self._wakeup.close()
-        self._transfer.close()
-        self._memory.close()
+        self.transfer.close()
+        self.memory.close()
 
     # --- receive ------------------------------------------------------------------------------------
 
@@ -223,11 +223,11 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
     def _follow_grammars(self, now: float) -> None:
         """Give compiled grammars to the running requests that wait for them."""
         for request in self.requests.select(RequestState.LANDING):
-            ask_for_grammar(request, self._grammars, now)
+            ask_for_grammar(request, self.grammars, now)
         for request in self.requests.select(RequestState.RUNNING):
             if request.run_stage is RunStage.AWAITS_GRAMMAR:
                 try:
-                    follow(request, self._grammars, now)
+                    follow(request, self.grammars, now)
                 except GrammarError as error:
                     self.lifecycle.grammar_failed(request, error, now)
                 except GrammarLate as error:
@@ -258,11 +258,11 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
     @property
     def _num_dropped(self) -> Counter[str]:
-        return self._metrics.num_dropped + self.peers.num_dropped
+        return self.metrics.num_dropped + self.peers.num_dropped
 
     def _stats(self, now: float) -> EngineStats:
         live = self.requests.select(RequestState.RUNNING, RequestState.ENDING)
-        return self._metrics.stats(
+        return self.metrics.stats(
             self.requests,
             swap_ins=self.tables.totals(live),
             bytes_per_miss=self.tables.bytes_per_miss,

@@ -15,7 +15,7 @@ class Metrics:
     """Counts monotone totals since the start, by metric name; labels are part of the name."""
 
     def __init__(self) -> None:
-        self._totals: defaultdict[str, float] = defaultdict(float)
+        self.totals: defaultdict[str, float] = defaultdict(float)
         for mode in Mode:
             self.add("requests_total", 0, mode=mode)
             self.add("generation_tokens_total", 0, mode=mode)
@@ -34,7 +34,7 @@ class Metrics:
         self._last_at: float | None = None
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
-        self._totals[_labelled(name, labels)] += value
+        self.totals[_labelled(name, labels)] += value
 
     def generated(self, mode: Mode, num_tokens: int) -> None:
         """Count output tokens that were sent."""
@@ -93,7 +93,7 @@ class Metrics:
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
             **_pool_gauges(requests),
         }
-        counters = dict(self._totals)
+        counters = dict(self.totals)
         for name, total in zip(("hits", "misses", "evictions"), swap_ins, strict=True):
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
@@ -120,7 +120,7 @@ class Metrics:
 
     def _accept_length(self) -> float:
         """Return the average tokens of a request's verifying step since the last call; 0 without one."""
-        totals = self._totals["verifying_steps_total"], self._totals["accepted_draft_tokens_total"]
+        totals = self.totals["verifying_steps_total"], self.totals["accepted_draft_tokens_total"]
         num_steps, num_accepted = totals[0] - self._last_drafts[0], totals[1] - self._last_drafts[1]
         self._last_drafts = totals
         return 1 + num_accepted / num_steps if num_steps else 0.0

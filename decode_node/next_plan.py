@@ -29,7 +29,7 @@ class NextPlan:
     """Plans what is to be done before each next step of ``requests``."""
 
     def __init__(self, limits: Limits, requests: LiveRequests) -> None:
-        self._limits = limits
+        self.limits = limits
         self._requests = requests
         self._nothing_to_do_in: _Situation | None = None
 
@@ -38,7 +38,7 @@ class NextPlan:
         stuck = self._requests.stuck(now)
         situation = self._situation(stuck)
         plan = plan_step(
-            self._limits,
+            self.limits,
             self._requests.available,
             self._requests.select(RequestState.RUNNING),
             self._requests.select(RequestState.LANDING),

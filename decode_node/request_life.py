@@ -263,7 +263,7 @@ class RequestLife:
                 case RoomScores():
                     self._scored(request, message, now)
                 case RoomDone():
-                    self._landed(request, message, now)
+                    self.landed(request, message, now)
                 case RoomFailed():
                     self.metrics.add("kv_transfer_failures_total")
                     code = PREFILL_NODE_FAILED if message.status in _OTHERS_MAY_DO_BETTER else ""
@@ -317,7 +317,7 @@ class RequestLife:
         self._tell_peer(request, error)
         self.fail(request, 502, f"prefill node {request.peer} sent {error}", now, PREFILL_NODE_FAILED)
 
-    def _landed(self, request: Request, message: RoomDone, now: float) -> None:
+    def landed(self, request: Request, message: RoomDone, now: float) -> None:
         """Take the aux record of a request all of whose KV is here, and start it."""
         if request.scores is not None:
             num_wanted = max(0, request.num_prompt_tokens - request.scores.first)
@@ -437,9 +437,9 @@ class RequestLife:
             self.requests.grow(growth.request, growth.need)
             self.tables.grow(growth.request)
         for admission in plan.admissions:
-            self._admit(admission, now)
+            self.admit(admission, now)
 
-    def _admit(self, admission: Admission, now: float) -> None:
+    def admit(self, admission: Admission, now: float) -> None:
         request = admission.request
         instance_id = "" if request.lacks_nothing else self.peers.instance_id(request.peer)
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)

@@ -66,9 +66,9 @@ class RequestTables:
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.slice_bytes = SLICE_BYTES
-        self._filling: dict[int, RowStart] = {}
+        self.filling: dict[int, RowStart] = {}
         """What is left to fill of each row, in order of arrival."""
-        self._warming: dict[int, torch.cuda.Event] = {}
+        self.warming: dict[int, torch.cuda.Event] = {}
         """For each row that is being filled, the end of what was launched last for it."""
         self._last_slice: torch.cuda.Event | None = None
         self._fill_stream = SideStream(self.device)
@@ -130,8 +130,8 @@ class RequestTables:
                 if self.state.row_checks is not None and request.num_kv_tokens:
                     self._check_dense(request)
             return
-        is_next = not self._filling and self._is_slice_over()
-        self._filling[request.req_row] = self._row_start(request)
+        is_next = not self.filling and self._is_slice_over()
+        self.filling[request.req_row] = self._row_start(request)
         if is_next:
             self._launch_slice(request.req_row, self.slice_bytes)
 
@@ -174,12 +174,12 @@ class RequestTables:
         Returns the rows for which that failed. Raises torch.AcceleratorError when the device is lost.
         """
         failed: dict[int, Exception] = {}
-        if not self._filling or not self._is_slice_over():
+        if not self.filling or not self._is_slice_over():
             return failed
-        left = max(self.slice_bytes, sum(each.num_left_bytes or 0 for each in self._filling.values()) // 8)
-        for row in tuple(self._filling):
+        left = max(self.slice_bytes, sum(each.num_left_bytes or 0 for each in self.filling.values()) // 8)
+        for row in tuple(self.filling):
             try:
-                while row in self._filling and left > 0:
+                while row in self.filling and left > 0:
                     left -= max(1, self._launch_slice(row, left))
             except torch.AcceleratorError:
                 raise
@@ -189,18 +189,18 @@ class RequestTables:
 
     def fill_at_once(self, request: Request) -> None:
         """Launch all that is left to fill of a request's row."""
-        while request.req_row in self._filling:
+        while request.req_row in self.filling:
             self._launch_slice(request.req_row, None)
 
     def _is_slice_over(self) -> bool:
         return self._last_slice is None or bool(self._last_slice.query())
 
     def _launch_slice(self, row: int, most_bytes: int | None) -> int:
-        filling = self._filling.pop(row)
-        with self._beside_steps(row, is_first=row not in self._warming):
+        filling = self.filling.pop(row)
+        with self._beside_steps(row, is_first=row not in self.warming):
             num_bytes = filling.launch_slice(most_bytes)
         if filling.num_left_bytes is not None:
-            self._filling = {row: filling, **self._filling}  # it stays the first
+            self.filling = {row: filling, **self.filling}  # it stays the first
         return num_bytes
 
     @contextmanager
@@ -216,22 +216,22 @@ class RequestTables:
             finally:  # what was launched before an error still reads the request's slots
                 filled = torch.cuda.Event()
                 filled.record()
-                self._warming[row] = self._last_slice = filled
+                self.warming[row] = self._last_slice = filled
 
     def stop_filling(self, request: Request) -> None:
         """Launch no more to fill a request's row. ``is_ready`` says when what was launched is over."""
-        self._filling.pop(request.req_row, None)
+        self.filling.pop(request.req_row, None)
 
     def is_ready(self, request: Request) -> bool:
         """Whether nothing fills the row of a RUNNING or ENDING request any more."""
-        if request.req_row in self._filling:
+        if request.req_row in self.filling:
             return False
-        filled = self._warming.get(request.req_row)
+        filled = self.warming.get(request.req_row)
         if filled is None:
             return True
         if not filled.query():
             return False
-        del self._warming[request.req_row]
+        del self.warming[request.req_row]
         return True
 
     def _row_start(self, request: Request) -> RowStart:
@@ -297,7 +297,7 @@ class RequestTables:
         self.state.reset_row(row)
 
     def _wait_until_filled(self, row: int) -> None:
-        if (filled := self._warming.pop(row, None)) is not None:
+        if (filled := self.warming.pop(row, None)) is not None:
             filled.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:

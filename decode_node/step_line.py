@@ -52,18 +52,18 @@ class StepLine:
         self._lifecycle = lifecycle
         self._scrubber = scrubber
         self._most_drafts = most_drafts
-        self._draft_choice = DraftChoice(most_drafts)
-        self._next_plan = NextPlan(lifecycle.limits, requests)
+        self.draft_choice = DraftChoice(most_drafts)
+        self.next_plan = NextPlan(lifecycle.limits, requests)
 
     def carry_out_plan(self, now: float) -> None:
         """Carry out the scheduler's plan for the next step, before ``advance`` launches that. The step in
         flight is committed first where the next one may not follow it unread."""
         if not self.may_follow():
             self.settle()
-        plan = self._next_plan.make(now)
+        plan = self.next_plan.make(now)
         if plan.exchanges and self.in_flight is not None:
             self.settle()  # a request that gets other device slots may be in that step, or end with it
-            plan = self._next_plan.make(now)
+            plan = self.next_plan.make(now)
         self._lifecycle.carry_out(plan, now)
 
     def advance(self, *, is_stopping: bool) -> bool:
@@ -73,7 +73,7 @@ class StepLine:
         Raises torch.AcceleratorError when the device is lost, and any error when other ranks are in the step.
         """
         self._lifecycle.fill_rows(time.monotonic())
-        batch = self._next_batch()
+        batch = self.next_batch()
         step = self._lockstep.agree(
             len(batch),
             is_split=self.runner.would_split(batch),
@@ -82,7 +82,7 @@ class StepLine:
         )
         if step.is_last:
             return False
-        launched = self._launch(batch, step)
+        launched = self.launch(batch, step)
         self.has_launched = launched is not None
         previous, self.in_flight = self.in_flight, launched
         if previous is not None:
@@ -91,7 +91,7 @@ class StepLine:
             self._draw(launched)
         if self.in_flight is not None and not self.in_flight.feeds_next:
             self.settle()
-        self._draft_choice.turn(len(batch), step.num_new - 1, time.monotonic())
+        self.draft_choice.turn(len(batch), step.num_new - 1, time.monotonic())
         return True
 
     def may_follow(self) -> bool:
@@ -118,7 +118,7 @@ class StepLine:
             self.in_flight = None
             self._commit(previous)
 
-    def _next_batch(self) -> list[Request]:
+    def next_batch(self) -> list[Request]:
         """Return the requests that get a token in the next step, in order of admission."""
         running = self._requests.select(RequestState.RUNNING)
         ready = (request for request in running if request.run_stage is RunStage.READY)
@@ -129,9 +129,9 @@ class StepLine:
         most = self._most_drafts
         if most:
             most = max((self._tables.max_verifiable(request, most) for request in batch), default=0)
-        return self._draft_choice.choose(len(batch), most)
+        return self.draft_choice.choose(len(batch), most)
 
-    def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
+    def launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step; an error in it ends the requests of its batch. Raises what ``advance`` raises."""
         if step.num_tokens == 0:
             return None
@@ -189,7 +189,7 @@ class StepLine:
             request.num_drafted += of_step.num_drafted
             if of_step.num_drafted:
                 self._lifecycle.metrics.drafted(of_step.num_drafted)
-                self._draft_choice.verified(of_step.num_drafted, len(of_step.token_ids) - 1)
+                self.draft_choice.verified(of_step.num_drafted, len(of_step.token_ids) - 1)
             if of_step.error:
                 message = f"the hot buffer reported {of_step.error}"
                 self._lifecycle.fail(request, 500, message, now)

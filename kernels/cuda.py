@@ -137,6 +137,21 @@ _CHECK_ROWS = _struct(
 )  # fmt: skip
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
 
+PARAMETERS = {
+    "SwapInParams": _SWAP_IN,
+    "CopyParams": _COPY,
+    "FillParams": _FILL,
+    "BackupParams": _BACKUP,
+    "NewestSlotsParams": _NEWEST_SLOTS,
+    "CheckRowsParams": _CHECK_ROWS,
+    "RowChecks": _CHECKS,
+    "Pool": _POOL,
+    "Tables": _TABLES,
+    "Requests": _REQUESTS,
+    "Plan": _PLAN,
+}
+"""The layouts of what kernels are given, by the names of their structs."""
+
 
 def swap_in(
     selected: Tensor,
@@ -182,7 +197,7 @@ def swap_in(
     capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
     pool = _pool(pools)
     is_wide = pools is None or _is_wide(pool)
-    kernel = _kernel("swap_in", positions_per_thread, is_wide, state.page_size, state.max_new)
+    kernel = compiled("swap_in", positions_per_thread, is_wide, state.page_size, state.max_new)
     max_slice = NUM_PLANNERS * positions_per_thread
     shared_bytes = capacity + 2 * max_slice
     max_shared_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
@@ -240,7 +255,7 @@ def replay_misses(
     if state is not None and state.row_checks is not None:
         page_size = state.page_size
         parameters["checks"] = _checks(state, ReadAt.SWAP_IN)
-    kernel = _kernel("copy_planned", only_wide_items=_is_wide(pool), page_size=page_size)
+    kernel = compiled("copy_planned", only_wide_items=_is_wide(pool), page_size=page_size)
     if max_blocks is not None and max_blocks < num_multiprocessors(device):
         _launch_copies(kernel, device, parameters, max_blocks)
     else:
@@ -290,7 +305,7 @@ def start_row(
     parameters["num_layers"] = len(layers)
     parameters["num_groups"] = state.num_groups
     parameters["num_hints"], parameters["max_warm"] = warm_up.positions.shape
-    kernel = _kernel(
+    kernel = compiled(
         "fill_row", only_wide_items=_is_wide(pool), page_size=state.page_size, max_new=state.max_new
     )
     num_blocks = min(FILL_BLOCKS, num_multiprocessors(state.device))
@@ -314,7 +329,7 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
     warps_per_block = COPY_THREADS // 32
     num_blocks = min(-(-num_items // warps_per_block), COPY_BLOCKS_PER_SM * num_multiprocessors(state.device))
     launch(
-        _kernel("backup_newest", page_size=state.page_size, max_new=state.max_new),
+        compiled("backup_newest", page_size=state.page_size, max_new=state.max_new),
         state.device,
         num_blocks,
         COPY_THREADS,
@@ -340,7 +355,7 @@ def row_checks(
     parameters["first_layer"] = first_layer
     most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(device)
     num_blocks = min(-(-num_items // (COPY_THREADS // 32)), most_blocks)
-    kernel = _kernel("check_rows", only_wide_items=_is_wide(one_pool))
+    kernel = compiled("check_rows", only_wide_items=_is_wide(one_pool))
     launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=num_layers)
 
 
@@ -353,7 +368,7 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
     parameters["tables"] = _tables(state, 0)
     parameters["requests"] = _requests(requests)
     parameters["out"] = out.data_ptr()
-    kernel = _kernel("newest_slots", page_size=state.page_size, max_new=state.max_new)
+    kernel = compiled("newest_slots", page_size=state.page_size, max_new=state.max_new)
     launch(kernel, state.device, -(-num_slots // 128), 128, parameters)
 
 
@@ -541,7 +556,7 @@ def _pool(pools: Pools | None) -> npt.NDArray[Any]:
     result = np.zeros((), _POOL)
     if pools is not None:
         host, dev = pools
-        host_address = _mapped_address("k_host", host)
+        host_address = mapped_address("k_host", host)
         strides = (host.stride(0), host.stride(1), dev.stride(0), dev.stride(1))
         item_bytes = dev.shape[2]
         vector_bytes = math.gcd(16, item_bytes, host_address, dev.data_ptr(), *strides)
@@ -552,7 +567,7 @@ def _pool(pools: Pools | None) -> npt.NDArray[Any]:
 def _one_pool(pool: Tensor) -> npt.NDArray[Any]:
     """Return a _POOL with only its device part set: ``pool``, which may lie in host memory."""
     result = np.zeros((), _POOL)
-    address = pool.data_ptr() if pool.device.type == "cuda" else _mapped_address("pool", pool)
+    address = pool.data_ptr() if pool.device.type == "cuda" else mapped_address("pool", pool)
     item_bytes = pool.shape[2]
     result["dev"], result["item_bytes"] = address, item_bytes
     result["dev_layer_bytes"], result["dev_slot_bytes"] = pool.stride(0), pool.stride(1)
@@ -564,7 +579,7 @@ def _is_wide(pool: npt.NDArray[Any]) -> bool:
     return int(pool["vector_bytes"]) == WIDEST_VECTOR_BYTES
 
 
-def _mapped_address(name: str, host: Tensor) -> int:
+def mapped_address(name: str, host: Tensor) -> int:
     """Return the address at which the GPU reads ``host``, which must be pinned or registered memory."""
     attributes = cupy_module().cuda.runtime.pointerGetAttributes(host.data_ptr())
     if attributes.type != _PINNED or not attributes.devicePointer:
@@ -575,7 +590,7 @@ def _mapped_address(name: str, host: Tensor) -> int:
 
 
 @functools.cache
-def _kernel(
+def compiled(
     name: str,
     positions_per_thread: int = 1,
     only_wide_items: bool = False,

@@ -55,7 +55,7 @@ def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: in
         return f"it needs a CUDA device, not {device.type}"
     if (major := torch.cuda.get_device_capability(device)[0]) not in ARCHITECTURES:
         return f"it needs compute capability 9 or 10, not {major}"
-    module = _flash_mla()
+    module = flash_mla()
     return module if isinstance(module, str) else None
 
 
@@ -95,7 +95,7 @@ class FlashMlaSparseAttention:
         top_k = device_slots.shape[1]
         num_splits = num_splits_of(top_k, self.split_slots, TOP_K_MULTIPLE[FLASHMLA_SPARSE])
         queries = q.to(torch.bfloat16).contiguous()
-        results, _, log_sums = _flash_mla().flash_mla_sparse_fwd(
+        results, _, log_sums = flash_mla().flash_mla_sparse_fwd(
             queries if num_splits == 1 else queries.repeat_interleave(num_splits, dim=0),
             layer_pool.view(torch.bfloat16)[:, None, :],
             device_slots.view(num_tokens * num_splits, 1, -1),
@@ -163,7 +163,7 @@ class FlashMlaKvAttention:
         queries = q.to(torch.bfloat16).contiguous()[:, None].expand(num_tokens, num_splits, num_heads, dim)
 
         def run(schedule: Any) -> tuple[Tensor, Tensor]:
-            results, log_sums = _flash_mla().flash_mla_with_kvcache(
+            results, log_sums = flash_mla().flash_mla_with_kvcache(
                 q=queries,
                 k_cache=layer_pool.view(torch.float8_e4m3fn).view(-1, page_size, 1, layer_pool.shape[1]),
                 block_table=None,
@@ -178,7 +178,7 @@ class FlashMlaKvAttention:
 
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule, _ = _flash_mla().get_mla_metadata()
+            schedule, _ = flash_mla().get_mla_metadata()
             run(schedule)  # the library fills the schedule in
             self._rewrite(schedule, num_tokens, device_slots.shape[1] // num_splits)
             # Values computed in a capture exist only once its graph is replayed: no other call may use them.
@@ -238,7 +238,7 @@ def num_scheduled_blocks(table: Tensor, num_queries: int, num_blocks: int) -> in
 
 
 @functools.cache
-def _flash_mla() -> Any:
+def flash_mla() -> Any:
     """Return the module ``sgl_kernel.flash_mla``, or a string that says why it cannot be used."""
     try:
         with warnings.catch_warnings():

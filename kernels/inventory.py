@@ -16,23 +16,23 @@ def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8
     why = f" ({attention.reason})" if attention.reason else ""
     if device.type != "cuda":
         return f"{torch_release} on the {device.type}; attention {attention.name}{why}; all others in torch"
-    triton_release = f"triton {_version('triton')}"
+    triton_release = f"triton {installed('triton')}"
     attention_by = torch_release if attention.name == TORCH else triton_release
     if attention.name in flashmla.FORMAT:
-        attention_by = f"sglang-kernel {_version('sglang-kernel')}"
+        attention_by = f"sglang-kernel {installed('sglang-kernel')}"
     dense = ", fp8 by scaled_mm" if has_fp8_matrices else ""
     parts = (
         torch_release,
         f"attention {attention.name} by {attention_by}{why}",
         f"indexer ours, {triton_release}",
-        f"swap-in and top-k ours, CUDA C by cupy {_version('cupy-cuda13x')}",
+        f"swap-in and top-k ours, CUDA C by cupy {installed('cupy-cuda13x')}",
         f"routed experts ours, {triton_release}",
         f"dense products of few rows and in parts ours, others torch's{dense}",
     )
     return "; ".join(parts)
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

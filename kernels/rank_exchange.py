@@ -38,13 +38,13 @@ SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
 SUM_DTYPES = tuple(SUM_WORDS)
 
 _NUM_COUNTS = NUM_CHANNELS * 32 + NUM_CHANNELS
-_IS_OVERDUE = _NUM_COUNTS
+IS_OVERDUE = _NUM_COUNTS
 """Index of the overdue flag in the header, in 32-bit words."""
 _LAZY_PEER_ACCESS, _MEMCPY_DEFAULT = 1, 4
 """cudaIpcMemLazyEnablePeerAccess, cudaMemcpyDefault"""
 
 _POINTER, _LONG, _INT = np.uint64, np.int64, np.int32
-_PARAMS = np.dtype(
+PARAMS = np.dtype(
     [
         ("memory", _POINTER, (MAX_RANKS,)),
         ("x", _POINTER),
@@ -99,7 +99,7 @@ class RankMemory:
         fails."""
         if num_ranks > MAX_RANKS:
             raise RuntimeError(f"{num_ranks} ranks, but a kernel takes at most {MAX_RANKS}")
-        self._device, self._rank = device, rank
+        self._device, self.rank = device, rank
         runtime = cupy_module().cuda.runtime
         with torch.cuda.device(device):
             self._own = int(runtime.malloc(memory_bytes(num_ranks)))
@@ -123,7 +123,7 @@ class RankMemory:
                     )
                 self._addresses[rank] = int(runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
             for name in kernels():
-                _kernel(name)
+                compiled(name)
 
     def begin_at(self, count: int) -> None:
         """Set the number of each channel's last piece to ``count``, modulo 2^32. No rank may be in an
@@ -142,7 +142,7 @@ class RankMemory:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             cupy_module().cuda.runtime.memcpy(
-                found.ctypes.data, self._own + 4 * _IS_OVERDUE, found.nbytes, _MEMCPY_DEFAULT
+                found.ctypes.data, self._own + 4 * IS_OVERDUE, found.nbytes, _MEMCPY_DEFAULT
             )
         return bool(found[0])
 
@@ -185,15 +185,15 @@ class RankMemory:
         if part_bytes == 0:
             return
         pieces = Pieces.of(part_bytes)
-        parameters = np.zeros((), _PARAMS)
+        parameters = np.zeros((), PARAMS)
         parameters["memory"][: len(self._addresses)] = self._addresses
         parameters["x"], parameters["out"] = x.data_ptr(), out.data_ptr()
         parameters["part_bytes"], parameters["part_stride"] = part_bytes, part_stride
         parameters["timeout_ns"] = round(1e9 * timeout_secs)
-        parameters["rank"], parameters["num_ranks"] = self._rank, len(self._addresses)
+        parameters["rank"], parameters["num_ranks"] = self.rank, len(self._addresses)
         parameters["num_rounds"], parameters["piece_bytes"] = pieces.num_rounds, pieces.piece_bytes
         parameters["only_notes_overdue"] = only_notes_overdue
-        launch(_kernel(name), self._device, pieces.num_blocks, NUM_THREADS, parameters)
+        launch(compiled(name), self._device, pieces.num_blocks, NUM_THREADS, parameters)
 
 
 def source() -> str:
@@ -239,5 +239,5 @@ def _module() -> Any:
 
 
 @functools.cache
-def _kernel(name: str) -> Any:
+def compiled(name: str) -> Any:
     return _module().get_function(name)

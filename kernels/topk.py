@@ -37,7 +37,7 @@ MIN_SHARED_CONTEXT = 16384
 """From this context length on, several blocks may share a query."""
 
 _POINTER, _LONG, _INT = np.uint64, np.int64, np.int32
-_PARAMS = np.dtype(
+PARAMS = np.dtype(
     [
         ("logits", _POINTER),
         ("req_rows", _POINTER),
@@ -79,7 +79,7 @@ def select(
     device = logits.device
     if cluster_size is None:
         cluster_size = choose_cluster_size(block_tokens, max_len, _resident_clusters(device))
-    parameters = np.zeros((), _PARAMS)
+    parameters = np.zeros((), PARAMS)
     parameters["logits"] = logits.data_ptr()
     parameters["req_rows"] = req_rows.data_ptr()
     parameters["query_positions"] = query_positions.data_ptr()

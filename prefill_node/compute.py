@@ -70,7 +70,7 @@ class PromptRunner:
             scratch_tokens=min(chunk_tokens, most_rows),
             split_slots=split_slots,
         )
-        self._short = ShortForwards(model, memory, page_size, self.kernels)
+        self.short = ShortForwards(model, memory, page_size, self.kernels)
 
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
@@ -83,7 +83,7 @@ class PromptRunner:
         requests = [self._paged(record, chunk) for record, chunk in batch]
         kv = PagedKv(self._model.spec, *pools, requests, hook, self.kernels, memory.row_checks)
         token_ids = _token_ids(batch).to(self._model.device)
-        if (hidden := self._short.run(token_ids, kv)) is not None:
+        if (hidden := self.short.run(token_ids, kv)) is not None:
             if hook is not None:
                 for layer in range(self._model.spec.num_layers):
                     hook(layer)
@@ -119,7 +119,7 @@ class PromptRunner:
                     self.run([(record, Chunk(Room(0), 0, size, admits=True))])
         self._model.expect_tokens(0)
         if ranks is None and self._model.device.type == "cuda":
-            self._short.capture(most_tokens)
+            self.short.capture(most_tokens)
 
     def _warm_up_record(self, num_tokens: int, num_resumed: int) -> RoomRecord:
         """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored."""

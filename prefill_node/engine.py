@@ -81,7 +81,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         placement: Placement = ANYWHERE,
     ) -> None:
         super().__init__(settings, spec, model, socket, transport, placement)
-        self._instance_id = secrets.token_hex(8)
+        self.instance_id = secrets.token_hex(8)
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
@@ -93,41 +93,41 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             page_size=settings.page_size,
             num_pages=num_pages,
         )
-        self._memory = PrefillMemory(
+        self.memory = PrefillMemory(
             spec, num_slots=num_pages * settings.page_size, num_aux_slots=num_aux_slots, device=device
         )
-        self._memory.register(self._transfer)
-        self._lanes = Lanes(
-            self._transfer,
-            self._transfer.transport.protocol,
-            self._instance_id,
+        self.memory.register(self.transfer)
+        self.lanes = Lanes(
+            self.transfer,
+            self.transfer.transport.protocol,
+            self.instance_id,
             why_off="--same-host-lane is off" if settings.same_host_lane == "off" else "",
             directory=settings.same_host_dir,
             on_decided=self._wakeup.set,
-            gpu=GpuWriter(device, self._memory.sent) if device.type == "cuda" else None,
+            gpu=GpuWriter(device, self.memory.sent) if device.type == "cuda" else None,
         )
-        self._sender = Sender(self._lanes, self._wakeup.set)
-        self._runner = PromptRunner(
+        self.sender = Sender(self.lanes, self._wakeup.set)
+        self.runner = PromptRunner(
             model,
-            self._memory,
+            self.memory,
             settings.page_size,
             settings.attention_backend,
             settings.chunked_prefill_size,
             settings.attention_split_tile_size,
         )
-        self._control = ControlServer(
+        self.control = ControlServer(
             settings.host, settings.control_port, self._control_keys, self._allowed, self._heartbeats
         )
-        self._poller.register(self._control)
+        self.poller.register(self.control)
         self._logged_refusals = LogLimiter()
-        self._peers = Registrations(self._geometry, self._transfer.transport.protocol, self._allowed)
+        self.peers = Registrations(self.geometry, self.transfer.transport.protocol, self._allowed)
         self._pusher = Pusher(
-            self._sender,
-            self._memory.regions,
+            self.sender,
+            self.memory.regions,
             settings.page_size,
-            slice_bytes=self._lanes.slice_bytes,
+            slice_bytes=self.lanes.slice_bytes,
         )
-        self._life = RoomLife(
+        self.life = RoomLife(
             pusher=self._pusher,
             limits=self._limits,
             context_length=spec.context_length,
@@ -136,19 +136,19 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             max_queued=settings.max_running_requests + settings.max_queued_requests,
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_peer=self._tell_peer,
-            wrong_items=self._memory.wrong_items,
+            wrong_items=self.memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
             # A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
-        kv = {PoolKind.DEVICE: self._memory.kv}
-        self._set_books(self._life, self._life.prefixes, kv, self._memory.row_checks)
+        kv = {PoolKind.DEVICE: self.memory.kv}
+        self._set_books(self.life, self.life.prefixes, kv, self.memory.row_checks)
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
         log.info(
             "control port %d, KV pool of %d pages of %d tokens",
-            self._control.port,
+            self.control.port,
             num_pages,
             settings.page_size,
         )
@@ -166,10 +166,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         most_tokens = min(self._limits.chunk_tokens, num_pool_tokens, self._spec.context_length)
 
         def say_size(size: int) -> None:
-            self._socket.send(EngineLoading(f"kernels, with forwards of {size} tokens"))
+            self.socket.send(EngineLoading(f"kernels, with forwards of {size} tokens"))
 
         try:
-            self._runner.warm_up(most_tokens, say_size)
+            self.runner.warm_up(most_tokens, say_size)
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "
@@ -183,111 +183,111 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             # Only prompts are kept here; one that is longer than the pool is refused with the exact bound.
             max_total_tokens_hisparse=self._spec.context_length,
             max_total_tokens_dense=self._spec.context_length,
-            control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",
-            instance_id=self._instance_id,
-            geometry=msgspec.msgpack.encode(self._geometry),
+            control_endpoint=f"{self._settings.reachable_host}:{self.control.port}",
+            instance_id=self.instance_id,
+            geometry=msgspec.msgpack.encode(self.geometry),
         )
 
     def close(self) -> None:
         """End every room, wait a bounded time for writes in flight, and release sockets and memory."""
         now_secs = time.monotonic()
-        for record in list(self._life.rooms):
-            self._life.fail(record, 503, f"room {record.room}: the prefill node is shutting down", now_secs)
-        is_quiet = self._sender.close(CLOSE_TIMEOUT_SECS)
-        for completion in self._sender.poll():
-            self._life.completed(completion, now_secs)
-        self._control.close()
+        for record in list(self.life.rooms):
+            self.life.fail(record, 503, f"room {record.room}: the prefill node is shutting down", now_secs)
+        is_quiet = self.sender.close(CLOSE_TIMEOUT_SECS)
+        for completion in self.sender.poll():
+            self.life.completed(completion, now_secs)
+        self.control.close()
         self._wakeup.close()
         if is_quiet:
-            self._lanes.close()
-            self._transfer.close()
+            self.lanes.close()
+            self.transfer.close()
         log.info("stopped")
 
     # --- receive -------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        self._life.fail_overdue(self._sender.overdue(), now)
-        for completion in self._sender.poll():
-            self._life.completed(completion, now)
-        for session in self._lanes.take_decided():
-            peer, lane = self._peers.of_session(session), self._lanes.lane(session)
+        self.life.fail_overdue(self.sender.overdue(), now)
+        for completion in self.sender.poll():
+            self.life.completed(completion, now)
+        for session in self.lanes.take_decided():
+            peer, lane = self.peers.of_session(session), self.lanes.lane(session)
             if peer is not None and lane is not None:
                 self._answer(peer, lane)
-        for identity, message in self._control.receive():
+        for identity, message in self.control.receive():
             self._on_control(identity, message, now)
         self._hear_fronts(now)
         self._end_silent(now)
-        self._life.fail_expired(now)
+        self.life.fail_expired(now)
 
     def _on_control(self, identity: bytes, message: ToPrefill, now_secs: float) -> None:
-        peer = self._peers.heard(identity, now_secs)
+        peer = self.peers.heard(identity, now_secs)
         if isinstance(message, Register):
             self._register(identity, message, now_secs)
             return
         if peer is None:
-            self._life.dropped["unregistered"] += 1
+            self.life.dropped["unregistered"] += 1
             error = f"{type(message).__name__} before Register; register first"
-            self._control.send(identity, Refused(error, permanent=False))
+            self.control.send(identity, Refused(error, permanent=False))
             return
         match message:
             case Heartbeat():
-                self._control.send(identity, HeartbeatAck(message.seq, self._instance_id))
+                self.control.send(identity, HeartbeatAck(message.seq, self.instance_id))
             case Bootstrap():
-                self._life.bootstrap(peer, message, now_secs)
+                self.life.bootstrap(peer, message, now_secs)
             case AbortRoom():
-                self._life.abort_room(peer, message, now_secs)
+                self.life.abort_room(peer, message, now_secs)
             case _:
                 assert_never(message)
 
     def _register(self, identity: bytes, message: Register, now_secs: float) -> None:
-        error = self._peers.why_refused(message)
+        error = self.peers.why_refused(message)
         if error is not None:
             self._refuse(identity, message.node_id, error)
             return
-        before = self._peers.of_node(message.node_id)
-        peer, replaced = self._peers.register(identity, message, now_secs)
+        before = self.peers.of_node(message.node_id)
+        peer, replaced = self.peers.register(identity, message, now_secs)
         if peer is not before:
-            self._transfer.renew(peer.session)
+            self.transfer.renew(peer.session)
         for old in replaced:
-            self._life.fail_rooms_of(old, "restarted", now_secs)
+            self.life.fail_rooms_of(old, "restarted", now_secs)
         if peer is not before:
             log.info("registered decode node %s, session %s", peer.node_id, peer.session)
         regions = [(region.base_addr, region.num_bytes) for region in message.regions]
-        if (lane := self._lanes.register(peer.session, message.lane, regions)) is not None:
+        if (lane := self.lanes.register(peer.session, message.lane, regions)) is not None:
             self._answer(peer, lane)
         else:  # tells the decode node, which waits while its memory is opened, that this engine is alive
-            self._control.send(identity, HeartbeatAck(0, self._instance_id))
+            self.control.send(identity, HeartbeatAck(0, self.instance_id))
 
     def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
-        self._life.dropped["refused"] += 1
+        self.life.dropped["refused"] += 1
         if self._logged_refusals.permits(node_id):
             log.warning("refused decode node %s: %s", node_id, error)
-        self._control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
+        self.control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
 
     def _answer(self, peer: Peer, lane: Lane) -> None:
         if lane.refusal:
             self._refuse(peer.identity, peer.node_id, lane.refusal)
-            self._peers.lose(peer)
+            self.peers.lose(peer)
             return
-        self._control.send(
+        self.control.send(
             peer.identity,
-            Registered(PROTOCOL_VERSION, self._instance_id, self._geometry, lane.kind, lane.reason),
+            Registered(PROTOCOL_VERSION, self.instance_id, self.geometry, lane.kind, lane.reason),
         )
 
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
-        return self._control.send(self._peers.current(peer).identity, message)
+        return self.control.send(self.peers.current(peer).identity, message)
 
     def _end_silent(self, now: float) -> None:
         """End the rooms of decode nodes that were silent for too long."""
         limit_secs = self._settings.heartbeat_timeout_secs
-        for peer in self._peers.silent(now, limit_secs):
-            if self._control.send(peer.identity, HeartbeatAck(0, self._instance_id)):
+        for peer in self.peers.silent(now, limit_secs):
+            if self.control.send(peer.identity, HeartbeatAck(0, self.instance_id)):
                 # A peer sends heartbeats between steps only; ZMQ answers at all times and is connected.
                 peer.last_heard_secs += self._settings.heartbeat_interval_secs
                 continue
-            self._peers.lose(peer)
+            self.peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
-            num_rooms = self._life.fail_rooms_of(peer, error, now)
+            num_rooms = self.life.fail_rooms_of(peer, error, now)
             level = logging.WARNING if num_rooms else logging.INFO  # a node without rooms left by itself
             log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
 
@@ -295,31 +295,31 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def _step(self) -> bool:
         did_work = self._forward()
-        self._num_steps += len(self._life) > 0
+        self._num_steps += len(self.life) > 0
         return did_work
 
     def _forward(self) -> bool:
         """Run one forward of this rank's rooms, or take part in one of other ranks. Return False when no rank
         has anything to compute."""
-        life = self._life
-        chunks = self._plan()
+        life = self.life
+        chunks = self.plan()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)
         self._has_stopped = step.is_last
         if step.num_tokens == 0:
             return False
         if not chunks:
-            self._runner.run_of_others()
+            self.runner.run_of_others()
             return True
         now_secs = time.monotonic()
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
         admitted = [record for record, chunk in batch if chunk.admits]
         life.admit(admitted, now_secs)
         new_pages = [page_id for record in admitted for page_id in record.own_page_ids]
-        self._memory.void_checks(new_pages, self._limits.page_size)
+        self.memory.void_checks(new_pages, self._limits.page_size)
         pushes = [self._pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
         try:
-            computed = self._runner.run(batch, partial(self._pusher.layer_written, pushes))
+            computed = self.runner.run(batch, partial(self._pusher.layer_written, pushes))
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
             if self._lockstep.ends_engine(error):
                 raise
@@ -332,14 +332,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             life.computed(record, chunk.stop, push)
             if (hint := computed.hints.get(record.room)) is not None:
                 assert record.aux_slot_src is not None
-                self._memory.stage_aux(record.aux_slot_src, record.room, hint[: groups_of(record)])
+                self.memory.stage_aux(record.aux_slot_src, record.room, hint[: groups_of(record)])
                 life.prompt_computed(record, now_secs)
         return True
 
-    def _plan(self) -> tuple[Chunk, ...]:
+    def plan(self) -> tuple[Chunk, ...]:
         """Return the next forward's chunks. The rows that they read again are verified; while one is wrong,
         the plan is made again, with fewer pages each time."""
-        life = self._life
+        life = self.life
         while True:
             life.fail_too_long(time.monotonic())
             chunks = plan_step(
@@ -357,7 +357,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         now_secs = time.monotonic()
         for record, _ in batch:
             reason = f"room {record.room}: computing the prompt failed: {type(error).__name__}: {error}"
-            self._life.fail(record, 500, reason, now_secs)
+            self.life.fail(record, 500, reason, now_secs)
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -365,10 +365,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     @property
     def _num_dropped(self) -> Counter[str]:
-        return self._life.dropped + self._control.dropped
+        return self.life.dropped + self.control.dropped
 
     def _stats(self, now: float) -> EngineStats:
-        life, rooms = self._life, self._life.rooms
+        life, rooms = self.life, self.life.rooms
         num_running = rooms.count(RoomState.COMPUTING)
         num_sending = rooms.count(RoomState.SENDING, RoomState.DRAINING)
         num_waiting = rooms.count(RoomState.QUEUED)
@@ -383,12 +383,12 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             'pool_used_tokens{pool="kv"}': float(num_used_tokens),
             'pool_total_tokens{pool="kv"}': float(num_total_tokens),
             "cache_hit_rate": life.counters["cached_tokens_total"] / num_prompt_tokens,
-            "num_registered_peers": float(len(self._peers)),
+            "num_registered_peers": float(len(self.peers)),
         }
         lanes = tuple(
             PeerLane(peer.session, lane.kind, lane.reason)
-            for peer in self._peers
-            if (lane := self._lanes.lane(peer.session)) is not None
+            for peer in self.peers
+            if (lane := self.lanes.lane(peer.session)) is not None
         )
         return EngineStats(
             gauges,

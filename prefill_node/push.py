@@ -106,11 +106,11 @@ class Pusher:
         min_batch_bytes: int = MIN_BATCH_BYTES,
         slice_bytes: Callable[[str], int] = lambda session: SLICE_BYTES,
     ) -> None:
-        self._sender = sender
+        self.sender = sender
         self._source = source
         self._page_size = page_size
         self.write_timeout_secs = WRITE_TIMEOUT_SECS
-        self._min_batch_bytes = min_batch_bytes
+        self.min_batch_bytes = min_batch_bytes
         self._slice_bytes = slice_bytes
         self._token_bytes = sum(
             region.num_layers * region.item_bytes
@@ -158,7 +158,7 @@ class Pusher:
 
     def num_bytes_pending(self, peer: Peer) -> int:
         """Return the bytes that are submitted for a decode node and not written yet."""
-        return self._sender.num_bytes_pending(peer.session)
+        return self.sender.num_bytes_pending(peer.session)
 
     def has_place(self, record: RoomRecord, num_bytes_pending: int) -> bool:
         """Return whether the room may start to send to a decode node with so many bytes pending."""
@@ -197,11 +197,11 @@ class Pusher:
         slot = RegionView(start, source.item_bytes, 1, 1, region.item_bytes)
         writes = LayerWrites(plan_writes([0], [bootstrap.aux_slot]), slot, region, 0, 1)
         writes.check()
-        self._submit(record, "aux record", (writes,), None)
+        self.submit(record, "aux record", (writes,), None)
 
     def cancel(self, record: RoomRecord) -> None:
         """Keep the room's waiting batches from starting; each still gets its completion."""
-        self._sender.cancel(record.room)
+        self.sender.cancel(record.room)
 
     def _is_due(self, push: ChunkPush) -> bool:
         """Return whether the waiting layers should leave before the chunk's last layer is written."""
@@ -211,8 +211,8 @@ class Pusher:
         )
         return (
             written > submitted
-            and (written - submitted) * push.layer_bytes >= self._min_batch_bytes
-            and self._sender.num_pending(push.record.room) < MAX_PENDING_BATCHES
+            and (written - submitted) * push.layer_bytes >= self.min_batch_bytes
+            and self.sender.num_pending(push.record.room) < MAX_PENDING_BATCHES
         )
 
     def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
@@ -224,12 +224,10 @@ class Pusher:
         if push.row_checks is not None:
             parts.append(push.row_checks.of_layers(first_kv, stop_kv))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
-        self._submit(push.record, tag, parts, ready)
+        self.submit(push.record, tag, parts, ready)
         push.num_layers_submitted = stop
 
-    def _submit(
-        self, record: RoomRecord, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
-    ) -> None:
+    def submit(self, record: RoomRecord, tag: str, parts: Sequence[LayerWrites], ready: Ready | None) -> None:
         session = record.peer.session
         writes = SlicedWrites(parts, self._slice_bytes(session))
         batch = WriteBatch(
@@ -241,7 +239,7 @@ class Pusher:
             self.write_timeout_secs,
             ready,
         )
-        self._sender.submit(session, batch)
+        self.sender.submit(session, batch)
         record.num_writes_pending += 1
 
 

@@ -98,7 +98,7 @@ class RoomLife:
         self.prefixes = PrefixTree(self.pools)
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
-        self._pusher = pusher
+        self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
         self._max_queued = max_queued
@@ -193,13 +193,13 @@ class RoomLife:
         for record in self.waiting():
             session = record.peer.session
             if session not in num_bytes_pending:
-                num_bytes_pending[session] = self._pusher.num_bytes_pending(record.peer)
-            if not self._pusher.has_place(record, num_bytes_pending[session]):
+                num_bytes_pending[session] = self.pusher.num_bytes_pending(record.peer)
+            if not self.pusher.has_place(record, num_bytes_pending[session]):
                 continue
             waiting = self.look_up(record)
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - record.bootstrap.num_held_tokens)
-            num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
+            num_bytes_pending[session] += self.pusher.num_bytes(num_to_send)
             yield waiting
 
     def look_up(self, record: RoomRecord) -> Waiting:
@@ -290,7 +290,7 @@ class RoomLife:
             self.rooms.move(record, RoomState.COMPUTING, now_secs)
             self.counters["prompt_tokens_total"] += record.num_computed_tokens
             self.counters["cached_tokens_total"] += record.num_cached_tokens
-            self._pusher.push_rest(self._pusher.plan(record, 0, record.num_cached_tokens))
+            self.pusher.push_rest(self.pusher.plan(record, 0, record.num_cached_tokens))
 
     def scored(self, record: RoomRecord, pieces: Sequence[RoomScores], now_secs: float) -> bool:
         """Send a room's decode node the scores that a forward computed. Return False when not all are on
@@ -307,14 +307,14 @@ class RoomLife:
     def computed(self, record: RoomRecord, stop: int, push: ChunkPush) -> None:
         """Note that all layers up to position ``stop`` are in the pool, and send what is left of ``push``."""
         record.num_ready_tokens = stop
-        self._pusher.push_rest(push)
+        self.pusher.push_rest(push)
 
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
         """Move a room whose last chunk is computed from COMPUTING to SENDING, and send its staged aux
         record."""
         self._cache_pages(record)
         self.rooms.move(record, RoomState.SENDING, now_secs)
-        self._pusher.push_aux(record)
+        self.pusher.push_aux(record)
 
     def _cache_pages(self, record: RoomRecord) -> None:
         """Put the room's pages into the cache. Where the cache has a page from another room by now, the room
@@ -384,7 +384,7 @@ class RoomLife:
             return
         log.info("room %d failed in %s: %d %s", record.room, record.state.name, status, error)
         record.end_status, record.end_error = status, error
-        self._pusher.cancel(record)
+        self.pusher.cancel(record)
         is_quiet = record.num_writes_pending == 0
         self.counters["aborted_requests_total" if is_abort else "failed_requests_total"] += 1
         if tell_peer:
@@ -428,7 +428,7 @@ class RoomLife:
             record = self.rooms.get(room)
             if record is not None:
                 self.counters["kv_transfer_failures_total"] += 1
-                limit_secs = self._pusher.write_timeout_secs
+                limit_secs = self.pusher.write_timeout_secs
                 error = f"room {room}: a write to the decode node took longer than {limit_secs:g} s"
                 self.fail(record, 504, error, now_secs)
 

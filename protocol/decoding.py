@@ -14,7 +14,7 @@ MAX_NESTING: Final = 200
 level, stays below Python's limit of 1,000. The limits of Python's C code differ from release to release.
 """
 
-_CHUNK_BYTES: Final = 1 << 16
+CHUNK_BYTES: Final = 1 << 16
 _OTHER_CHARS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 
 
@@ -38,8 +38,8 @@ def check_nesting(text: bytes) -> None:
         return
     marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHER_CHARS)
     depth, is_in_string = 0, False
-    for start in range(0, len(marks), _CHUNK_BYTES):
-        chars = np.frombuffer(marks[start : start + _CHUNK_BYTES], np.uint8)
+    for start in range(0, len(marks), CHUNK_BYTES):
+        chars = np.frombuffer(marks[start : start + CHUNK_BYTES], np.uint8)
         is_quote = chars == ord('"')
         in_string = np.bitwise_xor.accumulate(is_quote.view(np.uint8)).view(np.bool_) ^ is_in_string
         steps = (chars & 2).astype(np.int8) - np.int8(1)  # 1 for [ and {, -1 for ] and }

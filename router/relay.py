@@ -132,9 +132,9 @@ class RelayedRequest:
         self._headers = headers
         self._span = span
         self._route = Route(relay.pool, relay.max_retries, relay.resume_timeout_secs)
-        self._attempt: Attempt | None = None
+        self.attempt: Attempt | None = None
         """The attempt under way, or the last one."""
-        self._stream: ResumableStream | None = None
+        self.stream: ResumableStream | None = None
         self._journal: StreamJournal | None = None
         """None where the router keeps no journals, and nothing resumes."""
         if relay.journals.max_bytes:
@@ -147,19 +147,19 @@ class RelayedRequest:
         if self._journal is None or not attempt.answer.is_journaled:
             return attempt.answer
         ping = PINGS[ErrorShape.of_path(self._endpoint)]
-        self._stream = ResumableStream(attempt, self._journal, self._pool, self._resume, ping)
-        return attempt.answer.without_journal(self._stream.read)
+        self.stream = ResumableStream(attempt, self._journal, self._pool, self._resume, ping)
+        return attempt.answer.without_journal(self.stream.read)
 
     async def close(self) -> None:
         """End the attempt, or the search for another pair. May be called twice."""
         if self._journal is not None:
             self._journal.close()
         try:
-            if self._stream is not None:
-                await self._stream.close()
+            if self.stream is not None:
+                await self.stream.close()
         finally:  # also if the client leaves, and so cancels this, meanwhile
-            if self._attempt is not None:
-                self._attempt.close()
+            if self.attempt is not None:
+                self.attempt.close()
 
     async def _first_to_answer(self) -> Attempt:
         """Try pairs until one answers. Raises RouterError."""
@@ -188,7 +188,7 @@ class RelayedRequest:
     async def _try(self, pair: Pair) -> Attempt | None:
         """Send the request to a pair; None if it failed and another try is due. Raises RouterError."""
         call = self._relay.calls.call(pair.decode, DECODE_SILENCE_SECS)
-        attempt = self._attempt = Attempt(pair, call, self._pool, self._can_resume)
+        attempt = self.attempt = Attempt(pair, call, self._pool, self._can_resume)
         try:
             attempt.answer = await self._send(attempt)
         except RouterError as error:

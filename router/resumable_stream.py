@@ -10,7 +10,7 @@ from hisparse_pd.router.errors import NodeFailed, StreamEnded
 from hisparse_pd.router.nodes import LEAVING, NodePool
 from hisparse_pd.router.stream_journal import StreamJournal
 
-_SEARCH_PING_SECS = 5.0
+SEARCH_PING_SECS = 5.0
 """Interval of pings to a client whose stream waits for another pair. It is short because the lost node may
 have been silent for long already, and proxies cut a stream that is silent for a minute."""
 
@@ -39,7 +39,7 @@ class ResumableStream:
         """Return the next bytes for the client, none at the end. Raises RouterError."""
         while True:
             if self._resuming is not None:
-                done, _ = await asyncio.wait((self._resuming,), timeout=_SEARCH_PING_SECS)
+                done, _ = await asyncio.wait((self._resuming,), timeout=SEARCH_PING_SECS)
                 if not done:
                     return self._ping
                 resuming, self._resuming = self._resuming, None

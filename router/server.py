@@ -68,7 +68,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlett
         middleware.insert(0, _cors(settings.cors_allow_origins))
     return Starlette(
         routes=[
-            *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
+            *(Route(path, RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
             *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *page_routes(),
         ],
@@ -167,7 +167,7 @@ async def _openapi(request: Request) -> Response:
     return Response(openapi_document(), media_type="application/json")
 
 
-class _RelayEndpoint:
+class RelayEndpoint:
     """ASGI application of one relayed path. An Endpoint's requests go to a pair, a TokenPath's to a decode
     node."""
 

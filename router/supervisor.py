@@ -71,8 +71,8 @@ class Supervisor:
     def __init__(self, children: Sequence[Child], startup_timeout_secs: float) -> None:
         self._children = children
         self._startup_timeout_secs = startup_timeout_secs
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._stopping = threading.Event()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.stopping = threading.Event()
 
     def run(self, on_healthy: Callable[[], None]) -> int:
         """Run the children until a signal or the death of one. Must be called from the main thread.
@@ -87,7 +87,7 @@ class Supervisor:
                 self._start(child)
             if self._wait_healthy():
                 on_healthy()
-            while not self._stopping.wait(POLL_INTERVAL_SECS):
+            while not self.stopping.wait(POLL_INTERVAL_SECS):
                 self._check_alive()
         except ServiceError as error:
             log.error("%s", error)
@@ -97,17 +97,17 @@ class Supervisor:
         return status if all_stopped else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping.is_set():  # at the second signal, services give up their requests in flight
-            for process in self._processes.values():
+        if self.stopping.is_set():  # at the second signal, services give up their requests in flight
+            for process in self.processes.values():
                 process.terminate()
-        self._stopping.set()
+        self.stopping.set()
 
     def _start(self, child: Child) -> None:
         # In a process group of its own: Ctrl-C reaches the parent alone, which stops the children in order.
-        self._processes[child.name] = subprocess.Popen(
+        self.processes[child.name] = subprocess.Popen(
             child.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent()
         )
-        log.info("started the %s service, pid %d", child.name, self._processes[child.name].pid)
+        log.info("started the %s service, pid %d", child.name, self.processes[child.name].pid)
 
     def _wait_healthy(self) -> bool:
         """Wait for all children. Returns False if a signal came first. Raises ServiceError."""
@@ -116,7 +116,7 @@ class Supervisor:
         # Certificates are not checked: the services are this process's own children.
         with httpx.Client(timeout=PROBE_TIMEOUT_SECS, trust_env=False, verify=False) as client:
             while waiting:
-                if self._stopping.wait(POLL_INTERVAL_SECS):
+                if self.stopping.wait(POLL_INTERVAL_SECS):
                     return False
                 self._check_alive()
                 answers = {child.name: probe(client, child.health_url) for child in waiting}
@@ -132,7 +132,7 @@ class Supervisor:
         return True
 
     def _check_alive(self) -> None:
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             status = process.poll()
             if status is not None:
                 how = (
@@ -144,7 +144,7 @@ class Supervisor:
         """Send SIGTERM, wait, then send SIGKILL. Returns False if a child had to be killed."""
         all_stopped = True
         for child in reversed(self._children):
-            process = self._processes.get(child.name)
+            process = self.processes.get(child.name)
             if process is None or process.poll() is not None:
                 continue
             process.terminate()

@@ -80,7 +80,7 @@ class Receiver:
                 receiver.may_answer.wait()
                 if receiver.status == 200:
                     receiver.paths.add(self.path)
-                    receiver._take(ExportTraceServiceRequest.FromString(body))
+                    receiver.take(ExportTraceServiceRequest.FromString(body))
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(receiver.status)
                 self.send_header("content-length", str(len(answer)))
@@ -92,7 +92,7 @@ class Receiver:
 
         return Handler
 
-    def _take(self, request: ExportTraceServiceRequest) -> None:
+    def take(self, request: ExportTraceServiceRequest) -> None:
         for of_service in request.resource_spans:
             resource = _values(of_service.resource.attributes)
             service = resource["service.name"]

@@ -70,20 +70,20 @@ class TransferEngine:
         self.transport = transport
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}  # session -> the name under which Mooncake knows it, once written to
-        self._registered: dict[int, tuple[int, HasMemory]] = {}
+        self.registered: dict[int, tuple[int, HasMemory]] = {}
         """Registered memory by its first address: its end, and its tensor, which this keeps alive."""
         self.fault = ""
         """Why nothing can be written over a network; empty if it can."""
         with _environment(_mooncake_settings(transport, host)):
             try:
-                self._mooncake = _new_mooncake_engine()
+                self.mooncake = new_mooncake_engine()
             except TransferSetupError as error:
                 if needs_network or transport.protocol != "tcp" or not is_loopback(host):
                     raise
                 self.fault = f"KV can only go to nodes of this machine, through shared memory: {error}"
                 log.warning("%s", self.fault)
-                self._mooncake = _NoMooncake()
-            code = self._mooncake.initialize(
+                self.mooncake = _NoMooncake()
+            code = self.mooncake.initialize(
                 host, "P2PHANDSHAKE", transport.protocol, ",".join(transport.devices)
             )
         if code != 0:
@@ -93,7 +93,7 @@ class TransferEngine:
                 f"`hisparse-pd doctor --transfer-protocol {transport.protocol}` says what is missing, and "
                 "Mooncake's log with MC_LOG_LEVEL=INFO in the environment why"
             )
-        self.session = f"{in_url(host)}:{self._mooncake.get_rpc_port()}"
+        self.session = f"{in_url(host)}:{self.mooncake.get_rpc_port()}"
         self._check_session(host)
 
     def register(self, memory: HasMemory) -> int:
@@ -108,28 +108,28 @@ class TransferEngine:
                 f"{num_bytes} bytes at {addr:#x} are empty or not contiguous; register a copy"
             )
         with self._lock:
-            for start, (end, _) in self._registered.items():
+            for start, (end, _) in self.registered.items():
                 if start < addr + num_bytes and addr < end:
                     raise TransferError(
                         f"memory [{addr:#x}, {addr + num_bytes:#x}) overlaps the registered "
                         f"[{start:#x}, {end:#x}); unregister that first"
                     )
-            code = self._mooncake.register_memory(addr, num_bytes)
+            code = self.mooncake.register_memory(addr, num_bytes)
             if code != 0:
                 raise TransferError(
                     f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: code {code}; "
                     "for RDMA raise the locked-memory limit (ulimit -l)"
                 )
-            self._registered[addr] = addr + num_bytes, memory
+            self.registered[addr] = addr + num_bytes, memory
         return addr
 
     def unregister(self, addr: int) -> None:
         """Undo ``register``, given the address that it returned. Raises TransferError for any other."""
         with self._lock:
-            if addr not in self._registered:
+            if addr not in self.registered:
                 raise TransferError(f"memory at {addr:#x} is not registered")
-            code = self._mooncake.unregister_memory(addr)
-            del self._registered[addr]
+            code = self.mooncake.unregister_memory(addr)
+            del self.registered[addr]
         if code != 0:
             raise TransferError(f"Mooncake cannot unregister the memory at {addr:#x}: code {code}")
 
@@ -156,7 +156,7 @@ class TransferEngine:
                 raise TransferError(f"stopped after {num_written} bytes: {reason}")
             part = columns.at(slice(first, first + MAX_BATCH_DESCRIPTORS))
             started_secs = time.monotonic()
-            code = self._mooncake.batch_transfer_sync_write(name, *(column.tolist() for column in part))
+            code = self.mooncake.batch_transfer_sync_write(name, *(column.tolist() for column in part))
             if code != 0:
                 took_secs = time.monotonic() - started_secs
                 raise TransferError(
@@ -170,7 +170,7 @@ class TransferEngine:
     def check_sources(self, writes: Descriptors) -> None:
         """Raise TransferError unless all sources lie in registered memory."""
         with self._lock:
-            pieces = sorted((start, end) for start, (end, _) in self._registered.items())
+            pieces = sorted((start, end) for start, (end, _) in self.registered.items())
         starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
         src, _, num_bytes = writes
         bad = ranges_around(starts, ends, src, num_bytes) < 0
@@ -195,17 +195,17 @@ class TransferEngine:
 
     def is_reachable(self, session: str) -> bool:
         """Return whether a peer answers at ``session`` now."""
-        return bool(self._mooncake.send_probe(session) == 0)
+        return bool(self.mooncake.send_probe(session) == 0)
 
     def close(self) -> None:
         """Unregister all memory and leave the network. No write may be in progress, and none may follow."""
         with self._lock:
-            for addr in self._registered:
-                self._mooncake.unregister_memory(addr)
-            self._registered.clear()
-            if isinstance(self._mooncake, _NoMooncake):
-                self._mooncake.close()
-            self._mooncake = None
+            for addr in self.registered:
+                self.mooncake.unregister_memory(addr)
+            self.registered.clear()
+            if isinstance(self.mooncake, _NoMooncake):
+                self.mooncake.close()
+            self.mooncake = None
 
     def _check_session(self, host: str) -> None:
         """Raise TransferSetupError unless this engine answers at its own session, its only name for peers."""
@@ -296,7 +296,7 @@ class _NoMooncake:
         return 0
 
 
-def _new_mooncake_engine() -> Any:
+def new_mooncake_engine() -> Any:
     # Imported here because the extension starts to log and reads its environment at its import.
     try:
         from mooncake.engine import TransferEngine as MooncakeEngine

@@ -80,7 +80,7 @@ class Lanes:
     directory: str = ""
     on_decided: Callable[[], None] = lambda: None
     gpu: GpuWriter | None = None
-    _pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
+    pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
     """Pairs by session. Those on shared memory are removed when their decode node has ended."""
     _decided: list[str] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -92,14 +92,14 @@ class Lanes:
         offer identifies its process. Returns None while its memory is being opened: ``take_decided`` will
         name the session, unless a repeated registration falls back to the network first."""
         with self._lock:
-            pair = self._pairs.get(session)
+            pair = self.pairs.get(session)
             is_new = pair is None or pair.offer != offer
             if pair is None or is_new:
                 if pair is not None and pair.mapping is not None:
                     pair.mapping.close()
-                pair = self._pairs[session] = _Pair(offer, time.monotonic())
+                pair = self.pairs[session] = _Pair(offer, time.monotonic())
             if pair.lane is None and (reason := self._why_network(pair)):
-                self._decide(session, pair, self._over_network(reason))
+                self._decide(session, pair, self.over_network(reason))
             elif is_new and offer is not None:
                 # In a thread of its own: the decode node may be stopped, and CUDA takes its time.
                 args, name = (session, pair, offer, tuple(regions)), f"lane to {session}"
@@ -109,7 +109,7 @@ class Lanes:
     def lane(self, session: str) -> Lane | None:
         """Return the lane of a session; None while it is being chosen, and for an unknown session."""
         with self._lock:
-            pair = self._pairs.get(session)
+            pair = self.pairs.get(session)
             return None if pair is None else pair.lane
 
     def slice_bytes(self, session: str) -> int:
@@ -130,8 +130,8 @@ class Lanes:
     def close(self) -> None:
         """Unmap all memory, and wait at most CLOSE_SECS a mapping for it. No write may follow."""
         with self._lock:
-            mappings = [pair.mapping for pair in self._pairs.values() if pair.mapping is not None]
-            self._pairs.clear()
+            mappings = [pair.mapping for pair in self.pairs.values() if pair.mapping is not None]
+            self.pairs.clear()
         for mapping in mappings:
             mapping.close()
         for mapping in mappings:
@@ -141,7 +141,7 @@ class Lanes:
         """Write over the session's lane, as ``TransferEngine.write`` does. After an error over shared memory,
         bytes may still land only if a GPU copied them."""
         with self._lock:
-            pair = self._pairs.get(session)
+            pair = self.pairs.get(session)
         if pair is None or pair.lane is None:
             reason = "it has ended or was never registered; nothing was written"
             raise TransferError(f"session {session} has no lane: {reason}")
@@ -165,7 +165,7 @@ class Lanes:
         remedy = "; `hisparse-pd doctor` says what pages shared memory has" if self.gpu is not None else ""
         return f"the decode node's memory was not open within {OPEN_SECS:g} s{remedy}"
 
-    def _over_network(self, reason: str) -> Lane:
+    def over_network(self, reason: str) -> Lane:
         fault = self.network.fault
         return Lane(self.protocol, reason, refusal=f"{reason}; {fault}" if fault else "")
 
@@ -185,14 +185,14 @@ class Lanes:
             rest = "" if covers_all else f"; the rest of it over {self.protocol}"
             lane = Lane("shm", f"both see the same memory{rest}")
             if not covers_all and self.network.fault:
-                lane = self._over_network("the decode node shares a part of its memory only")
+                lane = self.over_network("the decode node shares a part of its memory only")
         except LaneError as error:
-            lane = self._over_network(str(error))
+            lane = self.over_network(str(error))
         except Exception as error:
             log.exception("the lane to session %s", session)
-            lane = self._over_network(f"{type(error).__name__}: {error}")
+            lane = self.over_network(f"{type(error).__name__}: {error}")
         with self._lock:
-            is_late = self._pairs.get(session) is not pair or pair.lane is not None
+            is_late = self.pairs.get(session) is not pair or pair.lane is not None
             if not is_late:
                 pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None
                 if mapping is not None and pair.is_sole:
@@ -205,6 +205,6 @@ class Lanes:
             if not is_late:
                 mapping.wait_for_end()
                 with self._lock:
-                    if self._pairs.get(session) is pair:
-                        del self._pairs[session]
+                    if self.pairs.get(session) is pair:
+                        del self.pairs[session]
             mapping.close()  # while it is mapped here, the memory outlives its node

@@ -92,12 +92,12 @@ class LaneHost:
         directory: str = "",
         wakeup: Callable[[], None] = lambda: None,
     ) -> None:
-        self._memory = tuple(memory)
+        self.memory = tuple(memory)
         self._wakeup = wakeup
         self.offer = LaneOffer(SOCKET_PREFIX + secrets.token_hex(8), secrets.token_bytes(TOKEN_BYTES))
         self._lock = threading.Lock()
         self._ended: list[str] = []
-        self._connections: set[_Connection] = set()
+        self.connections: set[_Connection] = set()
         self._logged = LogLimiter()  # denied callers, by user
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
@@ -127,7 +127,7 @@ class LaneHost:
 
     def _run(self) -> None:
         while True:
-            waiting = [connection.deadline for connection in self._connections if not connection.instance_id]
+            waiting = [connection.deadline for connection in self.connections if not connection.instance_id]
             timeout_secs = max(0.0, min(waiting) - time.monotonic()) if waiting else None
             for key, _ in self._selector.select(timeout_secs):
                 if key.fileobj is self._closed:
@@ -138,7 +138,7 @@ class LaneHost:
                 else:
                     self._receive(key.data)
             now = time.monotonic()
-            for connection in tuple(self._connections):
+            for connection in tuple(self.connections):
                 if not connection.instance_id and connection.deadline <= now:
                     self._drop(connection)
 
@@ -153,13 +153,13 @@ class LaneHost:
         sock.setblocking(False)
         user = _user_of(sock)
         reason = _why_foreign(user)
-        if not reason and len(self._connections) >= MAX_CONNECTIONS:
+        if not reason and len(self.connections) >= MAX_CONNECTIONS:
             reason = f"{MAX_CONNECTIONS} connections are open, the most allowed"
         if reason:
             self._deny(sock, user, reason)
             return
         connection = _Connection(sock, user, time.monotonic() + HELLO_SECS)
-        self._connections.add(connection)
+        self.connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _receive(self, connection: _Connection) -> None:
@@ -177,20 +177,20 @@ class LaneHost:
             return
         match message:
             case LaneHello() if not connection.instance_id:
-                self._welcome(connection, message)
+                self.welcome(connection, message)
             case LaneSole() if connection.instance_id:
                 connection.is_sole = True
             case _:
                 self._drop(connection)
 
-    def _welcome(self, connection: _Connection, hello: LaneHello) -> None:
+    def welcome(self, connection: _Connection, hello: LaneHello) -> None:
         if not secrets.compare_digest(hello.token, self.offer.token):
             self._forget(connection)
             reason = "the token is not that of this decode node's registrations"
             self._deny(connection.sock, connection.user, reason)
             return
         connection.instance_id = hello.instance_id
-        descriptors = [memory.fd for memory in self._memory if memory.fd is not None]
+        descriptors = [memory.fd for memory in self.memory if memory.fd is not None]
         windows = tuple(
             Window(
                 memory.addr,
@@ -199,7 +199,7 @@ class LaneHost:
                 memory.cuda_handle,
                 memory.cuda_offset,
             )
-            for memory in self._memory
+            for memory in self.memory
         )
         try:
             socket.send_fds(connection.sock, [encoder.encode(LaneWelcome(windows))], descriptors)
@@ -217,7 +217,7 @@ class LaneHost:
         time.sleep(DENIED_PAUSE_SECS)
 
     def _forget(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self._selector.unregister(connection.sock)
 
     def _drop(self, connection: _Connection) -> None:
@@ -226,14 +226,14 @@ class LaneHost:
         if not connection.instance_id:
             return
         log.info("run %s of a prefill node closed this node's memory", connection.instance_id)
-        others = (other.instance_id for other in self._connections)
+        others = (other.instance_id for other in self.connections)
         if connection.is_sole and connection.instance_id not in others:
             with self._lock:
                 self._ended.append(connection.instance_id)
             self._wakeup()
 
     def _leave(self) -> None:
-        for connection in self._connections:
+        for connection in self.connections:
             connection.sock.close()
         self._listener.close()
         self._closed.close()

@@ -76,7 +76,7 @@ class Mapping:
         self._is_closing = False
         self._is_unmapped = threading.Event()
         self._connection = _connect(offer.socket, directory)
-        self._maps: list[mmap.mmap] = []
+        self.maps: list[mmap.mmap] = []
         self._gpu = gpu
         self._undo: list[Callable[[], None]] = []
         """Calls that undo CUDA's registrations and opened handles, in the order in which these were made."""
@@ -101,8 +101,8 @@ class Mapping:
         here: list[int] = []
         for window in windows:
             if not window.cuda_handle:
-                self._maps.append(_map(window, descriptors[window.descriptor]))
-                here.append(int(np.frombuffer(self._maps[-1], np.uint8).ctypes.data))
+                self.maps.append(_map(window, descriptors[window.descriptor]))
+                here.append(int(np.frombuffer(self.maps[-1], np.uint8).ctypes.data))
                 self._register(here[-1], window.num_bytes)
                 opened.append(window)
             elif self._gpu is not None:
@@ -234,7 +234,7 @@ class Mapping:
                 undo()
             except Exception:  # such as a broken CUDA context; this process can still go on to end
                 log.warning("CUDA cannot release the decode node's memory", exc_info=True)
-        for mapped in self._maps:
+        for mapped in self.maps:
             mapped.close()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes wait_for_end

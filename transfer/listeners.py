@@ -73,7 +73,7 @@ def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> I
     try:
         for descriptor, inode in _listening():
             if inode not in before:
-                _attach(descriptor, program)
+                attach(descriptor, program)
     except OSError as error:
         what = f"this system cannot close the KV ports to other addresses than {peers} ({error.strerror})"
         if allowed:
@@ -98,7 +98,7 @@ def _listening() -> Iterator[tuple[int, int]]:
             yield descriptor, inode
 
 
-def _attach(descriptor: int, program: bytes) -> None:
+def attach(descriptor: int, program: bytes) -> None:
     instructions = ctypes.create_string_buffer(program, len(program))
     num_instructions = len(program) // struct.calcsize("HBBI")
     with socket.socket(fileno=os.dup(descriptor)) as sock:

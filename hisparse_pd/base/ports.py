@@ -7,7 +7,7 @@ import errno
 import random
 import socket
 
-_FREE_PORTS = range(20_000, 32_768)
+FREE_PORTS = range(20_000, 32_768)
 """Ports below those that Linux gives to outgoing connections, and above those that Mooncake uses."""
 
 
@@ -17,11 +17,11 @@ def free_port() -> int:
     A connection of the port to itself is left in TIME_WAIT. For a minute the kernel therefore gives the port
     to no other caller, nor to anyone who binds it without SO_REUSEADDR, which servers set.
     """
-    for port in random.sample(_FREE_PORTS, len(_FREE_PORTS)):
+    for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
         with contextlib.suppress(OSError):
             _reserve(port)
             return port
-    raise OSError(f"no port from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1} is free")
+    raise OSError(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")
 
 
 def is_taken(host: str, port: int) -> bool:

@@ -75,7 +75,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 """Settings of each service of a pair, by the service's section in the pair's file."""
 
-_NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
+NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
 _SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
@@ -85,12 +85,12 @@ _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status of the process; usage errors exit with status 2."""
     occupy_standard_streams()
-    parser = _make_parser()
+    parser = make_parser()
     namespace, unknown = parser.parse_known_args(argv)
     command_parser: _CommandParser = namespace.parser
     if unknown:
         command_parser.error(_unknown_options(unknown, command_parser))
-    given = {name: value for name, value in vars(namespace).items() if name not in _NOT_SETTINGS}
+    given = {name: value for name, value in vars(namespace).items() if name not in NOT_SETTINGS}
     try:
         match namespace.command:
             case "keygen":
@@ -210,7 +210,7 @@ class _CommandParser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\n")
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _CommandParser(
         prog="hisparse-pd",
         description="Disaggregated prefill/decode service for sparse-attention LLMs with HiSparse decoding.",

@@ -68,7 +68,7 @@ class Books(Protocol):
 class EngineLoop(ABC, Generic[SettingsT]):
     """Base of both nodes' engines.
 
-    A node's engine registers its pools with ``_transfer`` and says by ``_set_books`` who has which slots.
+    A node's engine registers its pools with ``transfer`` and says by ``_set_books`` who has which slots.
     Raises TransferError and ControlKeyError; an engine also raises StartError, as when its pools do not fit.
     """
 
@@ -85,26 +85,26 @@ class EngineLoop(ABC, Generic[SettingsT]):
     ) -> None:
         self._settings = settings
         self._spec = spec
-        self._socket = socket
+        self.socket = socket
         self._placement = placement
-        self._geometry = spec.geometry(settings.page_size, settings.attention_split_tile_size)
+        self.geometry = spec.geometry(settings.page_size, settings.attention_split_tile_size)
         self._allowed = PeerList.parse(settings.allowed_peers)
         self._control_keys = load_control_keys(settings.control_key_file)
         self._heartbeats = Heartbeats.within(
             settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs
         )
         with guarded_listeners(settings.reachable_host, self._allowed):
-            self._transfer = TransferEngine(
+            self.transfer = TransferEngine(
                 settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
             )
         self._lockstep = Lockstep(model.ranks)
         self._wakeup = Wakeup()
-        self._poller = Poller()
+        self.poller = Poller()
         for channel in socket.channels:
-            self._poller.register(channel)
-        self._poller.register(self._wakeup)
+            self.poller.register(channel)
+        self.poller.register(self._wakeup)
         if model.ranks is not None:
-            self._poller.register(model.ranks.bells)
+            self.poller.register(model.ranks.bells)
         self._is_stopping = self._has_stopped = self._has_work = False
         self._next_stats_at = self._next_check_at = 0.0
 
@@ -118,8 +118,8 @@ class EngineLoop(ABC, Generic[SettingsT]):
 
     def run(self) -> None:
         """Serve until Shutdown, or until the front is gone."""
-        transport = self._transfer.transport
-        self._socket.send(
+        transport = self.transfer.transport
+        self.socket.send(
             replace(
                 self._ready(),
                 transfer_protocol=transport.protocol,
@@ -129,13 +129,13 @@ class EngineLoop(ABC, Generic[SettingsT]):
                 numa_placement=str(self._placement),
             )
         )
-        log.info("serving: session %s", self._transfer.session)
+        log.info("serving: session %s", self.transfer.session)
         while not self._has_stopped:
             self.turn()
 
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """Make one turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
-        self._poller.wait(0.0 if self._has_work or self._lockstep.is_due else max_wait_secs)
+        self.poller.wait(0.0 if self._has_work or self._lockstep.is_due else max_wait_secs)
         self._wakeup.clear()
         self._receive(time.monotonic())
         self._has_work = self._step()
@@ -154,7 +154,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
 
     def _hear_fronts(self, now: float) -> None:
         """Take in what the fronts and other ranks have sent."""
-        for message in self._socket.receive():
+        for message in self.socket.receive():
             match message:
                 case FlushCache():
                     self._prefixes.flush()
@@ -169,7 +169,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
     def _report(self, now: float) -> None:
         stats = self._stats(now)
         stats.gauges["set_aside_tokens"] = float(self._books.set_aside.num_tokens)
-        stats.gauges[self._transfer.transport.info_metric] = 1.0
+        stats.gauges[self.transfer.transport.info_metric] = 1.0
         for lane in stats.lanes:
             stats.gauges[lane.info_metric] = 1.0
         for kind, count in self._books.set_aside.num_found.items():
@@ -177,7 +177,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
         dropped = self._num_dropped
         for reason in {*DROP_REASONS, *dropped}:
             stats.counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = float(dropped[reason])
-        self._socket.send(replace(stats, set_aside=self._books.set_aside.shown()))
+        self.socket.send(replace(stats, set_aside=self._books.set_aside.shown()))
         if not parent_is_alive():
             log.error("the front process is gone, leaving")
             self._has_stopped = True  # and the other ranks, whose front it is too

@@ -153,7 +153,7 @@ class CanaryPools(Pools):
 def free_slots(pools: Pools, kind: PoolKind) -> SlotArray:
     """Return the slots that nobody holds."""
     is_free = np.ones(pools.totals[kind], np.bool_)
-    for holding in pools._holdings:
+    for holding in pools.holdings:
         is_free[extents_to_slots(holding[kind])] = False
     return np.flatnonzero(is_free)
 

@@ -73,7 +73,7 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
     import hisparse_pd.decode_node.request_life
 
     life: Any = hisparse_pd.decode_node.request_life.RequestLife
-    landed, admit = life._landed, life._admit
+    landed, admit = life.landed, life.admit
 
     def landed_damaged(self: Any, request: Any, message: Any, now: float) -> None:
         start, stop = request.held_prefix_tokens, request.num_prompt_tokens
@@ -90,7 +90,7 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
             faults.flip(memory.index, slots)
             faults.flip(memory.row_checks[:, :, None].view(torch.uint8), slots)
 
-    life._landed, life._admit = landed_damaged, admit_beside_damage
+    life.landed, life.admit = landed_damaged, admit_beside_damage
 
 
 def _damage_prefill_nodes(faults: RowFaults) -> None:
@@ -101,16 +101,16 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
     engine: Any = hisparse_pd.prefill_node.engine.PrefillEngine
     pusher: Any = hisparse_pd.prefill_node.push.Pusher
     runner: Any = hisparse_pd.prefill_node.compute.PromptRunner
-    plan, submit, run = engine._plan, pusher._submit, runner.run
+    plan, submit, run = engine.plan, pusher.submit, runner.run
 
     def plan_behind_damage(self: Any) -> Any:
-        life = self._life
+        life = self.life
         unused = [
             each for each in life.prefixes if not each.num_users
         ]  # the others are being sent, after a check
         if life.waiting() and unused and faults.is_due("cached"):
             cached = [extent for each in unused for extent in each.holding[PoolKind.DEVICE]]
-            faults.flip(self._memory.kv, extents_to_slots(cached))
+            faults.flip(self.memory.kv, extents_to_slots(cached))
         return plan(self)
 
     def submit_damaged(self: Any, record: Any, tag: str, parts: Sequence[LayerWrites], ready: Any) -> None:
@@ -125,14 +125,14 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
 
     def run_behind_the_writes(self: Any, batch: Any, on_written: Any = None) -> Any:
         if on_written is not None and faults.is_due("early"):
-            sender = on_written.func.__self__._sender
+            sender = on_written.func.__self__.sender
             for layer in range(self._model.spec.num_kv_layers):
                 on_written(layer, None)
             wait_until(lambda: not any(sender.num_pending(record.room) for record, _ in batch), "the writes")
             on_written = None
         return run(self, batch, on_written)
 
-    engine._plan, pusher._submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
+    engine.plan, pusher.submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
 
 
 def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:

@@ -150,8 +150,8 @@ def _read(address: int, num_bytes: int) -> bytes:
 def break_transport(rates_json: str) -> None:
     """Give this process's further ``TransferEngine``s a ``FaultyMooncake``, and slow its copies."""
     rates = FaultRates(**json.loads(rates_json))
-    make = hisparse_pd.transfer.engine._new_mooncake_engine
-    hisparse_pd.transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
+    make = hisparse_pd.transfer.engine.new_mooncake_engine
+    hisparse_pd.transfer.engine.new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
     patch("hisparse_pd.transfer.lane_memory.copy_ranges", SlowCopies(rates)).start()
 
 

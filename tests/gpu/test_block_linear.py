@@ -106,7 +106,7 @@ def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
         parts.append(part)
     alone = [part(hidden) for part in parts]
     joined = JoinedLinears(parts)
-    assert joined._joined is not None
+    assert joined.one_matrix is not None
     for found, expected in zip(joined(Activations(hidden)), alone, strict=True):
         assert torch.equal(add_parts(found).to(expected.dtype), expected)
 

@@ -152,10 +152,10 @@ def test_the_peers_death_lets_its_memory_go() -> None:
         while lanes.lane(SESSION) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        mapping = lanes._pairs[SESSION].mapping
+        mapping = lanes.pairs[SESSION].mapping
         assert mapping is not None
         peer.close()
-        while not all(mapped.closed for mapped in mapping._maps):
+        while not all(mapped.closed for mapped in mapping.maps):
             assert time.monotonic() < deadline, "the memory of a dead process is still mapped"
             time.sleep(0.01)
     torch.zeros(10, device="cuda:0").sum().item()  # the context lives on

@@ -51,8 +51,8 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets(
     kept = loader.keeps_fp8(spec, GPU)
     assert kept == (kind == "fp8" and dtype == "bfloat16")
     ranks = RankStandIn(1, num_ranks) if num_ranks > 1 else None
-    expected = weights(loader._Loader(path, spec, CPU, ranks, keeps_fp8=kept).load())
-    found = weights(loader._Loader(path, spec, GPU, ranks, keeps_fp8=kept).load())
+    expected = weights(loader.Loader(path, spec, CPU, ranks, keeps_fp8=kept).load())
+    found = weights(loader.Loader(path, spec, GPU, ranks, keeps_fp8=kept).load())
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype, name

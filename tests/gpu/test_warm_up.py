@@ -84,5 +84,5 @@ def test_graphs_are_captured_behind_what_fills_their_padding(tmp_path: Path) -> 
     runner.warm_up(MOST_TOKENS)
     torch.full((1 << 22,), -1, device="cuda")
     torch.cuda._sleep(1 << 29)
-    runner._short.capture(MOST_TOKENS)
+    runner.short.capture(MOST_TOKENS)
     torch.cuda.synchronize()

@@ -95,7 +95,7 @@ class DecodeNode:
     def owners(self, kind: PoolKind) -> dict[int, tuple[Room, Stage]]:
         return {
             slot: (holding.room, holding.stage)
-            for holding in self.engine.requests.pools._holdings
+            for holding in self.engine.requests.pools.holdings
             for slot in extents_to_slots(holding[kind]).tolist()
         }
 
@@ -219,11 +219,11 @@ class World:
         self._starting = address
         settings = PREFILL.model_copy(update={"control_port": control_port})
         engine = PrefillEngine(settings, SPEC, NO_MODEL, SimFront(), TCP)  # type: ignore[arg-type]
-        engine._life._pusher.write_timeout_secs = 6.0
-        engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
+        engine.life.pusher.write_timeout_secs = 6.0
+        engine.life.pusher.min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(
-            engine, parts._socket, address, parts._sender, parts._control, parts._instance_id, parts._lanes
+            engine, parts.socket, address, parts.sender, parts.control, parts.instance_id, parts.lanes
         )
 
     def kill_prefill(self, address: PeerAddress) -> PrefillNode:
@@ -241,7 +241,7 @@ class World:
         self._lookups = Lookups()
         with patch.object(sizing, "GROWTH_PAGES", 1):
             engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
-        return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
+        return DecodeNode(engine, front, engine.peers.session, self._lookups, engine.memory)
 
     def restart_decode(self) -> None:
         for client in list(self.network.clients):
@@ -265,7 +265,7 @@ class World:
         if node.is_stopped:
             return
         node.engine.turn()
-        node.engine._life.check_integrity()
+        node.engine.life.check_integrity()
         node.sender.start()
 
     def turn_decode(self, *, answers_lookups: bool = True) -> None:

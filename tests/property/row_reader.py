@@ -251,7 +251,7 @@ class Node:
             scrubber=Scrubber(self.tables),
         )
         by_turns = count()
-        self.steps._draft_choice.choose = lambda num_reqs, most: min(next(by_turns) % 3, most)  # type: ignore[method-assign]
+        self.steps.draft_choice.choose = lambda num_reqs, most: min(next(by_turns) % 3, most)  # type: ignore[method-assign]
         for each in self._patches:
             each.start()
 

@@ -195,7 +195,7 @@ def test_a_command_line_parses_or_ends_with_status_2(command: str, words: list[s
     status: object = 0
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            cli._make_parser().parse_known_args([command, *words])
+            cli.make_parser().parse_known_args([command, *words])
         except SystemExit as end:
             status = end.code
     assert status in (0, cli.USAGE_ERROR)

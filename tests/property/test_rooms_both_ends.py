@@ -305,7 +305,7 @@ class BothEndsMachine(RuleBasedStateMachine):
     def pools_are_whole(self) -> None:
         self.world.decode.engine.requests.check_integrity()
         for node in self.world.prefill.values():
-            node.engine._life.check_integrity()
+            node.engine.life.check_integrity()
 
     def teardown(self) -> None:
         try:
@@ -332,7 +332,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         rooms.held.flush()
         assert rooms.pools.free == rooms.pools.totals
         for node in world.prefill.values():
-            life = node.engine._life
+            life = node.engine.life
             life.prefixes.flush()
             assert life.pools.free == life.pools.totals
         self.check_answers()
@@ -343,7 +343,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         left = [f"decode: room {request.room} is {request.state}" for request in rooms.all()]
         left += [f"decode: room {entry.room} is quarantined" for entry in rooms.quarantine]
         for node in world.prefill.values():
-            life = node.engine._life
+            life = node.engine.life
             left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
@@ -356,7 +356,7 @@ class BothEndsMachine(RuleBasedStateMachine):
                 if request_id not in front.aborted:
                     assert front.num_ends[request_id] == 1, f"{request_id} did not end"
         num_finished = sum(decode.front.num_ends.values()) - len(decode.front.errors)
-        totals = decode.engine._metrics._totals
+        totals = decode.engine.metrics.totals
         num_others = sum(totals[f"{end}_requests_total"] for end in ("aborted", "failed"))
         assert num_finished + num_others == num_taken, "an end is counted twice or not at all"
         num_uses = Counter(request.room for request in self.requests.values())
@@ -419,7 +419,7 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
         front, node = world.decode.front, write_slowly(world, 3)
         (client,) = world.network.clients
         if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
-            node.engine._life.fail(node.engine._life.rooms.live(Room(1)), 502, "no", world.now)
+            node.engine.life.fail(node.engine.life.rooms.live(Room(1)), 502, "no", world.now)
         finish_writes(world, node, client, fate)
         world.network.break_connection(client, 0)
         for _ in range(8):
@@ -473,11 +473,11 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
         world.start_prefill(address, world.kill_prefill(address).server.port)
         node = world.prefill[address]
         world.pass_time(3.0, late_bytes_land=False)
-        registered = len(node.engine._peers)
-        while len(node.engine._peers) == registered:  # a heartbeat is refused, and then it registers again
+        registered = len(node.engine.peers)
+        while len(node.engine.peers) == registered:  # a heartbeat is refused, and then it registers again
             world.network.deliver_all()
             world.turn_prefill(node)
-            if len(node.engine._peers) == registered:
+            if len(node.engine.peers) == registered:
                 world.network.deliver_all()
                 world.turn_decode()
         world.decode.front.inbox.append(Abort("r"))
@@ -519,7 +519,7 @@ def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_wri
         world.network.break_connection(client, 0)
         world.pass_time(6.0, late_bytes_land=False)
         world.turn_prefill(node)
-        assert len(node.engine._peers) == 0, "the decode node was silent for too long"
+        assert len(node.engine.peers) == 0, "the decode node was silent for too long"
         world.decode.front.inbox.append(Abort("r"))
         for _ in range(3):
             world.work(itertools.repeat(WriteFate.SLOW))

@@ -26,7 +26,7 @@ class _Lease:
     def close(self) -> None:
         if not self._is_over:
             self._is_over = True
-            for addr in list(self._engine._registered):
+            for addr in list(self._engine.registered):
                 self._engine.unregister(addr)
             _idle.append(self._engine)
 

@@ -214,7 +214,7 @@ def is_running(pid: int) -> bool:
 
 
 def pids(parent: Supervisor) -> list[int]:
-    return [process.pid for process in parent._processes.values()]
+    return [process.pid for process in parent.processes.values()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -292,7 +292,7 @@ def test_a_child_that_dies_later_takes_the_others_along(
     service: Callable[..., Child], caplog: pytest.LogCaptureFixture
 ) -> None:
     parent = Supervisor([service("prefill"), service("decode")], WAIT_SECS)
-    assert parent.run(lambda: parent._processes["prefill"].kill()) == 1
+    assert parent.run(lambda: parent.processes["prefill"].kill()) == 1
     assert "the prefill service was killed by SIGKILL" in caplog.text
     assert not any(is_running(pid) for pid in pids(parent))
 
@@ -345,7 +345,7 @@ def test_a_child_that_ignores_sigterm_is_killed(
 ) -> None:
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECS", 0.3)
     parent = Supervisor([service("decode", "stubborn")], WAIT_SECS)
-    assert parent.run(lambda: parent._stopping.set()) == 1
+    assert parent.run(lambda: parent.stopping.set()) == 1
     assert not any(is_running(pid) for pid in pids(parent))
 
 
@@ -355,7 +355,7 @@ def test_children_end_when_their_parent_is_killed(service: Callable[..., Child],
     code = (
         "from pathlib import Path; from hisparse_pd.router.supervisor import Child, Supervisor; "
         f"s = Supervisor([Child('decode', {child.command!r}, {child.health_url!r})], {WAIT_SECS}); "
-        f"s.run(lambda: Path({str(pid_file)!r}).write_text(str(s._processes['decode'].pid)))"
+        f"s.run(lambda: Path({str(pid_file)!r}).write_text(str(s.processes['decode'].pid)))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
     try:

@@ -146,7 +146,7 @@ class Link:
         """Write by Mooncake's own batch write, in calls as large as the sender's."""
         for first in range(0, writes.lengths.size, MAX_BATCH_DESCRIPTORS):
             src, dst, lengths = (column[first : first + MAX_BATCH_DESCRIPTORS].tolist() for column in writes)
-            if code := self.engine._mooncake.batch_transfer_sync_write(self.session, src, dst, lengths):
+            if code := self.engine.mooncake.batch_transfer_sync_write(self.session, src, dst, lengths):
                 raise RuntimeError(f"Mooncake's batch write returned {code}")
 
     def landed_crc(self) -> int:

@@ -50,7 +50,7 @@ MESSAGE_BYTES = (1152, 4096, 65536, 1 << 20, 4 << 20)
 
 MAX_ATTEMPTS = 2
 _POLL_SECS = 0.2
-_SEED = 20261121
+SEED = 20261121
 
 
 class Buffer:
@@ -71,14 +71,14 @@ class Buffer:
 
             if device == "cpu" and shared:
                 self._pool = allocate_host(num_bytes, pinned=False, shared=True, name="the doctor's buffer")
-                self._memory: Tensor = self._pool.tensor
+                self.memory: Tensor = self._pool.tensor
             else:
-                self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+                self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except Exception as error:
             raise DoctorError(
                 f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
             ) from error
-        self.base_addr = engine.register(self._memory)
+        self.base_addr = engine.register(self.memory)
 
     @property
     def shared_memory(self) -> tuple[SharedMemory, ...]:
@@ -89,23 +89,23 @@ class Buffer:
 
     def gpu_writer(self) -> GpuWriter | None:
         """Return the writer that copies from the buffer on a GPU; None if it is on the CPU."""
-        if self._memory.device.type == "cpu":
+        if self.memory.device.type == "cpu":
             return None
         from hisparse_pd.core.memory.peer import GpuWriter
 
-        return GpuWriter(self._memory.device, (self._memory,))
+        return GpuWriter(self.memory.device, (self.memory,))
 
     def fill(self, content: NDArray[np.uint8]) -> None:
         """Fill the buffer with ``content``, whose shape is [num_bytes]."""
         import torch
 
-        self._memory.copy_(torch.from_numpy(content))
-        if self._memory.is_cuda:
-            torch.cuda.synchronize(self._memory.device)
+        self.memory.copy_(torch.from_numpy(content))
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
 
     def crc32(self, num_bytes: int) -> int:
         """Return the checksum of the first ``num_bytes``."""
-        return zlib.crc32(self._memory[:num_bytes].cpu().numpy().tobytes())
+        return zlib.crc32(self.memory[:num_bytes].cpu().numpy().tobytes())
 
     def close(self) -> None:
         self._engine.unregister(self.base_addr)
@@ -174,7 +174,7 @@ def measure(
         )
     num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
     source = Buffer(engine, num_bytes, device)
-    drawn = np.random.default_rng(_SEED)
+    drawn = np.random.default_rng(SEED)
 
     def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
         source.fill(drawn.integers(0, 256, num_bytes, np.uint8))

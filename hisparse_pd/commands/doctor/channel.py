@@ -119,13 +119,13 @@ class DoctorClient(_Socket[Reply]):
 
     def __init__(self, host: str, port: int, timeout_secs: float) -> None:
         super().__init__(zmq.REQ, _reply_decoder, ":" in host)
-        self._endpoint = f"tcp://{in_url(host)}:{port}"
+        self.endpoint = f"tcp://{in_url(host)}:{port}"
         self._timeout_secs = timeout_secs
         try:
-            self._socket.connect(self._endpoint)
+            self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise DoctorError(f"cannot connect to {self._endpoint}: {error}") from error
+            raise DoctorError(f"cannot connect to {self.endpoint}: {error}") from error
 
     def ask(self, question: Question) -> Reply:
         """Ask a question. Raises DoctorError, after which no other question can be asked."""
@@ -133,10 +133,10 @@ class DoctorClient(_Socket[Reply]):
         frame = self._receive(self._timeout_secs)
         if frame is None:
             raise DoctorError(
-                f"no answer from {self._endpoint} within {self._timeout_secs:g} s; "
+                f"no answer from {self.endpoint} within {self._timeout_secs:g} s; "
                 "is `hisparse-pd doctor --serve` running there, with a --host that this machine reaches?"
             )
         try:
             return self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
-            raise DoctorError(f"{self._endpoint} answers what is no answer: {error}") from error
+            raise DoctorError(f"{self.endpoint} answers what is no answer: {error}") from error

@@ -35,7 +35,7 @@ class Compiler:
         self._on_ready = on_ready
         self._trie: Future[TokenTrie] | None = None
         self._lock = Lock()
-        self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self.kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
         """Compiled grammars by their text, the most recently asked for last."""
         self._asked: WeakValueDictionary[str, Future[Grammar]] = WeakValueDictionary()
         """Futures that a caller still has, by the grammar's text."""
@@ -54,9 +54,9 @@ class Compiler:
             resumed.add_done_callback(lambda _: self._on_ready())
             return resumed
         with self._lock:
-            grammar = self._kept.get(text) or self._asked.get(text)
-            if text in self._kept:
-                self._kept.move_to_end(text)
+            grammar = self.kept.get(text) or self._asked.get(text)
+            if text in self.kept:
+                self.kept.move_to_end(text)
         if grammar is None:
             grammar = self._turns.submit(len(text), _compile, self._trie, text)
             self._asked[text] = grammar
@@ -69,9 +69,9 @@ class Compiler:
 
     def _done(self, text: str, grammar: Future[Grammar]) -> None:
         with self._lock:
-            self._kept[text] = grammar
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)  # its waiters have the future
+            self.kept[text] = grammar
+            if len(self.kept) > MAX_KEPT:
+                self.kept.popitem(last=False)  # its waiters have the future
         self._on_ready()
 
 

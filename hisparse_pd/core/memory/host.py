@@ -84,14 +84,14 @@ class HostPool:
     """A zeroed piece of main memory, made by ``allocate_host``."""
 
     def __init__(self, mapping: mmap.mmap, num_bytes: int, shared_fd: int | None = None) -> None:
-        self._mapping: mmap.mmap | None = mapping
+        self.mapping: mmap.mmap | None = mapping
         self.num_bytes = num_bytes
         self._close_fd: Callable[[], object] = lambda: None
         if shared_fd is not None:
             self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
         self.shared_fd = shared_fd
         """The memfd whose bytes, from 0 on, are this memory; None for private memory, and after ``close``."""
-        self._unpin: Callable[[], object] | None = None
+        self.unpin: Callable[[], object] | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -99,23 +99,23 @@ class HostPool:
 
         Raises HostMemoryError once the pool is closed.
         """
-        if self._mapping is None:
+        if self.mapping is None:
             raise HostMemoryError(f"the host pool of {self.num_bytes} bytes is closed")
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self.num_bytes)
+        return torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.num_bytes)
 
     def close(self) -> None:
         """Unpin the memory; it is unmapped once no tensor is left on it. May be called more than once.
 
         The transport must have unregistered the memory. Waits for the GPU, which may still read it.
         """
-        unpin, self._unpin = self._unpin, None
+        unpin, self.unpin = self.unpin, None
         if unpin is not None:
             try:
                 unpin()
             except Exception:  # such as a broken CUDA context; it must not keep the process from ending
                 log.warning("CUDA cannot unregister %d bytes", self.num_bytes, exc_info=True)
         self._close_fd()
-        self.shared_fd = self._mapping = None
+        self.shared_fd = self.mapping = None
 
 
 def allocate_host(
@@ -158,7 +158,7 @@ def allocate_host(
     place_memory(addr, len(mapping), placement, name)
     mapped = time.perf_counter()
     if touch:
-        _touch(addr, num_bytes)
+        touch_pages(addr, num_bytes)
     touched = time.perf_counter()
     if pinned:
         _pin(pool, mapping, addr, name, pinning or CudaPinning())
@@ -201,7 +201,7 @@ def touch_slices(num_bytes: int, num_threads: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
 
 
-def _touch(addr: int, num_bytes: int) -> None:
+def touch_pages(addr: int, num_bytes: int) -> None:
     """Write to all pages. ctypes releases the interpreter's lock, so threads run in parallel."""
     num_cores = len(os.sched_getaffinity(0))
     slices = touch_slices(num_bytes, num_touch_threads(num_bytes, num_cores))
@@ -225,7 +225,7 @@ def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinn
     # not be registered. At exit there is nothing to do, and the driver may be gone by then.
     unpin = weakref.finalize(mapping, pinning.unregister, addr)
     unpin.atexit = False
-    pool._unpin = unpin
+    pool.unpin = unpin
 
 
 def advise(mapping: mmap.mmap) -> None:

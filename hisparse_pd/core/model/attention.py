@@ -85,29 +85,29 @@ class Attention:
         query_linear = module.q_a_proj if hasattr(module, "q_a_proj") else module.q_proj
         key_linears = [] if indexer is None else [indexer.wk]
         self._has_kv = module.kv_a_proj_with_mqa is not None
-        self._from_hidden = JoinedLinears(
+        self.from_hidden = JoinedLinears(
             [query_linear, *key_linears, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
         )
         self._queries = _queries_of(module)
-        self._norms = _latent_norms(spec, module, latent_eps)
+        self.norms = _latent_norms(spec, module, latent_eps)
         self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim
-        self._o_proj = module.o_proj
+        self.o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
         self._key_up = up[:, : module.qk_nope_head_dim].contiguous()
         self._value_up = up[:, module.qk_nope_head_dim :].transpose(1, 2).contiguous()
-        self._indexer = None if indexer is None else _Indexer(spec, indexer)
+        self.indexer = None if indexer is None else _Indexer(spec, indexer)
 
     @property
     def rounding(self) -> Rounding | None:
         """The rounding of the input; None where no layer takes it rounded."""
-        return self._from_hidden.rounding
+        return self.from_hidden.rounding
 
     def forward(
         self, x: Activations, places: Places, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
     ) -> tuple[Tensor, Tensor]:
         """Return what to add to the hidden states, [parts, num_tokens, hidden_size], and the selection."""
-        indexer = self._indexer if runs_indexer else None
+        indexer = self.indexer if runs_indexer else None
         rotation = self._rotation(places)
         q_a, latents = self._write(x, rotation, kv, indexer, with_queries=True)
         normed = x if latents.q is None else latents.q
@@ -122,12 +122,12 @@ class Attention:
                 f"layer {self._number} shares an index, but no layer before it has an indexer"
             )
         attended = kv.attend(self._number, latent_queries(q, self._key_up, rotation), selected, self._scale)
-        values = lift_values(attended, self._value_up, gate, rounding_of(self._o_proj))
-        return parts_of(self._o_proj, values), selected
+        values = lift_values(attended, self._value_up, gate, rounding_of(self.o_proj))
+        return parts_of(self.o_proj, values), selected
 
     def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
         """Write the KV that ``forward`` writes, and compute nothing else."""
-        self._write(x, self._rotation(places), kv, self._indexer, with_queries=False)
+        self._write(x, self._rotation(places), kv, self.indexer, with_queries=False)
 
     def _rotation(self, places: Places) -> Rotation:
         return places.no_rotation if self._missing_rope_dim else places.rotation
@@ -146,14 +146,14 @@ class Attention:
         ``with_queries``: also make what queries need, the rounded query latent and the head weights. Returns
         the raw query latent (if there is none, the queries themselves), and the latents.
         """
-        q_a, *keys_and_kv = self._from_hidden(x)
+        q_a, *keys_and_kv = self.from_hidden(x)
         kv_a = keys_and_kv.pop() if self._has_kv else None
         if kv_a is not None and self._missing_rope_dim:
             kv_a = functional.pad(kv_a, (0, self._missing_rope_dim))
         latents = finish_latents(
-            None if self._norms.q_weight is None else q_a,
+            None if self.norms.q_weight is None else q_a,
             kv_a,
-            self._norms,
+            self.norms,
             rotation,
             self._queries.rounding if with_queries else None,
             keeps_raw=with_queries and self._queries.takes_raw,
@@ -242,7 +242,7 @@ class _DirectQueries:
     def __init__(self, module: Any) -> None:
         self._scaling = _PositionScaling(module.softmax_scaling)
         self._num_heads: int = module.num_heads
-        self._indexer: Any = module.indexer
+        self.indexer: Any = module.indexer
         if module.indexer is not None:
             self._index_scaling = _PositionScaling(module.indexer.softmax_scaling)
 
@@ -254,7 +254,7 @@ class _DirectQueries:
         q = self._scaling(_by_head(in_one_part, self._num_heads), places)
         if not with_index:
             return q, None, None
-        indexer = self._indexer
+        indexer = self.indexer
         queries = product_of(indexer.wq_b, indexer.q_input_norm(normed.dense))[None]
         return q, None, self._index_scaling(_by_head(queries, indexer.n_heads), places).flatten(2)
 

@@ -77,7 +77,7 @@ class JoinedLinears:
     def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
         self._parts = list(parts)
         self._rows: list[int] = [len(part.weight) for part in parts]  # type: ignore[arg-type]
-        self._joined = _join(parts) if can_join(parts) else None
+        self.one_matrix = _join(parts) if can_join(parts) else None
 
     @property
     def rounding(self) -> Rounding | None:
@@ -86,9 +86,9 @@ class JoinedLinears:
 
     def __call__(self, x: Activations) -> tuple[Tensor, ...]:
         """Return the results, each [parts, num_tokens, out_features]; they may be sections of one tensor."""
-        if self._joined is None:
+        if self.one_matrix is None:
             return tuple(parts_of(part, x) for part in self._parts)
-        return torch.split(parts_of(self._joined, x), self._rows, dim=-1)
+        return torch.split(parts_of(self.one_matrix, x), self._rows, dim=-1)
 
     def first(self, x: Activations) -> Tensor:
         """Return the result of the first layer alone."""

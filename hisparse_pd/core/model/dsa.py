@@ -34,25 +34,25 @@ class DsaModel:
     def __init__(self, spec: ModelSpec, hf_model: Any, ranks: RankGroup | None = None) -> None:
         self.spec = spec
         self.ranks = ranks
-        self._embed = hf_model.model.embed_tokens
+        self.embed = hf_model.model.embed_tokens
         self._rotary = hf_model.model.rotary_emb
         self._inv_freq = _inv_freq(self._rotary)
         self._softcap: float | None = getattr(hf_model.config, "final_logit_softcapping", None)
         self._norm = _Norm(hf_model.model.norm)
         has_latent_eps = spec.family.has_configured_latent_eps
         latent_eps = float(hf_model.config.rms_norm_eps) if has_latent_eps else None
-        self._lm_head = hf_model.lm_head
-        self._layers = [
+        self.lm_head = hf_model.lm_head
+        self.layers = [
             _Layer(spec, number, module, latent_eps)
             for number, module in enumerate(hf_model.model.layers[: spec.num_layers])
         ]
-        self._draft_layer: _DraftLayer | None = None
+        self.draft_layer: _DraftLayer | None = None
         if spec.num_draft_layers:
-            self._draft_layer = _DraftLayer(spec, hf_model, latent_eps)
+            self.draft_layer = _DraftLayer(spec, hf_model, latent_eps)
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self._embed.weight.device
+        device: torch.device = self.embed.weight.device
         return device
 
     @torch.inference_mode()
@@ -82,7 +82,7 @@ class DsaModel:
         ``forward_with_hidden`` returns it. Without rows the LM head is not read."""
         if not len(hidden):
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
-        logits = product_of(self._lm_head, hidden).float()
+        logits = product_of(self.lm_head, hidden).float()
         return logits if self._softcap is None else softcap(logits, self._softcap)
 
     @torch.inference_mode()
@@ -107,10 +107,10 @@ class DsaModel:
         Returns logits, float32 [n, vocab_size], of the token of position i + 2, and [num_tokens, hidden_size]
         to use as ``hidden`` of position i + 1 for the next guess. Raises ValueError without a draft layer.
         """
-        if self._draft_layer is None:
+        if self.draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
         places = self._places(hidden, positions)
-        return self._draft_layer.forward(token_ids, hidden, places, kv, logit_rows, selected)
+        return self.draft_layer.forward(token_ids, hidden, places, kv, logit_rows, selected)
 
     @torch.inference_mode()
     def write_draft_kv(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KvAccess) -> None:
@@ -118,15 +118,15 @@ class DsaModel:
 
         Later guesses see these positions as if ``draft`` had run. Raises ValueError without a draft layer.
         """
-        if self._draft_layer is None:
+        if self.draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
-        self._draft_layer.write(token_ids, hidden, self._places(hidden, positions), kv)
+        self.draft_layer.write(token_ids, hidden, self._places(hidden, positions), kv)
 
     @torch.inference_mode()
     def forward_of_others(self) -> None:
         """Take part in a forward that other ranks make, with this rank's experts and no token of its own."""
-        hidden = self._embed.weight[:0]
-        for layer in self._layers:
+        hidden = self.embed.weight[:0]
+        for layer in self.layers:
             layer.forward_of_others(hidden)
 
     def expect_tokens(self, num_tokens: int) -> None:
@@ -137,8 +137,8 @@ class DsaModel:
     @torch.inference_mode()
     def draft_of_others(self) -> None:
         """Take part in a ``draft`` of other ranks. Without a draft layer nothing is done."""
-        if self._draft_layer is not None:
-            self._draft_layer.forward_of_others(self._embed.weight[:0])
+        if self.draft_layer is not None:
+            self.draft_layer.forward_of_others(self.embed.weight[:0])
 
     @torch.inference_mode()
     def forward_by_layer(
@@ -155,16 +155,16 @@ class DsaModel:
 
         Without a draft layer the result has hidden states only ``with_hidden``.
         """
-        hidden: Tensor = self._embed(token_ids)
+        hidden: Tensor = self.embed(token_ids)
         added: list[Tensor] = []
         places = self._places(hidden, positions)
         selected: Tensor | None = None
-        for layer in self._layers:
+        for layer in self.layers:
             hidden, added, selected = layer.forward(hidden, added, places, kv, selected)
             yield
         normed = self._norm(hidden, added)[1].dense
         logits = self.logits(normed if logit_rows is None else normed[logit_rows])
-        return logits, normed if self._draft_layer is not None or with_hidden else None
+        return logits, normed if self.draft_layer is not None or with_hidden else None
 
     def _forward(
         self,
@@ -223,9 +223,9 @@ class _Layer:
     """One decoder layer: attention, then an MLP or experts. The norm that follows each adds its result."""
 
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
-        self._attention = Attention(spec, number, module.self_attn, latent_eps)
+        self.attention = Attention(spec, number, module.self_attn, latent_eps)
         self._feed_forward = FeedForward(module.mlp, spec.family)
-        self._input_norm = _Norm(module.input_layernorm, self._attention.rounding)
+        self._input_norm = _Norm(module.input_layernorm, self.attention.rounding)
         self._post_attention_norm = _Norm(module.post_attention_layernorm, self._feed_forward.rounding)
 
     def forward_of_others(self, hidden: Tensor) -> None:
@@ -247,13 +247,13 @@ class _Layer:
         and behind it. ``selected``: the selection of an earlier layer or pass, used where no indexer runs.
         """
         hidden, x = self._input_norm(hidden, added)
-        attended, selected = self._attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)
+        attended, selected = self.attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)
         hidden, x = self._post_attention_norm(hidden, [attended])
         return hidden, self._feed_forward(x), selected
 
     def write(self, added: Sequence[Tensor], places: Places, kv: KvAccess) -> None:
         """What ``forward`` writes, and nothing else of it."""
-        self._attention.write(self._input_norm(None, added)[1], places, kv)
+        self.attention.write(self._input_norm(None, added)[1], places, kv)
 
 
 class _DraftLayer:
@@ -268,13 +268,13 @@ class _DraftLayer:
 
     def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None) -> None:
         module = hf_model.model.layers[spec.num_layers]
-        self._embed = getattr(module, "embed_tokens", hf_model.model.embed_tokens)
+        self.embed = getattr(module, "embed_tokens", hf_model.model.embed_tokens)
         self._embed_norm = _Norm(module.enorm)
         self._hidden_norm = _Norm(module.hnorm)
         self._join = module.eh_proj
         self._layer = _Layer(spec, spec.num_layers, module, latent_eps)
         self._norm = _Norm(module.shared_head.norm)
-        self._lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
+        self.lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
 
     def forward_of_others(self, hidden: Tensor) -> None:
         self._layer.forward_of_others(hidden)
@@ -293,13 +293,13 @@ class _DraftLayer:
             None, joined, places, kv, selected, runs_indexer=selected is None
         )
         normed = self._norm(hidden, added)[1].dense
-        return product_of(self._lm_head, normed[logit_rows]).float(), normed
+        return product_of(self.lm_head, normed[logit_rows]).float(), normed
 
     def write(self, token_ids: Tensor, hidden: Tensor, places: Places, kv: KvAccess) -> None:
         self._layer.write([self._joined(token_ids, hidden)], places, kv)
 
     def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the layer's input: [parts, num_tokens, hidden_size]."""
-        embedded = self._embed_norm(self._embed(token_ids))[1].dense
+        embedded = self._embed_norm(self.embed(token_ids))[1].dense
         both = torch.cat((embedded, self._hidden_norm(hidden)[1].dense), dim=-1)
         return parts_of(self._join, Activations(both))

@@ -67,9 +67,9 @@ def load_model(
     ``on_progress`` is called by the calling thread. ``draw_weight`` fills a tensor of dummy weights,
     given its name. Raises CheckpointError when weights are missing or cannot be used on the device.
     """
-    device = _with_index(device)
+    device = with_index(device)
     _check_device(spec, device)
-    loader = _Loader(
+    loader = Loader(
         Path(model_path), spec, device, ranks, keeps_fp8=keeps_fp8(spec, device), draw_weight=draw_weight
     )
     return DsaModel(spec, loader.load(on_progress), ranks)
@@ -84,7 +84,7 @@ def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
     return is_wanted and takes_device(device)
 
 
-def _with_index(device: torch.device | str) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """Return the device with its number, which makes ``cuda`` equal to ``cuda:0``."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -110,7 +110,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
         )
 
 
-class _Loader:
+class Loader:
     """One loading of a checkpoint: first all tensors are allocated, then all are read at once."""
 
     def __init__(

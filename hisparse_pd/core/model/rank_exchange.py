@@ -31,7 +31,7 @@ TRIAL_SECS = 20.0
 """How long ranks wait for each other in a trial; all of them have compiled before."""
 TRIAL_ROWS = (1, 5, 64, 199)
 """Rows of the trials' exchanges, which take one block, many blocks, and several rounds."""
-_TRIAL_COLUMNS = 7168
+TRIAL_COLUMNS = 7168
 _PRIME = 65521
 _NUM_TRIALS = 3
 """Trials of each size; that many use all banks of the memory."""
@@ -82,7 +82,7 @@ class RankExchange:
         ranks, first = range(self._num_ranks), self._rank * num_rows
         for dtype in SUM_DTYPES:
             given = _values(0, self._num_ranks * num_rows, number, self._rank, device).to(dtype)
-            own = given.new_empty((num_rows, _TRIAL_COLUMNS))
+            own = given.new_empty((num_rows, TRIAL_COLUMNS))
             self.sum_own(own, given)
             parts = [_values(first, num_rows, number, rank, device).to(dtype) for rank in ranks]
             if not torch.equal(own, sum_in_order(parts)):
@@ -100,10 +100,10 @@ def _values(first_row: int, num_rows: int, number: int, rank: int, device: torch
 
     They are whole numbers below a prime, spread over several powers of two, so that sums are rounded.
     """
-    start, stop = first_row * _TRIAL_COLUMNS, (first_row + num_rows) * _TRIAL_COLUMNS
+    start, stop = first_row * TRIAL_COLUMNS, (first_row + num_rows) * TRIAL_COLUMNS
     places = torch.arange(start, stop, device=device)
     values = (places * 48271 + (8 * number + rank + 1) * 16807) % _PRIME - _PRIME // 2
-    return values.bfloat16().view(num_rows, _TRIAL_COLUMNS)
+    return values.bfloat16().view(num_rows, TRIAL_COLUMNS)
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:

@@ -92,7 +92,7 @@ class RankPage:
         for index in range(WIDTH):
             value = values[index] if index < len(values) else 0
             bank[self._rank * WIDTH + index] = value << NUMBER_BITS | number
-        self._wake_others()
+        self.wake_others()
         said = [word >> NUMBER_BITS for word in self._all_of(bank, number, timeout_secs)]
         return [tuple(said[start : start + len(values)]) for start in range(0, len(said), WIDTH)]
 
@@ -105,7 +105,7 @@ class RankPage:
         for other in self._others.values():
             other.close()
 
-    def _wake_others(self) -> None:
+    def wake_others(self) -> None:
         """Wake the ranks that sleep until this one has spoken."""
         awaited = self._awaited.tolist()
         if any(awaited):

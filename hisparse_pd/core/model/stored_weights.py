@@ -25,7 +25,7 @@ MAX_JSON_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 """Bytes of a header's length, with which a file begins."""
 _NUM_SAMPLES = 64
-_SAMPLE_BYTES = 64 << 10
+SAMPLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def _samples(stream: BinaryIO, places: list[TensorPlace]) -> Iterator[bytes]:
     """Yield ``_NUM_SAMPLES`` evenly spaced pieces of the tensors' bytes, the first and the last among
     them."""
     places.sort(key=lambda place: place.offset)
-    rest = max(0, sum(place.num_bytes for place in places) - _SAMPLE_BYTES)
+    rest = max(0, sum(place.num_bytes for place in places) - SAMPLE_BYTES)
     starts = sorted({rest * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)})
     before = 0
     for place in places:
-        first = bisect_right(starts, before - _SAMPLE_BYTES)
+        first = bisect_right(starts, before - SAMPLE_BYTES)
         for start in starts[first : bisect_left(starts, before + place.num_bytes)]:
-            begin, end = max(start - before, 0), min(start + _SAMPLE_BYTES - before, place.num_bytes)
+            begin, end = max(start - before, 0), min(start + SAMPLE_BYTES - before, place.num_bytes)
             stream.seek(place.offset + begin)
             yield stream.read(end - begin)
         before += place.num_bytes

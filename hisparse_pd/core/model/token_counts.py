@@ -21,7 +21,7 @@ from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams
 
 _IN_PROMPT = 1 << 30
 """Added to the count of a token in the prompt; greater than any count of output tokens."""
-_ROWS_AT_A_TIME = 64
+ROWS_AT_A_TIME = 64
 """Rows of logits that are changed at once, so that temporary copies do not grow with the batch."""
 
 
@@ -94,8 +94,8 @@ class CountedRows:
         if not changing:
             return logits
         changed = logits.clone()
-        for start in range(0, len(changing), _ROWS_AT_A_TIME):
-            self._change_some(changed, changing[start : start + _ROWS_AT_A_TIME], params)
+        for start in range(0, len(changing), ROWS_AT_A_TIME):
+            self._change_some(changed, changing[start : start + ROWS_AT_A_TIME], params)
         return changed
 
     def _change_some(self, logits: Tensor, some: list[int], params: Sequence[SamplingParams]) -> None:

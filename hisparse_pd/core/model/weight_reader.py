@@ -209,7 +209,7 @@ def read_weights(
     gpus = {placement.target.device for placement in placements if placement.target.device.type == "cuda"}
     for gpu in gpus:
         torch.cuda.synchronize(gpu)  # enqueued work may still use the targets' memory
-    reading = _Reading(placements, device, pinned=bool(gpus))
+    reading = Reading(placements, device, pinned=bool(gpus))
     started = time.monotonic()
     next_log_at = started + LOG_INTERVAL_SECS
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
@@ -240,7 +240,7 @@ def describe(num_done: int, num_bytes: int, secs: float) -> str:
     return f"{line}, {rate / 1e9:.2f} GB/s, {left}"
 
 
-class _Reading:
+class Reading:
     """The state that threads share: the pieces that are left, and how many bytes are done."""
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, *, pinned: bool) -> None:
@@ -250,7 +250,7 @@ class _Reading:
         self._pieces = _pieces(in_order)
         self._device = device
         self._is_pinned = pinned
-        self._buffer_bytes = max(
+        self.buffer_bytes = max(
             (piece.num_bytes for piece in _pieces(in_order) if _is_staged(piece)), default=0
         )
         self._lock = threading.Lock()
@@ -265,7 +265,7 @@ class _Reading:
         """Read piece after piece in one thread, until none is left or one fails in any thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # otherwise pinning would start the driver on the first GPU
-        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         copied: torch.cuda.Event | None = None
         try:
             while (piece := self._next()) is not None:

@@ -138,7 +138,7 @@ class Pools:
                 )
             num_slots = totals[kind] // granularity * granularity
             self._allocators[kind] = ExtentAllocator(num_slots, granularity, f"{kind} pool")
-        self._holdings: set[Holding] = set()
+        self.holdings: set[Holding] = set()
         self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
         """Pages that nobody gets any more, by pool and first slot."""
         self._condemned: set[tuple[PoolKind, int]] = set()
@@ -156,7 +156,7 @@ class Pools:
 
     def used(self, stage: Stage) -> SlotCounts:
         """Return the slots that all holdings of ``stage`` have together."""
-        return self.owned_by(holding for holding in self._holdings if holding.stage is stage)
+        return self.owned_by(holding for holding in self.holdings if holding.stage is stage)
 
     def owned_by(self, holdings: Iterable[Holding]) -> SlotCounts:
         """Return the slots that ``holdings`` have together."""
@@ -181,7 +181,7 @@ class Pools:
         for kind in PoolKind:
             if need[kind]:
                 holding.extents[kind] = self._allocators[kind].allocate(need[kind])
-        self._holdings.add(holding)
+        self.holdings.add(holding)
         return holding
 
     def move(self, holding: Holding, stage: Stage) -> None:
@@ -250,7 +250,7 @@ class Pools:
     def _keep(self, room: Room, kind: PoolKind, page: Extent) -> None:
         self.num_changes += 1
         self._set_aside[kind, page.start] = Holding(room, Stage.SET_ASIDE, {kind: (page,)})
-        self._holdings.add(self._set_aside[kind, page.start])
+        self.holdings.add(self._set_aside[kind, page.start])
 
     def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
         """Move the first ``num_slots`` slots that ``holding`` has of each of ``kinds`` to a new holding,
@@ -269,14 +269,14 @@ class Pools:
             if rest:
                 holding.extents[kind] = rest
         split = Holding(holding.room, Stage.HELD, first)
-        self._holdings.add(split)
+        self.holdings.add(split)
         return split
 
     def join(self, first: Holding, second: Holding) -> None:
         """Put the slots of ``first`` before those of ``second``; ``first`` must not be used afterwards."""
         self._check_known(first)
         self._check_known(second)
-        self._holdings.remove(first)
+        self.holdings.remove(first)
         for kind, extents in first.extents.items():
             seam = joined((*extents[-1:], *second[kind][:1]))
             second.extents[kind] = (*extents[:-1], *seam, *second[kind][1:])
@@ -293,7 +293,7 @@ class Pools:
     def release(self, holding: Holding) -> None:
         """Free everything; ``holding`` must not be used afterwards."""
         self.give_up(holding, tuple(holding.extents))
-        self._holdings.discard(holding)
+        self.holdings.discard(holding)
 
     def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
         """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot.
@@ -307,11 +307,11 @@ class Pools:
             if allocator.num_free + sum(terms.values()) != allocator.num_slots:
                 raise PoolIntegrityError(f"{kind} pool: {law} is not total {allocator.num_slots}")
             try:
-                allocator.check_integrity(holding[kind] for holding in self._holdings)
+                allocator.check_integrity(holding[kind] for holding in self.holdings)
             except PoolIntegrityError as error:
                 raise PoolIntegrityError(f"{error} [{law} = total {allocator.num_slots}]") from error
         if expected is not None:
-            found = {stage: sum(holding.stage is stage for holding in self._holdings) for stage in Stage}
+            found = {stage: sum(holding.stage is stage for holding in self.holdings) for stage in Stage}
             if wrong := {stage for stage in Stage if found[stage] != expected.get(stage, 0)}:
                 detail = ", ".join(
                     f"{s}: {found[s]} found, {expected.get(s, 0)} known" for s in sorted(wrong)
@@ -319,7 +319,7 @@ class Pools:
                 raise PoolIntegrityError(f"holdings and requests disagree: {detail}")
 
     def _check_known(self, holding: Holding) -> None:
-        if holding not in self._holdings:
+        if holding not in self.holdings:
             raise PoolIntegrityError(f"room {holding.room}: its holding was released already")
 
 

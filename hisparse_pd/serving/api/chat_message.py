@@ -105,7 +105,7 @@ class MessageParser:
 
     def _read(self, text: str) -> None:
         at = 0
-        while (found := _search(self._marks, text, at)) is not None:
+        while (found := search(self._marks, text, at)) is not None:
             self._send(text[at : found.start()])
             # The text before it may have changed the marks.
             self._send(found.group(), is_mark=found.group() in self._marks)
@@ -184,7 +184,7 @@ def _match_openings(text: str, think: ThinkMarks) -> str:
     return found.group() if found is not None else ""
 
 
-def _search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
+def search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
     return _pattern(marks).search(text, at) if marks else None
 
 

@@ -34,7 +34,7 @@ class GrammarChecks:
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_id: int) -> None:
         self._arguments = [str(tokenizer_json), str(vocab_size), str(eos_token_id)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._turns = Turns(1, "grammar-checks")
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
@@ -67,16 +67,16 @@ class GrammarChecks:
                 "try again",
             )
         self._num_waiting += 1
-        asked = self._turns.submit(len(encoded), self._answer, encoded)
+        asked = self._turns.submit(len(encoded), self.answer, encoded)
         try:
             return await asyncio.wrap_future(asked)
         finally:
             self._num_waiting -= 1
 
-    def _answer(self, encoded: bytes) -> Verdict:
+    def answer(self, encoded: bytes) -> Verdict:
         """Ask the helper, in the thread. A helper that has ended or does not answer is replaced once."""
         for _ in range(2):
-            process = self._process or self._start()
+            process = self.process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -95,16 +95,16 @@ class GrammarChecks:
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the helper. It ends when its input is closed, so it ends with this process."""
         home = str(Path(grammar.__file__).parents[2])
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "hisparse_pd.core.grammar.checker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])},
         )
-        return self._process
+        return self.process
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
             process.communicate()

@@ -57,9 +57,9 @@ class TextCodec:
         with special tokens, even if the tokenizer puts none before it. With ``clients_write_tokens`` any
         spelling of a control token in a chat is that token, whoever wrote it.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
-        self._grammar_checks = grammar_checks
+        self.grammar_checks = grammar_checks
         self._has_our_template = tokenizer.chat_template is None and model_type == _WITHOUT_TEMPLATE
         if self._has_our_template:
             tokenizer.chat_template = (
@@ -69,16 +69,16 @@ class TextCodec:
         markup, think = tool_markup(template, model_type), think_marks(template)
         self._takes_tools = template is None or "tools" in template
         self._fit = TemplateFit(template, markup)
-        self._backend = tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
         read_marks = _read_marks(tokenizer, template or "")
         self._client_text = (
-            None if clients_write_tokens else ClientText(self._backend, template or "", read_marks)
+            None if clients_write_tokens else ClientText(self.backend, template or "", read_marks)
         )
         self.vocab_size = vocab_size
-        self.token_bytes = TokenBytes(self._backend)
-        added = self._backend.get_added_tokens_decoder()
+        self.token_bytes = TokenBytes(self.backend)
+        added = self.backend.get_added_tokens_decoder()
         self.chat_format = ChatFormat(
             markup,
             think is not None,
@@ -139,20 +139,20 @@ class TextCodec:
 
     async def check_grammar(self, text: str, field: str) -> None:
         """Check a grammar (``GrammarChecks.check``). Raises ApiError."""
-        if self._grammar_checks is None:
+        if self.grammar_checks is None:
             raise FieldRefused(field, "this model's tokenizer takes no grammars")
-        await self._grammar_checks.check(text, field)
+        await self.grammar_checks.check(text, field)
 
     @property
     def description(self) -> dict[str, object]:
         """Special tokens and chat template, by their names in tokenizer_config.json."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
-        shown = {name: getattr(self._tokenizer, name) for name in names}
-        return {"tokenizer_class": type(self._tokenizer).__name__, **shown}
+        shown = {name: getattr(self.tokenizer, name) for name in names}
+        return {"tokenizer_class": type(self.tokenizer).__name__, **shown}
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """Return the tokens as the vocabulary spells them, with None for an id that only pads it."""
-        return [self._backend.id_to_token(token_id) for token_id in token_ids]
+        return [self.backend.id_to_token(token_id) for token_id in token_ids]
 
     async def text_of(self, packed: bytes) -> str:
         """Return the text of packed token ids, special ones included."""
@@ -202,7 +202,7 @@ class TextCodec:
         # Unlike ``encode``, batch calls release the interpreter, so streams go on meanwhile.
         if is_chat and self._client_text is not None:
             return self._client_text.encode(texts, add_special=add_special)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 
     def check_ids(self, prompt: bytes, name: str) -> None:
@@ -218,7 +218,7 @@ class TextCodec:
 
     def _check_length(self, text: str, name: str, max_tokens: int) -> None:
         """Raise FieldRefused for a text that cannot fit, before it takes seconds to encode."""
-        if len(text) <= max_tokens or self._backend.normalizer is not None:
+        if len(text) <= max_tokens or self.backend.normalizer is not None:
             return
         at_least = len(text.encode()) // self.token_bytes.max_token_bytes
         if at_least > max_tokens:
@@ -247,7 +247,7 @@ class TextCodec:
                 given = self._client_text.template_input(prompt)
             stand_ins = given.stand_ins
             chat = str(
-                self._tokenizer.apply_chat_template(
+                self.tokenizer.apply_chat_template(
                     given.messages,
                     tools=given.tools or None,
                     tokenize=False,

@@ -50,7 +50,7 @@ class Board:
         self._numbers = multiprocessing.RawArray("q", size) if num_fronts > 1 else [0] * size
         """The instruction, then a row for each front."""
         places = num_fronts if num_fronts > 1 else 0
-        self._metrics: list[Any] = [
+        self.metrics_of_fronts: list[Any] = [
             multiprocessing.RawArray("B", _METRICS_HEAD.size + MAX_METRICS_BYTES) for _ in range(places)
         ]
         self._read = [b""] * places
@@ -76,11 +76,11 @@ class Board:
                 f"front {front_number}: {len(packed)} bytes of metrics; {MAX_METRICS_BYTES} have room"
             )
         head = _METRICS_HEAD.pack(len(packed), zlib.crc32(packed))
-        memoryview(self._metrics[front_number]).cast("B")[: len(head) + len(packed)] = head + packed
+        memoryview(self.metrics_of_fronts[front_number]).cast("B")[: len(head) + len(packed)] = head + packed
 
     def metrics(self) -> Sequence[bytes]:
         """Return what each front wrote last; nothing in a node of one front."""
-        for number, place in enumerate(self._metrics):
+        for number, place in enumerate(self.metrics_of_fronts):
             num_bytes, checksum = _METRICS_HEAD.unpack_from(place)
             start = _METRICS_HEAD.size
             packed = bytes(memoryview(place).cast("B")[start : start + num_bytes])

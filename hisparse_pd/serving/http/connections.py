@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
-_MAX_STEP_SECS = 2.0
+MAX_STEP_SECS = 2.0
 """What the time between two sweeps counts at most: after a long turn much has come that was not read."""
 
 
@@ -116,7 +116,7 @@ class Connections:
 
         ``now``: the time of ``time.monotonic``.
         """
-        self.now += min(max(now - self._swept_at, 0.0), _MAX_STEP_SECS)
+        self.now += min(max(now - self._swept_at, 0.0), MAX_STEP_SECS)
         self._swept_at = now
         for connection in tuple(self.live):
             if (reason := connection.expire(self.now)) is not None:

@@ -128,7 +128,7 @@ class EngineLink:
                 rank,
                 endpoint,
                 self.counts,
-                self._handle,
+                self.handle,
                 self._note_lost,
                 crossing if endpoint.startswith("tcp:") else None,
             )
@@ -361,7 +361,7 @@ class EngineLink:
         self.counts.add(1)
         rank.put(abort, partial(self.counts.add, -1))
 
-    def _handle(self, rank: RankLink, message: FromEngine) -> None:
+    def handle(self, rank: RankLink, message: FromEngine) -> None:
         match message:
             case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)

@@ -83,7 +83,7 @@ class Listener:
         limit = descriptors.limit()
         connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
         if self._num_connections:
-            self.socket = _SharedSocket(self.socket, connections, self._num_connections, process)
+            self.socket = SharedSocket(self.socket, connections, self._num_connections, process)
         is_low = connections.limit < descriptors.FEW_CONNECTIONS
         log.log(
             logging.WARNING if is_low else logging.INFO,
@@ -118,7 +118,7 @@ def _handshake(handshakes: Handshakes, protocol: Any, **given: Any) -> Handshake
     return Handshake(handshakes, functools.partial(protocol, **given))
 
 
-class _SharedSocket(socket.socket):
+class SharedSocket(socket.socket):
     """A socket from which several processes accept. All wake up for a connection; the one with fewest takes
     it.
 
@@ -130,10 +130,10 @@ class _SharedSocket(socket.socket):
     ) -> None:
         """Take ``sock`` over. ``num_connections``: each process's number of connections, in shared memory."""
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
-        self._connections = connections
+        self.connections = connections
         self._num_connections = num_connections
         self._process = process
-        connections.on_change = self._publish
+        connections.on_change = self.publish
         self._left_since = self._left_at = -math.inf
         """When the present connection was left to the other processes, for the first and for the last
         time."""
@@ -144,7 +144,7 @@ class _SharedSocket(socket.socket):
         That process may be busy or gone, so it gets ``_OTHERS_SECS``.
         """
         now = time.monotonic()
-        if len(self._connections.live) > min(self._num_connections):
+        if len(self.connections.live) > min(self._num_connections):
             if now - self._left_at >= _OTHERS_SECS:  # that one was accepted, and this is another
                 self._left_since = now
             self._left_at = now
@@ -152,8 +152,8 @@ class _SharedSocket(socket.socket):
                 raise BlockingIOError
         return super().accept()
 
-    def _publish(self) -> None:
-        self._num_connections[self._process] = len(self._connections.live)
+    def publish(self) -> None:
+        self._num_connections[self._process] = len(self.connections.live)
 
 
 class HttpServer(uvicorn.Server):
@@ -170,7 +170,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.connections = connections
         self._certificate = certificate
-        self._handshakes = handshakes
+        self.handshakes = handshakes
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -180,13 +180,13 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:
             self.connections.sweep(time.monotonic())
-            if self._certificate is not None and self._handshakes is not None:
-                self._certificate.refresh(self._handshakes.context)
+            if self._certificate is not None and self.handshakes is not None:
+                self._certificate.refresh(self.handshakes.context)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._handshakes is not None:
-            self._handshakes.drop_all()
+        if self.handshakes is not None:
+            self.handshakes.drop_all()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

@@ -49,10 +49,10 @@ class RankLink:
         self._on_message = on_message
         self._on_lost = on_lost
         self._crossing = crossing
-        self._outbox: deque[tuple[ToEngine | None, Callable[[], None]]] = deque()
+        self.outbox: deque[tuple[ToEngine | None, Callable[[], None]]] = deque()
         self._socket: FrontSocket | None = None
         self._next_turn: asyncio.Handle | None = None
-        self._last_stats_at = self._last_progress_at = time.monotonic()
+        self.last_stats_at = self.last_progress_at = time.monotonic()
 
     @property
     def num_tokens_in_flight(self) -> int:
@@ -88,7 +88,7 @@ class RankLink:
 
         With None nothing is sent, and ``on_sent`` is called all the same.
         """
-        self._outbox.append((message, on_sent))
+        self.outbox.append((message, on_sent))
         self._wake()
 
     async def flush(self) -> None:
@@ -103,30 +103,30 @@ class RankLink:
         match message:
             case EngineLoading():
                 if message != self.loading:
-                    self._last_progress_at = now
+                    self.last_progress_at = now
                 self.loading = message
             case EngineReady():
                 self.ready, self.loading = message, None
-                self._last_stats_at = self._last_progress_at = now
+                self.last_stats_at = self.last_progress_at = now
             case EngineStats():
                 has_to_step = message.num_running > message.num_without_grammar
                 if self.stats is None or message.step != self.stats.step or not has_to_step:
-                    self._last_progress_at = now
-                self._last_stats_at = now
+                    self.last_progress_at = now
+                self.last_stats_at = now
                 self.stats, self.has_told_since_leaving = message, True
 
     def stall(self, health_timeout_secs: float) -> str | None:
         """Return why the engine makes no progress, None while it does. Loading is progress, too."""
         now = time.monotonic()
         if self.ready is None:
-            still_secs = now - self._last_progress_at
+            still_secs = now - self.last_progress_at
             if still_secs <= STARTUP_TIMEOUT_SECS:
                 return None
             return f"loading has stood still for {still_secs:.0f} s, at: {self.loading or 'the beginning'}"
-        if now - self._last_stats_at > health_timeout_secs:
-            return f"the engine has been silent for {now - self._last_stats_at:.0f} s"
-        if now - self._last_progress_at > health_timeout_secs:
-            return f"the engine has made no progress for {now - self._last_progress_at:.0f} s"
+        if now - self.last_stats_at > health_timeout_secs:
+            return f"the engine has been silent for {now - self.last_stats_at:.0f} s"
+        if now - self.last_progress_at > health_timeout_secs:
+            return f"the engine has made no progress for {now - self.last_progress_at:.0f} s"
         return None
 
     def _check_loss(self) -> None:
@@ -142,14 +142,14 @@ class RankLink:
     def _turn(self) -> None:
         assert self._socket is not None
         self._next_turn = None
-        for _ in range(min(_SENT_A_TURN, len(self._outbox))):
-            message, on_sent = self._outbox[0]
+        for _ in range(min(_SENT_A_TURN, len(self.outbox))):
+            message, on_sent = self.outbox[0]
             if message is not None and not self._socket.send(message):
                 break
-            self._outbox.popleft()
+            self.outbox.popleft()
             on_sent()
         for received in self._socket.receive():
             self._on_message(self, received)
         self._check_loss()  # the first message shows which connection is the engine's
-        if self._socket.is_ready(to_send=bool(self._outbox)):
+        if self._socket.is_ready(to_send=bool(self.outbox)):
             self._wake()

@@ -37,7 +37,7 @@ class SampleGroup:
         self.may_move = may_move
         """Whether the request moves to another node when this one shuts down."""
         self.live = set(ranks)
-        self._events: deque[SampleEvent] = deque()
+        self.events: deque[SampleEvent] = deque()
         self._num_waiting_tokens: Counter[str] = Counter()
         """Number of ``Tokens`` messages in the queue, by request id."""
         self._reader: asyncio.Future[None] | None = None
@@ -47,7 +47,7 @@ class SampleGroup:
 
     def put(self, event: SampleEvent) -> None:
         self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
-        self._events.append(event)
+        self.events.append(event)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -56,7 +56,7 @@ class SampleGroup:
 
         While it makes progress there is no limit here: its own timeouts end requests.
         """
-        if self._events:
+        if self.events:
             await asyncio.sleep(0)  # let other requests have their turn
         else:
             self._reader = asyncio.get_running_loop().create_future()
@@ -68,7 +68,7 @@ class SampleGroup:
             finally:
                 self._reader = None
                 self._wait_timer.end()
-        event = self._events.popleft()
+        event = self.events.popleft()
         self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
         return event
 

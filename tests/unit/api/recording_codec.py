@@ -43,7 +43,7 @@ class RecordingCodec(TextCodec):
     @property
     def prompt(self) -> str:
         (packed,) = self.encoded
-        return str(self._tokenizer.decode(unpack_token_ids(packed).tolist()))
+        return str(self.tokenizer.decode(unpack_token_ids(packed).tolist()))
 
     async def written(self, request: ApiRequest) -> str:
         """Return what the model is shown of the conversation."""

@@ -461,7 +461,7 @@ def test_each_character_is_searched_once(
 ) -> None:
     """Counts the characters that are searched for marks, and those that are read as the answer's start."""
     num_searched = 0
-    search = chat_message._search
+    search = chat_message.search
 
     def counting_search(marks: tuple[str, ...], text: str, at: int) -> re.Match[str] | None:
         nonlocal num_searched
@@ -475,7 +475,7 @@ def test_each_character_is_searched_once(
             num_searched += len(text)
             return super()._begin(text)
 
-    monkeypatch.setattr(chat_message, "_search", counting_search)
+    monkeypatch.setattr(chat_message, "search", counting_search)
     parser = CountingParser(in_reasoning=False, markup=markup, schemas=SCHEMAS)
     pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
     for piece in pieces:

@@ -47,7 +47,7 @@ def test_what_is_spelled_has_the_tokens_of_plain_text(kind: str) -> None:
         "a <",
         f"{BREAK}<think>{ESCAPE}e",
     ]
-    plain = json.loads(codec(kind)._tokenizer.backend_tokenizer.to_str()) | {"added_tokens": []}
+    plain = json.loads(codec(kind).tokenizer.backend_tokenizer.to_str()) | {"added_tokens": []}
     if kind == "words":  # its vocabulary must not have them, either
         plain["model"]["ignore_merges"] = False
     tokenizer = Tokenizer.from_str(json.dumps(plain))
@@ -130,7 +130,7 @@ def test_no_token_is_made_of_what_a_client_wrote_and_what_stands_beside_it(
     codec = codec_of(template)
     token_ids = ids_of(codec, prompt_of(*contents))
     assert not set(token_ids) & set(codec.chat_format.token_ids.values())
-    old = TextCodec(codec._tokenizer, codec.vocab_size, "glm_moe_dsa", clients_write_tokens=True)
+    old = TextCodec(codec.tokenizer, codec.vocab_size, "glm_moe_dsa", clients_write_tokens=True)
     assert codec.bytes_of(token_ids) == old.bytes_of(ids_of(old, prompt_of(*contents)))
 
 

@@ -616,7 +616,7 @@ async def test_loading_shows_how_far_it_is_and_that_it_stands_still(
         monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
 
         def tell(stage: str, num_done: int = 0, num_bytes: int = 0) -> None:
-            node.link._handle(node.link.ranks[0], EngineLoading(stage, num_done, num_bytes))
+            node.link.handle(node.link.ranks[0], EngineLoading(stage, num_done, num_bytes))
 
         async def told(path: str) -> tuple[int, Any]:
             answer = await node.client.get(path)

@@ -69,14 +69,14 @@ def test_what_was_checked_is_not_checked_again(
 ) -> None:
     before = refusal(checks, "start: [[").message
     asyncio.run(checks.check('start: "b"', "regex"))
-    monkeypatch.setattr(checks, "_answer", None)
+    monkeypatch.setattr(checks, "answer", None)
     asyncio.run(checks.check('start: "b"', "regex"))
     assert refusal(checks, "start: [[").message == before
 
 
 def test_what_is_not_certain_is_asked_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = [Verdict("was not compiled: signal 9 ended its compiler", is_certain=False), Verdict("")]
-    monkeypatch.setattr(checks, "_answer", lambda encoded: verdicts.pop(0))
+    monkeypatch.setattr(checks, "answer", lambda encoded: verdicts.pop(0))
     error = refusal(checks, 'start: "unlucky"')
     assert (error.status, error.headers.get("retry-after") is not None) == (503, True)
     assert "signal 9" in error.message
@@ -87,14 +87,14 @@ def test_what_is_not_certain_is_asked_again(checks: GrammarChecks, monkeypatch: 
 def test_a_check_whose_request_has_left_is_not_made(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer, may_go_on, made = checks._answer, threading.Event(), list[bytes]()
+    answer, may_go_on, made = checks.answer, threading.Event(), list[bytes]()
 
     def held(encoded: bytes) -> Verdict:
         made.append(encoded)
         assert may_go_on.wait(60)
         return answer(encoded)
 
-    monkeypatch.setattr(checks, "_answer", held)
+    monkeypatch.setattr(checks, "answer", held)
 
     async def leave() -> None:
         texts = [f'start: "left {number}"' for number in range(MAX_WAITING)]
@@ -113,9 +113,9 @@ def test_a_check_whose_request_has_left_is_not_made(
 
 def test_a_helper_that_died_is_replaced(checks: GrammarChecks) -> None:
     asyncio.run(checks.check('start: "c"', "regex"))
-    assert checks._process is not None
-    os.kill(checks._process.pid, signal.SIGKILL)
-    checks._process.wait()
+    assert checks.process is not None
+    os.kill(checks.process.pid, signal.SIGKILL)
+    checks.process.wait()
     asyncio.run(checks.check('start: "d"', "regex"))
 
 
@@ -151,8 +151,8 @@ def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path
         request = parse(Endpoint.GENERATE, sampling_params={"ebnf": grammar, "max_new_tokens": 5})
         return asyncio.run(plan_samples(request, codec, limits))
 
-    assert codec._grammar_checks is not None
-    with closing(codec._grammar_checks):
+    assert codec.grammar_checks is not None
+    with closing(codec.grammar_checks):
         (sample,) = plan('start: "a"')
         assert 'start: "a"' in sample.generate.sampling.grammar
         with pytest.raises(ApiError, match=r"ebnf: the grammar is not usable"):

@@ -28,8 +28,8 @@ RUN = QuarantinedRun("10.0.0.1:8998", "run-1", 64, 60, 300.0, 640, 0, 4096, 64)
 
 def serving(trouble: str = "") -> EngineLink:
     link = EngineLink(["unused"], health_timeout_secs=60.0)
-    link._handle(link.ranks[0], EngineReady(100, 100, 50))
-    link._handle(
+    link.handle(link.ranks[0], EngineReady(100, 100, 50))
+    link.handle(
         link.ranks[0], EngineStats({}, {}, 0, 0, 0, 0, trouble=trouble, quarantine=(RUN,), set_aside=(PAGE,))
     )
     return link
@@ -51,7 +51,7 @@ def ask(link: EngineLink, method: str, path: str) -> httpx.Response:
 
 
 def sent(link: EngineLink) -> list[object]:
-    return [message for message, _ in link.ranks[0]._outbox]
+    return [message for message, _ in link.ranks[0].outbox]
 
 
 def test_what_is_kept_is_shown_by_run() -> None:

@@ -679,6 +679,6 @@ def test_what_just_fits() -> None:
 def test_a_hopeless_text_is_refused_without_encoding_it() -> None:
     tokenizer = make_tokenizer()
     codec = TextCodec(tokenizer, len(tokenizer))
-    codec._backend = SimpleNamespace(normalizer=None)  # cannot encode
+    codec.backend = SimpleNamespace(normalizer=None)  # cannot encode
     with pytest.raises(ApiError, match=r"at least .* tokens; .* maximum context length is 200 tokens"):
         asyncio.run(plan_samples(completion(prompt="ab c" * 20_000), codec, LIMITS))

@@ -62,7 +62,7 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
     in_turn = cycle(numbers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            node.engine.steps._draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most)
+            node.engine.steps.draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most)
         )
         yield
 

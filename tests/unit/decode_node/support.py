@@ -256,10 +256,10 @@ class EngineHarness:
         **settings: Any,
     ) -> None:
         path = ipc_dir / "engine.ipc"
-        self._front: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
-        self._front.setsockopt(zmq.LINGER, 0)
-        self._front.bind(f"ipc://{path}")
+        self.front: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
+        self.front.setsockopt(zmq.LINGER, 0)
+        self.front.bind(f"ipc://{path}")
         self._engine_socket = EngineSocket([f"ipc://{path}"])
         self.settings = DecodeSettings(
             model_path=checkpoint.path,
@@ -292,11 +292,11 @@ class EngineHarness:
     def close(self) -> None:
         self.engine.close()
         self._engine_socket.close()
-        self._front.close()
+        self.front.close()
         self.double.close()
 
     def send(self, message: ToEngine) -> None:
-        self._front.send(engine_messages.encoder.encode(message))
+        self.front.send(engine_messages.encoder.encode(message))
 
     def generate(
         self,
@@ -374,8 +374,8 @@ class EngineHarness:
             double.answer()
         self.engine.turn(max_wait_secs=0.005)
         check_consistency(self.engine.tables.state)
-        while self._front.poll(0):
-            self._take(engine_messages.from_engine_decoder.decode(self._front.recv()))
+        while self.front.poll(0):
+            self._take(engine_messages.from_engine_decoder.decode(self.front.recv()))
 
     def turn_until(self, condition: Callable[[], object], *others: PrefillDouble) -> None:
         deadline = time.monotonic() + WAIT_SECS
@@ -423,7 +423,7 @@ class EngineHarness:
     @contextmanager
     def without_steps(self) -> Iterator[None]:
         """Hold back all steps: requests come, land and leave, and none gets a token."""
-        with patch.object(self.engine.steps, "_next_batch", list):
+        with patch.object(self.engine.steps, "next_batch", list):
             yield
 
     def begin_together(self, answers: Sequence[Answer]) -> None:

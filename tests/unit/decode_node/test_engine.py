@@ -177,12 +177,12 @@ def test_nobody_waits_for_messages_before_it_grows(
     shared_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(shared_node.engine.limits, growth_tokens=1)
-    monkeypatch.setattr(shared_node.engine.steps._next_plan, "_limits", limits)
+    monkeypatch.setattr(shared_node.engine.steps.next_plan, "limits", limits)
     answer = shared_node.generate(PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
     shared_node.turn_until(lambda: answer.token_ids)
     (request,) = shared_node.engine.requests.select(RequestState.RUNNING)
     waits: list[float] = []
-    monkeypatch.setattr(shared_node.engine._poller, "wait", waits.append)
+    monkeypatch.setattr(shared_node.engine.poller, "wait", waits.append)
     num_growths = 0
     while request.state is RequestState.RUNNING:
         reserved = request.reserved_tokens

@@ -169,7 +169,7 @@ def test_who_needs_no_grammar_does_not_wait_for_one(
     checkpoint: Checkpoint, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow: Future[Grammar] = Future()
-    compiler = node.engine._grammars
+    compiler = node.engine.grammars
     ask_compiler = compiler.ask
     monkeypatch.setattr(compiler, "ask", lambda text, begun: slow if text == WORD else ask_compiler(text))
     waiting = ask(node, PROMPTS[0], grammar=WORD)
@@ -185,7 +185,7 @@ def test_who_waits_for_a_grammar_has_no_step_to_make_and_does_not_wait_for_ever(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never: Future[Grammar] = Future()
-    monkeypatch.setattr(node.engine._grammars, "ask", lambda text, begun: never)
+    monkeypatch.setattr(node.engine.grammars, "ask", lambda text, begun: never)
     node.stats = None
     answer = ask(node, PROMPTS[0], grammar=WORD)
 

@@ -70,8 +70,8 @@ def test_memory_starts_at_a_page_and_is_zero(num_bytes: int, touch: bool) -> Non
 
 def test_tensors_outlive_the_pool_and_the_mapping_goes_with_the_last_of_them() -> None:
     pool = allocate_host(2 * PAGE_BYTES, pinned=False)
-    assert pool._mapping is not None
-    gone = weakref.ref(pool._mapping)
+    assert pool.mapping is not None
+    gone = weakref.ref(pool.mapping)
     pool.tensor[-1] = 7
     view = pool.tensor.view(2, -1)[1]
     pool.close()
@@ -179,8 +179,8 @@ def test_an_unregistration_that_fails_does_not_stop_the_end(caplog: pytest.LogCa
 
 def test_nothing_is_unregistered_while_the_interpreter_ends() -> None:
     pool = allocate_host(100, pinned=True, pinning=FakePinning())
-    assert isinstance(pool._unpin, weakref.finalize)
-    assert not pool._unpin.atexit
+    assert isinstance(pool.unpin, weakref.finalize)
+    assert not pool.unpin.atexit
     pool.close()
 
 
@@ -274,7 +274,7 @@ def test_the_transport_lets_go_before_cuda_does_and_unmapping_comes_last(
 
     def pinned(num_bytes: int, **options: Any) -> host_memory.HostPool:
         pool = allocate_host(num_bytes, **{**options, "pinned": True})
-        weakref.finalize(pool._mapping, log.append, "unmap")
+        weakref.finalize(pool.mapping, log.append, "unmap")
         return pool
 
     monkeypatch.setattr("hisparse_pd.decode_node.memory.allocate_host", pinned)

@@ -120,5 +120,5 @@ def test_memory_stays_private_where_the_lane_is_off(checkpoint: Checkpoint, tmp_
         node.entrust(PROMPT, 4)
         (register,) = node.double.registered.values()
         assert register.lane is None
-        memory: DecodeMemory = node.engine._memory
+        memory: DecodeMemory = node.engine.memory
         assert memory.shared_memory() == ()

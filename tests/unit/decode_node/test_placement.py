@@ -23,7 +23,7 @@ def test_all_pools_are_asked_for_from_the_node(
     checkpoint: Checkpoint, tmp_path: Path, placement: Placement
 ) -> None:
     with closing(EngineHarness(checkpoint, tmp_path, placement=placement)) as node:
-        addrs = [memory.addr for memory in node.engine._memory.shared_memory()]
+        addrs = [memory.addr for memory in node.engine.memory.shared_memory()]
         assert len(addrs) == 5
         policy = f" bind:{HERE} " if placement is ON_HERE else " default "
         for addr in addrs:
@@ -39,6 +39,6 @@ def test_the_front_hears_where_the_engine_is(
         node.engine.run()
         ready = None
         while not isinstance(ready, EngineReady):
-            assert node._front.poll(WAIT_MS), "the engine did not say that it is ready"
-            ready = engine_messages.from_engine_decoder.decode(node._front.recv())
+            assert node.front.poll(WAIT_MS), "the engine did not say that it is ready"
+            ready = engine_messages.from_engine_decoder.decode(node.front.recv())
         assert (ready.numa_node, ready.numa_placement) == (placement.node, str(placement))

@@ -134,9 +134,9 @@ def test_many_rows_are_filled_in_order_and_the_faster_the_more_there_is_to_do() 
             filled.append(self.row)
             return num_bytes
 
-    node.hot._filling = {row: Start(row) for row in (1, 0)}  # type: ignore[misc]
+    node.hot.filling = {row: Start(row) for row in (1, 0)}  # type: ignore[misc]
     num_turns = 0
-    while node.hot._filling:
+    while node.hot.filling:
         node.hot.go_on()
         num_turns += 1
     assert filled == sorted(filled, reverse=True)

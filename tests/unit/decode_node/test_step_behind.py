@@ -207,7 +207,7 @@ def test_where_slots_run_out_a_step_is_read_first(
         drafts(small, 3),
     ):
         steps = small.engine.steps
-        may_follow, launch = steps.may_follow, steps._launch
+        may_follow, launch = steps.may_follow, steps.launch
 
         def recorded_may_follow() -> bool:
             nonlocal num_short_of_sure
@@ -225,7 +225,7 @@ def test_where_slots_run_out_a_step_is_read_first(
             return launch(batch, step)
 
         monkeypatch.setattr(steps, "may_follow", recorded_may_follow)
-        monkeypatch.setattr(steps, "_launch", checked_launch)
+        monkeypatch.setattr(steps, "launch", checked_launch)
         answers = []
         for prompt in prompts:  # one after the other, each a few tokens ahead of the next
             answers.append(small.generate(prompt, NUM_NEW, HisparseFlag.TRUE))

@@ -92,9 +92,9 @@ def settings_of(role: str, objects: list[Object], tmp_path: Path) -> tuple[Any, 
         assert volume.get("secret", {"defaultMode": 0o440})["defaultMode"] == 0o440, "keys for others to read"
     environment = {entry["name"]: "10.0.0.7" for entry in own["env"]} | OF_GROUPS
     words = [re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], word) for word in own["args"]]
-    namespace = cli._make_parser().parse_args(words)
+    namespace = cli.make_parser().parse_args(words)
     assert (own["command"], namespace.command) == (["hisparse-pd"], role)
-    given = {name: value for name, value in vars(namespace).items() if name not in cli._NOT_SETTINGS}
+    given = {name: value for name, value in vars(namespace).items() if name not in cli.NOT_SETTINGS}
     config = tmp_path / f"{role}-{namespace.config.name}"
     config.write_text(files[str(namespace.config)])
     return load_settings(cli.SECTIONS[role], given, config), files

@@ -87,7 +87,7 @@ def client(engines: Engines, buffer: Buffer) -> Iterator[DoctorClient]:
 
 @pytest.fixture
 def port(client: DoctorClient) -> int:
-    return int(client._endpoint.rpartition(":")[2])
+    return int(client.endpoint.rpartition(":")[2])
 
 
 # --- measuring --------------------------------------------------------------------------------------------
@@ -96,16 +96,16 @@ def port(client: DoctorClient) -> int:
 def test_every_size_is_measured_and_the_bytes_arrive(
     engines: Engines, buffer: Buffer, client: DoctorClient
 ) -> None:
-    before = dict(engines[0]._registered)
+    before = dict(engines[0].registered)
     rates, lane = measure(client, engines[0], [64, 1152, 65536], 0.001)
-    assert engines[0]._registered == before, "the source is unregistered"
+    assert engines[0].registered == before, "the source is unregistered"
     assert lane == Lane("tcp", "the decode node offers no shared memory")
     assert {rate.over for rate in rates} == {"tcp"}
     assert [rate.message_bytes for rate in rates] == [64, 1152, 65536]
     assert [rate.num_messages % size for rate, size in zip(rates, (512, 512, 16), strict=True)] == [0, 0, 0]
     assert all(rate.num_messages > 0 and rate.secs > 0 and rate.bytes_per_sec > 0 for rate in rates)
-    sent = np.random.default_rng(bandwidth._SEED).integers(0, 256, BUFFER_BYTES, np.uint8)
-    assert np.array_equal(buffer._memory, sent)
+    sent = np.random.default_rng(bandwidth.SEED).integers(0, 256, BUFFER_BYTES, np.uint8)
+    assert np.array_equal(buffer.memory, sent)
 
 
 def test_a_message_may_fill_the_whole_buffer_and_no_more(engines: Engines, client: DoctorClient) -> None:
@@ -197,9 +197,9 @@ def test_the_lane_is_measured_beside_the_network_and_its_bytes_arrive(
     assert [(rate.over, rate.message_bytes) for rate in rates] == [
         (over, size) for over in ("tcp", "shm") for size in (64, 65536)
     ]
-    drawn = np.random.default_rng(bandwidth._SEED)
+    drawn = np.random.default_rng(bandwidth.SEED)
     sent_each = [drawn.integers(0, 256, BUFFER_BYTES, np.uint8) for _ in range(2)]
-    assert np.array_equal(shared._memory, sent_each[1]), "what the lane has written, last"
+    assert np.array_equal(shared.memory, sent_each[1]), "what the lane has written, last"
 
 
 def test_bytes_that_the_lane_did_not_write_are_noticed(

@@ -118,8 +118,8 @@ def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
         assert compiler.ask('start: "a"') is first
         compiler.ask('start: "one more"').result(WAIT_SECS)
         assert compiler.ask('start: "a"') is first
-        assert compiler._kept.keys().isdisjoint(['start: "0"'])
-        assert len(compiler._kept) == MAX_KEPT
+        assert compiler.kept.keys().isdisjoint(['start: "0"'])
+        assert len(compiler.kept) == MAX_KEPT
 
 
 def test_who_asks_does_not_wait_and_is_told() -> None:

@@ -26,7 +26,7 @@ def make_link(
     endpoints = [f"ipc://unused-{rank}" for rank in range(num_ranks)]
     link = EngineLink(endpoints, 5.0, limits=limits, choose_rank=choose_rank, board=board, front_number=front)
     for rank in link.ranks:
-        link._handle(rank, EngineReady(100, 100 - rank.rank, 50 + rank.rank))
+        link.handle(rank, EngineReady(100, 100 - rank.rank, 50 + rank.rank))
     return link
 
 
@@ -48,8 +48,8 @@ def sent(link: EngineLink) -> list[list[ToEngine]]:
     messages: list[list[ToEngine]] = []
     for rank in link.ranks:
         messages.append([])
-        while rank._outbox:
-            message, on_sent = rank._outbox.popleft()
+        while rank.outbox:
+            message, on_sent = rank.outbox.popleft()
             on_sent()
             if message is not None:
                 messages[-1].append(message)

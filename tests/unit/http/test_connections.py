@@ -219,8 +219,8 @@ def test_what_the_server_stood_still_for_is_nobodys_silence() -> None:
     held.sweep(1001.0)
     assert held.now == 1.0
     held.sweep(1061.0)
-    assert held.now == 1.0 + connections._MAX_STEP_SECS
-    assert connections._MAX_STEP_SECS < HEAD_SECS / 2
+    assert held.now == 1.0 + connections.MAX_STEP_SECS
+    assert connections.MAX_STEP_SECS < HEAD_SECS / 2
 
 
 # --- what is no HTTP, or too dear ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from hisparse_pd.serving.http import fronts, metrics
 from hisparse_pd.serving.http.board import MAX_METRICS_BYTES, Board, Instruction
 from hisparse_pd.serving.http.connections import Connections
-from hisparse_pd.serving.http.listening import Listener, _SharedSocket
+from hisparse_pd.serving.http.listening import Listener, SharedSocket
 from hisparse_pd.serving.http.wait_timer import WaitTimer
 from tests.waiting import WAIT_SECS
 
@@ -34,7 +34,7 @@ def test_what_a_process_writes_is_read_by_others_when_it_is_whole() -> None:
     other.start()
     other.join(WAIT_SECS)
     assert board.metrics() == [b"first", b"second"]
-    memoryview(board._metrics[1]).cast("B")[8:9] = b"S"  # the next write has begun
+    memoryview(board.metrics_of_fronts[1]).cast("B")[8:9] = b"S"  # the next write has begun
     assert board.metrics() == [b"first", b"second"]
     board.write_metrics(1, b"x" * MAX_METRICS_BYTES)
     assert board.metrics()[1] == b"x" * MAX_METRICS_BYTES
@@ -123,7 +123,7 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
     sockets = []
     for process in range(2):
         duplicate = listener.socket.dup()
-        sockets.append(_SharedSocket(duplicate, _Many(0), num_connections, process))
+        sockets.append(SharedSocket(duplicate, _Many(0), num_connections, process))
         sockets[-1].setblocking(True)
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -134,8 +134,8 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
         def accept(process: int) -> None:
             connection, _ = sockets[process].accept()
             accepted.append(connection)
-            sockets[process]._connections.live.add(connection)  # type: ignore[arg-type]
-            sockets[process]._publish()
+            sockets[process].connections.live.add(connection)  # type: ignore[arg-type]
+            sockets[process].publish()
 
         accept(0)
         with pytest.raises(BlockingIOError):

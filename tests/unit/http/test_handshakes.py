@@ -48,8 +48,8 @@ class Served:
 
     @property
     def num_begun(self) -> int:
-        assert self.server._handshakes is not None
-        return len(self.server._handshakes.begun)
+        assert self.server.handshakes is not None
+        return len(self.server.handshakes.begun)
 
     @asynccontextmanager
     async def stranger(

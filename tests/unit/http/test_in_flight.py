@@ -83,12 +83,12 @@ def test_no_front_says_that_it_serves_before_all_do() -> None:
         return EngineLink(["ipc://unused"], 5.0, on_connected=clean_up, board=board, front_number=front)
 
     links = [link_of(0), link_of(1)]
-    links[0]._handle(links[0].ranks[0], EngineReady(100, 100, 100))
+    links[0].handle(links[0].ranks[0], EngineReady(100, 100, 100))
     assert links[0].trouble() == "the engine is loading"
     assert links[0].is_loading
     assert not cleaned_up, "the other one still needs the directory of its socket"
-    links[1]._handle(links[1].ranks[0], EngineReady(100, 100, 100))
+    links[1].handle(links[1].ranks[0], EngineReady(100, 100, 100))
     assert [link.trouble() for link in links] == [None, None]
-    links[0]._handle(links[0].ranks[0], STATS)
-    links[0]._handle(links[0].ranks[0], STATS)
+    links[0].handle(links[0].ranks[0], STATS)
+    links[0].handle(links[0].ranks[0], STATS)
     assert cleaned_up == [1, 0], "each says so once"

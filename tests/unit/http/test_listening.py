@@ -17,7 +17,7 @@ def test_a_port_is_kept_for_the_server_it_was_given_out_for(monkeypatch: pytest.
     port = free_port()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
-    monkeypatch.setattr(ports, "_FREE_PORTS", range(port, port + 1))
+    monkeypatch.setattr(ports, "FREE_PORTS", range(port, port + 1))
     with pytest.raises(OSError, match=f"no port from {port} to {port} is free"):
         free_port()
     listener = Listener("127.0.0.1", port)
@@ -28,7 +28,7 @@ def test_a_port_is_kept_for_the_server_it_was_given_out_for(monkeypatch: pytest.
 def test_no_outgoing_connection_takes_a_port_that_is_given_out() -> None:
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first_of_connections = int(file.read().split()[0])
-    assert ports._FREE_PORTS.stop <= first_of_connections
+    assert ports.FREE_PORTS.stop <= first_of_connections
 
 
 def test_a_taken_address_is_named() -> None:

@@ -27,13 +27,13 @@ from tests.unit.http.links import by_room, group_of, make_link, sent
 
 def test_it_serves_once_all_ranks_are_ready() -> None:
     link = EngineLink(["a", "b"], 5.0)
-    link._handle(link.ranks[0], EngineLoading("weights", 1, 10))
-    link._handle(link.ranks[1], EngineLoading("weights", 5, 10))
+    link.handle(link.ranks[0], EngineLoading("weights", 1, 10))
+    link.handle(link.ranks[1], EngineLoading("weights", 5, 10))
     assert link.loading == EngineLoading("weights", 1, 10), "of the one that has most left"
-    link._handle(link.ranks[0], EngineReady(100, 90, 50))
+    link.handle(link.ranks[0], EngineReady(100, 90, 50))
     assert link.ready is None
     assert link.is_loading
-    link._handle(link.ranks[1], EngineReady(100, 80, 60))
+    link.handle(link.ranks[1], EngineReady(100, 80, 60))
     assert link.state is LinkState.SERVING
     assert link.require_serving() == EngineReady(100, 80, 50), "what every rank can hold"
 
@@ -44,7 +44,7 @@ def test_samples_go_to_their_ranks_with_the_prompt_for_each() -> None:
         shares = sent(link)
         assert [[sample.room for sample in share.samples] for (share,) in shares] == [[6], [4, 7], [5, 8]]  # type: ignore[union-attr]
         assert all(share.prompt == b"prompt" for (share,) in shares)  # type: ignore[union-attr]
-        link._handle(link.ranks[1], Tokens("r4", (1,), finish_reason=FinishReason.STOP))
+        link.handle(link.ranks[1], Tokens("r4", (1,), finish_reason=FinishReason.STOP))
         assert group.live == {"r5", "r6", "r7", "r8"}
     assert sent(link) == [[Abort("r6")], [Abort("r7")], [Abort("r5"), Abort("r8")]] or link.num_in_flight == 0
 
@@ -109,7 +109,7 @@ def test_a_prefill_node_that_leaves_waits_for_rooms_of_which_no_front_knows() ->
     link = make_link(by_room, num_ranks=2)
 
     def tell(rank: int, num_running: int, num_waiting: int) -> None:
-        link._handle(link.ranks[rank], EngineStats({}, {}, num_running, num_waiting, 0, 0))
+        link.handle(link.ranks[rank], EngineStats({}, {}, num_running, num_waiting, 0, 0))
 
     tell(0, 2, 1)
     tell(1, 0, 0)
@@ -134,18 +134,18 @@ def test_a_flush_reaches_all_ranks() -> None:
 def test_one_rank_in_trouble_is_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     link = make_link(by_room)
     assert link.trouble() is None
-    link._handle(link.ranks[2], EngineStats({}, {}, 0, 0, 0, 0, trouble="all slots are kept"))
+    link.handle(link.ranks[2], EngineStats({}, {}, 0, 0, 0, 0, trouble="all slots are kept"))
     assert link.trouble() == "all slots are kept"
-    now = link.ranks[1]._last_stats_at + 6
+    now = link.ranks[1].last_stats_at + 6
     monkeypatch.setattr("time.monotonic", lambda: now)
     for rank in (0, 2):
-        link._handle(link.ranks[rank], EngineStats({}, {}, 0, 0, 0, 0))
+        link.handle(link.ranks[rank], EngineStats({}, {}, 0, 0, 0, 0))
     assert (link.stall() or "").startswith("rank 1: the engine has been silent for 6 s")
 
 
 def test_who_waits_for_a_grammar_is_not_expected_to_get_further(monkeypatch: pytest.MonkeyPatch) -> None:
     link = make_link(by_room)
-    now = link.ranks[0]._last_progress_at
+    now = link.ranks[0].last_progress_at
     monkeypatch.setattr("time.monotonic", lambda: now)
 
     def stalls_after_a_while(num_running: int, num_without_grammar: int) -> bool:
@@ -154,7 +154,7 @@ def test_who_waits_for_a_grammar_is_not_expected_to_get_further(monkeypatch: pyt
             now += 4
             stats = EngineStats({}, {}, num_running, 0, 0, 7, num_without_grammar=num_without_grammar)
             for rank in link.ranks:
-                link._handle(rank, stats)
+                link.handle(rank, stats)
         return "no progress" in (link.stall() or "")
 
     assert not stalls_after_a_while(2, 2)
@@ -165,6 +165,6 @@ def test_the_death_of_one_engine_ends_the_requests_of_all() -> None:
     link = make_link(by_room)
     with link.open([group_of(range(3))]) as group:
         link.engine_died()
-        failed = [group._events.popleft() for _ in range(3)]
+        failed = [group.events.popleft() for _ in range(3)]
     assert all(isinstance(event, RequestFailed) and event.status == 503 for event in failed)
     assert link.num_in_flight == 0

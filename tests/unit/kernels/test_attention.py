@@ -37,7 +37,7 @@ def generator() -> torch.Generator:
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the choice of a backend see a GPU machine with FlashMLA."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(flashmla, "_flash_mla", lambda: object())
+    monkeypatch.setattr(flashmla, "flash_mla", lambda: object())
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
@@ -99,7 +99,7 @@ def test_flashmla_is_refused_where_it_does_not_fit(
 
 def test_gpus_without_flashmla_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(flashmla, "_flash_mla", lambda: "no such wheel")
+    monkeypatch.setattr(flashmla, "flash_mla", lambda: "no such wheel")
     monkeypatch.setitem(sys.modules, "hisparse_pd.kernels.triton_attention", None)
     monkeypatch.delattr("hisparse_pd.kernels.triton_attention", raising=False)
     kv_format = KvFormat(BFLOAT16, 512, 64)

@@ -12,19 +12,6 @@ from hisparse_pd.kernels import cuda, topk
 from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_checks
 
 ENTRIES = {"swap_in", "copy_planned", "check_rows", "fill_row", "backup_newest", "newest_slots"}
-PARAMETERS = {
-    "SwapInParams": cuda._SWAP_IN,
-    "CopyParams": cuda._COPY,
-    "FillParams": cuda._FILL,
-    "BackupParams": cuda._BACKUP,
-    "NewestSlotsParams": cuda._NEWEST_SLOTS,
-    "CheckRowsParams": cuda._CHECK_ROWS,
-    "RowChecks": cuda._CHECKS,
-    "Pool": cuda._POOL,
-    "Tables": cuda._TABLES,
-    "Requests": cuda._REQUESTS,
-    "Plan": cuda._PLAN,
-}
 VARIANTS = [
     *((1, True, 64, 1), (2, True, 1, 1), (4, False, 48, 2), (2, True, 64, 8)),
     *((8, False, 48, 2), (32, True, 64, 8)),
@@ -48,13 +35,17 @@ SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
 )
 def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path) -> None:
     compile_cuda(
-        cuda.source() + layout_checks(PARAMETERS), arch, cuda.compile_options(*variant), tmp_path, ENTRIES
+        cuda.source() + layout_checks(cuda.PARAMETERS),
+        arch,
+        cuda.compile_options(*variant),
+        tmp_path,
+        ENTRIES,
     )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_top_k_compiles(arch: int, tmp_path: Path) -> None:
-    source = topk.source() + layout_checks({"TopkParams": topk._PARAMS})
+    source = topk.source() + layout_checks({"TopkParams": topk.PARAMS})
     source += f"static_assert(NUM_THREADS == {topk.NUM_THREADS});\n"
     source += f"static_assert(MAX_RANKS == {max(topk.CLUSTER_SIZES)});\n"
     source += f"static_assert(MIN_SHARED_LEN == {topk.MIN_SHARED_LEN});\n"

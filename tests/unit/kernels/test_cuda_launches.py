@@ -34,9 +34,9 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(cuda, "launch", launch)
     monkeypatch.setattr(
-        cuda, "_kernel", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
+        cuda, "compiled", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
     )
-    monkeypatch.setattr(cuda, "_mapped_address", lambda name, host: host.data_ptr())
+    monkeypatch.setattr(cuda, "mapped_address", lambda name, host: host.data_ptr())
     monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048)

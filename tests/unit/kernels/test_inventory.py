@@ -20,7 +20,7 @@ FP8 = KvFormat(FP8_E4M3, 512, 64)
 
 
 def test_a_gpus_kernels_come_with_their_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "_version", {"sglang-kernel": "0.4.5", "triton": "3.6.0"}.get)
+    monkeypatch.setattr(inventory, "installed", {"sglang-kernel": "0.4.5", "triton": "3.6.0"}.get)
     gpu = torch.device("cuda")
     attention = flashmla.create(FLASHMLA_KV, FP8, "auto on cuda")
     line = kernels_in_use(gpu, attention, has_fp8_matrices=True)

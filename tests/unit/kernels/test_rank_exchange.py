@@ -39,7 +39,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, host_kernels: HostKernels) -> None:
     monkeypatch.setattr(
         rank_exchange, "cupy_module", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     )
-    monkeypatch.setattr(rank_exchange, "_kernel", lambda name: name)
+    monkeypatch.setattr(rank_exchange, "compiled", lambda name: name)
     monkeypatch.setattr(rank_exchange, "launch", host_kernels.launch)
     monkeypatch.setattr(rank_exchange, "MAX_PIECE_BYTES", MAX_PIECE_BYTES)
     monkeypatch.setattr(rank_exchange, "MIN_PIECE_BYTES", 32)
@@ -173,7 +173,7 @@ def test_ranks_connect_where_all_of_them_can(
     on_host: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(exchanges, "TRIAL_ROWS", (1, 5))
-    monkeypatch.setattr(exchanges, "_TRIAL_COLUMNS", 24)
+    monkeypatch.setattr(exchanges, "TRIAL_COLUMNS", 24)
     meeting = Meeting(2)
 
     def run(rank: int) -> RankExchange | None:
@@ -201,18 +201,18 @@ def test_one_rank_that_cannot_makes_all_use_nccl(
 ) -> None:
     """All ranks log the reason, because with wrong sums on one rank the others would not know it."""
     monkeypatch.setattr(exchanges, "TRIAL_ROWS", (1,))
-    monkeypatch.setattr(exchanges, "_TRIAL_COLUMNS", 24)
+    monkeypatch.setattr(exchanges, "TRIAL_COLUMNS", 24)
     monkeypatch.setattr(exchanges, "TRIAL_SECS", 0.2)
     connect_memory, sum_own = RankMemory.connect, RankMemory.sum_own
 
     def refuse(memory: RankMemory, others: Any) -> None:
-        if reason == "unreachable" and memory._rank == 1:
+        if reason == "unreachable" and memory.rank == 1:
             raise RuntimeError("far")
         connect_memory(memory, others)
 
     def damage(memory: RankMemory, out: torch.Tensor, *rest: Any, **options: Any) -> None:
         sum_own(memory, out, *rest, **options)
-        if reason == "wrong sums" and memory._rank == 1:
+        if reason == "wrong sums" and memory.rank == 1:
             out[-1, -1] += 1000
 
     monkeypatch.setattr(RankMemory, "connect", refuse)
@@ -270,11 +270,11 @@ def test_tensors_of_other_sizes_are_refused(on_host: None) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles(arch: int, tmp_path: Path) -> None:
-    source = rank_exchange.source() + layout_checks({"ExchangeParams": rank_exchange._PARAMS})
+    source = rank_exchange.source() + layout_checks({"ExchangeParams": rank_exchange.PARAMS})
     names = ("MAX_RANKS", "NUM_THREADS", "NUM_CHANNELS", "NUM_BANKS", "MAX_PIECE_BYTES", "HEADER_BYTES")
     for name in names:
         source += f"static_assert({name} == {getattr(rank_exchange, name)});\n"
-    source += f"static_assert(__builtin_offsetof(Header, is_overdue) == {4 * rank_exchange._IS_OVERDUE});\n"
+    source += f"static_assert(__builtin_offsetof(Header, is_overdue) == {4 * rank_exchange.IS_OVERDUE});\n"
     log = compile_cuda(source, arch, rank_exchange.compile_options(), tmp_path, set(rank_exchange.kernels()))
     if log is not None:
         assert max(map(int, re.findall(r"Used (\d+) registers", log))) <= 128, (

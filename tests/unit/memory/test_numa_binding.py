@@ -112,7 +112,7 @@ def test_a_pool_is_asked_for_from_its_node_before_it_is_touched(
         place_memory(addr, num_bytes, placement, name, lambda *asked: happened.append(asked))
 
     monkeypatch.setattr(host_memory, "place_memory", place)
-    monkeypatch.setattr(host_memory, "_touch", lambda *part: happened.append(part))
+    monkeypatch.setattr(host_memory, "touch_pages", lambda *part: happened.append(part))
     on_one = replace(ON_ONE, policy=policy)
     pool = allocate_host(NUM_BYTES, pinned=False, shared=shared, placement=on_one)
     addr = pool.tensor.data_ptr()

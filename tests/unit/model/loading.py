@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def load_ours(path: Path, spec: ModelSpec, num_ranks: int, *, keeps_fp8: bool = False) -> list[Any]:
     """The modules of each rank; ``keeps_fp8``: as on a GPU."""
     ranks = [RankStandIn(rank, num_ranks) if num_ranks > 1 else None for rank in range(num_ranks)]
-    return [loader._Loader(path, spec, CPU, rank, keeps_fp8=keeps_fp8).load() for rank in ranks]
+    return [loader.Loader(path, spec, CPU, rank, keeps_fp8=keeps_fp8).load() for rank in ranks]
 
 
 def joined(shares: list[RoutedExperts]) -> RoutedExperts:

@@ -78,7 +78,7 @@ def test_layers_of_the_same_input_are_one_where_blocks_allow_it(
     parts = [make_linear(number, ue8m0=True) for number in rows]
     expected = [part(x) for part in parts]
     joined = JoinedLinears(parts)
-    assert (joined._joined is not None) == is_joined
+    assert (joined.one_matrix is not None) == is_joined
     for found, wanted in zip(joined(Activations(x)), expected, strict=True):
         torch.testing.assert_close(found, wanted[None])
     for part, wanted in zip(parts, expected, strict=True):  # whose tensors are views now

@@ -238,9 +238,9 @@ def test_embedding_and_head_are_the_models_unless_they_differ(
         Drafter(path) for path in (checkpoints["v32"], tmp_path / "repeated", tmp_path / "other")
     )
     assert_same_drafts(repeated, shared)
-    layer = repeated.model._draft_layer
+    layer = repeated.model.draft_layer
     assert layer is not None
-    assert (layer._embed, layer._lm_head) == (repeated.model._embed, repeated.model._lm_head)
+    assert (layer.embed, layer.lm_head) == (repeated.model.embed, repeated.model.lm_head)
     _, hidden = shared.forward(PROMPT)
     theirs, _ = other.draft([VOCAB_SIZE - 1 - token for token in PROMPT], hidden)
     ours, _ = shared.draft(PROMPT, hidden)

@@ -215,12 +215,12 @@ def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
     """The epsilon decides where latents are small; another one changes the output by a factor."""
     write_checkpoint(tmp_path, name)
     edit_config(tmp_path, rms_norm_eps=1e-3)
-    attention = load_model(tmp_path, load_spec(tmp_path))._layers[1]._attention
+    attention = load_model(tmp_path, load_spec(tmp_path)).layers[1].attention
     theirs = load_oracle(tmp_path).model.layers[1].self_attn
     x = torch.full((1, 64), 1e-3)
     expected = x * (x.pow(2).mean() + eps).rsqrt()
     kv_a, no_turn = torch.cat((x, x.new_zeros(1, 16)), dim=1), (torch.ones(1, 8), torch.zeros(1, 8))
-    ours = finish_latents(x[None], kv_a[None], attention._norms, no_turn, None)
+    ours = finish_latents(x[None], kv_a[None], attention.norms, no_turn, None)
     assert ours.q is not None
     assert ours.item is not None
     for normed in (ours.q.dense, ours.item[:, :64], theirs.q_a_layernorm(x), theirs.kv_a_layernorm(x)):
@@ -253,14 +253,14 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
     monkeypatch.setattr("hisparse_pd.kernels.latent_vectors.rotate", spy)
     for ranks in (None, RankStandIn(0, 1)):  # the two ways to read a checkpoint
         tiny_model = load_model(tmp_path, spec, ranks=ranks)
-        attention = tiny_model._layers[2]._attention
-        indexer = attention._indexer
+        attention = tiny_model.layers[2].attention
+        indexer = attention.indexer
         assert indexer is not None
         x, projected = torch.randn(3, 128).bfloat16(), torch.randn(3, 32).bfloat16()
         no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
-        q_a, index_keys, kv_a = attention._from_hidden(Activations(x))
+        q_a, index_keys, kv_a = attention.from_hidden(Activations(x))
         latents = finish_latents(
-            q_a, kv_a, attention._norms, no_turn, None, index_keys=index_keys, vectors=indexer.vectors,
+            q_a, kv_a, attention.norms, no_turn, None, index_keys=index_keys, vectors=indexer.vectors,
             head_weights=indexer.head_weights(Activations(x)),
         )  # fmt: skip
         assert latents.head_weights is not None
@@ -294,7 +294,7 @@ def test_layers_that_stay_in_fp8_round_and_no_more(
     for keeps_fp8 in (False, True):
         (hf_model,) = load_ours(in_fp8, spec, 1, keeps_fp8=keeps_fp8)
         tiny_model = DsaModel(spec, hf_model)
-        assert isinstance(tiny_model._layers[0]._attention._o_proj, BlockLinear) == keeps_fp8
+        assert isinstance(tiny_model.layers[0].attention.o_proj, BlockLinear) == keeps_fp8
         token_ids, rows = torch.arange(65, 97), torch.arange(32)
         logits.append(tiny_model.forward(token_ids, torch.arange(32), _NoKv(spec), rows))
     dequantized, kept = logits

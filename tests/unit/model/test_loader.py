@@ -269,6 +269,6 @@ def test_experts_of_another_activation_and_more_ranks_than_experts_are_refused(t
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors have the device with its number, so that the two compare equal."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert loader._with_index("cuda") == torch.device("cuda:2")
-    assert loader._with_index("cuda:1") == torch.device("cuda:1")
-    assert loader._with_index("cpu") == CPU
+    assert loader.with_index("cuda") == torch.device("cuda:2")
+    assert loader.with_index("cuda:1") == torch.device("cuda:1")
+    assert loader.with_index("cpu") == CPU

@@ -140,7 +140,7 @@ def test_who_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_whom_nobody_woke_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank wakes another, as if it had not seen yet that the other sleeps."""
-    monkeypatch.setattr(RankPage, "_wake_others", lambda self: None)
+    monkeypatch.setattr(RankPage, "wake_others", lambda self: None)
     agree_with_a_late_one(12)
 
 

@@ -251,7 +251,7 @@ def test_the_fingerprint_of_a_large_file_has_samples_from_all_over_it(
     """The file has an ignored tensor amid those that are read."""
     from safetensors.torch import save_file
 
-    monkeypatch.setattr(stored_weights, "_SAMPLE_BYTES", 256)
+    monkeypatch.setattr(stored_weights, "SAMPLE_BYTES", 256)
     tensors = {name: torch.zeros(20_000) for name in "abcde"}
     file = tmp_path / FIRST
     save_file(tensors, file)

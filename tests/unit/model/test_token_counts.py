@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
 from hisparse_pd.core.model import token_counts
-from hisparse_pd.core.model.sampling import _uniform, sample
+from hisparse_pd.core.model.sampling import sample, uniform
 from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts
 
 EOS = (3,)
@@ -90,7 +90,7 @@ def expected(logits: list[float], row: Row) -> int:
             before += weights[token_id]
         candidates = kept
     candidates = [token_id for token_id in candidates if weights[token_id] >= wants.min_p]
-    drawn = _uniform(wants.seed, len(text)) * sum(weights[token_id] for token_id in candidates)
+    drawn = uniform(wants.seed, len(text)) * sum(weights[token_id] for token_id in candidates)
     for token_id in candidates:
         drawn -= weights[token_id]
         if drawn < 0:
@@ -132,7 +132,7 @@ def random_row(generator: random.Random, vocab_size: int) -> Row:
 @pytest.mark.I5
 @pytest.mark.parametrize("vocab_size", [5, 31, 64, 257])
 def test_tokens_are_those_of_the_definition(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_counts, "_ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr(token_counts, "ROWS_AT_A_TIME", 7)
     generator = random.Random(vocab_size)
     torch.manual_seed(vocab_size)
     for _ in range(8):

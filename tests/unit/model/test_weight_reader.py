@@ -134,7 +134,7 @@ def test_a_buffer_holds_one_piece(tensors: dict[str, Tensor], tmp_path: Path) ->
 
         def buffer_bytes(name: str, dtype: torch.dtype) -> int:
             found = placements(files, {name: tensors[name].to(dtype)})
-            return weight_reader._Reading(found, CPU, pinned=False)._buffer_bytes
+            return weight_reader.Reading(found, CPU, pinned=False).buffer_bytes
 
         assert buffer_bytes("many_pieces", torch.bfloat16) <= PIECE_BYTES
         assert buffer_bytes("long_rows", torch.bfloat16) == 5000 * 4

@@ -108,7 +108,7 @@ class Listener:
     """Waits for messages, and keeps those that no test has asked for yet."""
 
     def __init__(self) -> None:
-        self._inbox: list[Any] = []
+        self.inbox: list[Any] = []
 
     def hear(self, timeout_secs: float) -> None:
         raise NotImplementedError
@@ -117,18 +117,18 @@ class Listener:
         """Wait for the first message of a kind and return it; other messages stay for later."""
         deadline = time.monotonic() + WAIT_SECS
         while True:
-            for position, message in enumerate(self._inbox):
+            for position, message in enumerate(self.inbox):
                 if isinstance(message, kind) and which(message):
-                    del self._inbox[position]
+                    del self.inbox[position]
                     return message
             remaining = deadline - time.monotonic()
-            assert remaining > 0, f"no {kind.__name__} in {WAIT_SECS} s, only {self._inbox}"
+            assert remaining > 0, f"no {kind.__name__} in {WAIT_SECS} s, only {self.inbox}"
             self.hear(min(remaining, 0.2))
 
     def forget(self) -> None:
         """Clear messages that earlier tests left."""
         self.hear(0)
-        self._inbox.clear()
+        self.inbox.clear()
 
 
 class EngineThread(Listener):
@@ -176,7 +176,7 @@ class EngineThread(Listener):
         try:
             with kept_engines():
                 self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP, self.placement)
-            run, submit = self.engine._runner.run, self.engine._sender.submit
+            run, submit = self.engine.runner.run, self.engine.sender.submit
 
             def observed(
                 batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
@@ -198,8 +198,8 @@ class EngineThread(Listener):
                 self.submitted.setdefault(batch.room, []).append(Submission.now(batch))
                 submit(session, batch)
 
-            self.engine._runner.run = observed  # type: ignore[method-assign]
-            self.engine._sender.submit = recorded  # type: ignore[method-assign]
+            self.engine.runner.run = observed  # type: ignore[method-assign]
+            self.engine.sender.submit = recorded  # type: ignore[method-assign]
             try:
                 self.engine.run()
             finally:
@@ -212,11 +212,11 @@ class EngineThread(Listener):
 
     @property
     def memory(self) -> PrefillMemory:
-        return self.engine._memory
+        return self.engine.memory
 
     @property
     def life(self) -> RoomLife:
-        return self.engine._life
+        return self.engine.life
 
     def has_room(self, room: int) -> bool:
         return self.life.rooms.get(Room(room)) is not None
@@ -238,12 +238,12 @@ class EngineThread(Listener):
         return has_paused
 
     def wait_for_message(self) -> None:
-        assert self.engine._control.socket.poll(WAIT_MS)
+        assert self.engine.control.socket.poll(WAIT_MS)
 
     @contextmanager
     def admission_paused(self) -> Iterator[None]:
         """Keep rooms from being admitted inside the block, while the loop goes on."""
-        pusher = self.life._pusher
+        pusher = self.life.pusher
         pusher.has_place = lambda record, num_bytes_pending: False  # type: ignore[method-assign]
         try:
             yield
@@ -268,7 +268,7 @@ class EngineThread(Listener):
             if isinstance(message, EngineStats):
                 self.stats = message
             else:
-                self._inbox.append(message)
+                self.inbox.append(message)
 
     def next_stats(self) -> EngineStats:
         """Return statistics from after this call: the second that arrive, as the first may be older."""
@@ -283,7 +283,7 @@ class EngineThread(Listener):
         return stats
 
     def num_dropped(self, reason: str) -> int:
-        return (self.life.dropped + self.engine._control.dropped)[reason]
+        return (self.life.dropped + self.engine.control.dropped)[reason]
 
     @property
     def num_used_pages(self) -> int:
@@ -322,8 +322,8 @@ class StuckTransport:
         self.release = threading.Event()
         self.started = threading.Event()
         self.num_started = 0
-        self._write = engine.engine._transfer.write
-        monkeypatch.setattr(engine.engine._transfer, "write", self.write)
+        self._write = engine.engine.transfer.write
+        monkeypatch.setattr(engine.engine.transfer, "write", self.write)
 
     def write(self, *args: Any, **options: Any) -> None:
         self.num_started += 1
@@ -383,12 +383,12 @@ class ControlPeer(Listener):
 
     def hear(self, timeout_secs: float) -> None:
         self._poller.wait(timeout_secs)
-        self._inbox.extend(self.client.receive())
+        self.inbox.extend(self.client.receive())
 
     def assert_nothing_more(self) -> None:
         """Assert that no other message came: an answered heartbeat proves that all earlier ones have."""
         self.heartbeat()
-        assert self._inbox == []
+        assert self.inbox == []
 
     def heartbeat(self, seq: int = 1) -> HeartbeatAck:
         self.client.send(Heartbeat(seq))

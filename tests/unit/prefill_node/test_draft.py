@@ -41,7 +41,7 @@ def served(
     """An engine that sends single layers, of which there are five, and one that sends whole chunks."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(path, ipc_path) as engine:
-        engine.life._pusher._min_batch_bytes = request.param
+        engine.life.pusher.min_batch_bytes = request.param
         yield engine
 
 
@@ -140,7 +140,7 @@ def test_a_node_without_the_layer_refuses_one_that_drafts(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path, room: int
 ) -> None:
     with engine_thread(tiny_checkpoint("v32"), tmp_path / "front") as engine:
-        assert engine.engine._geometry.num_draft_layers == 0
+        assert engine.engine.geometry.num_draft_layers == 0
         with decode_peer(engine) as peer:
             wants: Geometry = msgspec.structs.replace(peer.geometry, num_draft_layers=1)
             peer.client.send(peer.registration(geometry=wants))
@@ -158,7 +158,7 @@ def test_regions_are_measured_by_the_layers_that_the_decode_node_takes(
     engine: EngineThread, nodes: dict[bool, DecodePeer], kind: RegionKind
 ) -> None:
     def refused(peer: DecodePeer, regions: tuple[Any, ...]) -> str:
-        return engine.engine._peers.why_refused(peer.registration(regions=regions)) or ""
+        return engine.engine.peers.why_refused(peer.registration(regions=regions)) or ""
 
     for peer, other in ((nodes[True], nodes[False]), (nodes[False], nodes[True])):
         mixed = tuple(

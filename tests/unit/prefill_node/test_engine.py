@@ -204,7 +204,7 @@ def test_pages_stay_until_a_stuck_write_returns(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = StuckTransport(engine, monkeypatch)
-    monkeypatch.setattr(engine.life._pusher, "write_timeout_secs", 0.2)
+    monkeypatch.setattr(engine.life.pusher, "write_timeout_secs", 0.2)
     peer.bootstrap(room, prompt(11, 40))
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (room, 504, False)

@@ -31,7 +31,7 @@ def network_fails(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None
     def write(*_: object) -> None:
         raise TransferError("over the network")
 
-    monkeypatch.setattr(engine.engine._transfer, "write", write)
+    monkeypatch.setattr(engine.engine.transfer, "write", write)
 
 
 @pytest.mark.usefixtures("network_fails")
@@ -47,17 +47,17 @@ def test_rooms_land_over_the_lane_in_both_modes(engine: EngineThread) -> None:
         assert stats.gauges[lane.info_metric] == 1
         peer.reconnect()
         assert peer.register(lane=peer.lane_host.offer).lane == "shm"
-        assert len(peer.lane_host._connections) == 1, "the same registration keeps its lane"
+        assert len(peer.lane_host.connections) == 1, "the same registration keeps its lane"
 
 
 def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: EngineThread) -> None:
     with decode_peer(engine, "ending") as ending, decode_peer(engine, "staying") as staying:
         for peer in (ending, staying):
             assert peer.register(lane=peer.lane_host.offer).lane == "shm"
-        mapping = engine.engine._lanes._pairs[ending.transfer.session].mapping
+        mapping = engine.engine.lanes.pairs[ending.transfer.session].mapping
         assert mapping is not None
         ending.lane_host.close()
-        wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "the memory to be unmapped")
+        wait_until(lambda: all(mapped.closed for mapped in mapping.maps), "the memory to be unmapped")
         ending.bootstrap(4, prompt(4, 20))
         failed = ending.expect(RoomFailed)
         assert "has ended" in failed.error
@@ -71,13 +71,13 @@ def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_
         engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.5) as engine,
         decode_peer(engine) as peer,
     ):
-        lanes = engine.engine._lanes
+        lanes = engine.engine.lanes
         peer.client.send(peer.registration(lane=peer.lane_host.offer))
         wait_until(lambda: lanes.lane(peer.transfer.session) is not None, "the lane to be open")
         peer.reconnect()
-        wait_until(lambda: len(engine.engine._peers) == 0, "the node to be lost")
+        wait_until(lambda: len(engine.engine.peers) == 0, "the node to be lost")
         assert peer.register(lane=peer.lane_host.offer).lane == "shm"
-        assert len(peer.lane_host._connections) == 1
+        assert len(peer.lane_host.connections) == 1
         assert peer.lane_host.take_ended() == []
 
 
@@ -106,4 +106,4 @@ def test_a_node_with_the_lane_off_says_so(tiny: Path, tmp_path: Path) -> None:
         registered = peer.register(lane=peer.lane_host.offer)
         assert (registered.lane, registered.lane_reason) == ("tcp", "--same-host-lane is off")
         deliver(engine, peer, 6, prompt(6, 40))
-        assert peer.lane_host._connections == set()
+        assert peer.lane_host.connections == set()

@@ -36,12 +36,12 @@ def served(
     """An engine that sends whole chunks, and one that sends single layers, of which there are four."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(tiny, ipc_path) as engine:
-        engine.life._pusher._min_batch_bytes = request.param
+        engine.life.pusher.min_batch_bytes = request.param
         yield engine
 
 
 def sends_layers(engine: EngineThread) -> bool:
-    return engine.life._pusher._min_batch_bytes == 0
+    return engine.life.pusher.min_batch_bytes == 0
 
 
 def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int]]:
@@ -61,13 +61,13 @@ def test_no_layer_leaves_before_it_is_written(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_the_end: list[bytes] = []
-    push_aux = engine.life._pusher.push_aux
+    push_aux = engine.life.pusher.push_aux
 
     def look(record: Any) -> None:  # the prompt is computed, and its pages stand
         at_the_end.extend(Submission.bytes_of(sent.batch) for sent in engine.submitted[room])
         push_aux(record)
 
-    monkeypatch.setattr(engine.life._pusher, "push_aux", look)
+    monkeypatch.setattr(engine.life.pusher, "push_aux", look)
     deliver(engine, peer, room, prompt(1, 100))
     submissions = engine.submitted[room]
     assert len(at_the_end) == len(submissions) - 1

@@ -141,7 +141,7 @@ def test_without_a_network_a_decode_node_that_shares_nothing_is_refused(
     def over_network(lanes: Lanes, reason: str) -> Lane:
         return Lane("tcp", reason, refusal=f"{reason}; no Mooncake")
 
-    monkeypatch.setattr(Lanes, "_over_network", over_network)
+    monkeypatch.setattr(Lanes, "over_network", over_network)
     before = engine.num_dropped("refused")
     stranger.client.send(stranger.registration(node_id="apart", session="127.0.0.1:19"))
     refused = stranger.expect(Refused)
@@ -432,7 +432,7 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
         assert (told.room, told.status, told.quiet) == (room, 504, True)
         assert "not begun within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode" in told.error
         other.reconnect()
-        wait_until(lambda: len(impatient.engine._peers) == 0, "the peer that left to be lost")
+        wait_until(lambda: len(impatient.engine.peers) == 0, "the peer that left to be lost")
         assert "lost decode node" not in caplog.text, "it had no rooms"
         other.client.send(Heartbeat(2))
         assert not other.expect(Refused).permanent

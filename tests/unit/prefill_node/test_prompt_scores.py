@@ -76,9 +76,9 @@ def receive(peer: DecodePeer, bootstrap: Bootstrap) -> Scored:
     """Wait for the end of a room and return its scores, whose pieces must have come before, in order and
     without a gap."""
     done = peer.expect(RoomDone, lambda message: message.room == bootstrap.room)
-    inbox = list(peer._inbox)
+    inbox = list(peer.inbox)
     pieces = [each for each in inbox if isinstance(each, RoomScores) and each.room == bootstrap.room]
-    peer._inbox = [each for each in inbox if each not in pieces]
+    peer.inbox = [each for each in inbox if each not in pieces]
     first = bootstrap.scores.first if bootstrap.scores else 0
     for piece in pieces:
         assert piece.first == first

@@ -61,7 +61,7 @@ def test_the_bound_is_well_under_the_interpreters() -> None:
 @example(['\\"[[[[', "\\\\", [[]]], 3)
 def test_brackets_in_strings_are_no_levels(value: Any, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(decoding, "CHUNK_BYTES", chunk_bytes)
         for ensure_ascii in (True, False):
             text = json.dumps(value, ensure_ascii=ensure_ascii).encode()
             depth = depth_of(value)

@@ -25,7 +25,7 @@ from hisparse_pd.router.nodes import Node, NodePool, Pair
 from hisparse_pd.router.relay import Relay, RelayedRequest
 from hisparse_pd.router.request_ids import RequestIds
 from hisparse_pd.router.resumable_stream import ResumableStream
-from hisparse_pd.router.server import _RelayEndpoint
+from hisparse_pd.router.server import RelayEndpoint
 from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.bodies import Endpoint
 
@@ -93,12 +93,12 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
         ):
             has_all.set()
 
-    endpoint = _RelayEndpoint(router, Endpoint.COMPLETIONS)  # type: ignore[arg-type]
+    endpoint = RelayEndpoint(router, Endpoint.COMPLETIONS)  # type: ignore[arg-type]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"15")]}
     await RequestIds(endpoint)(scope, receive, send)
     assert not sent[-1]["more_body"]
     assert relay.is_closed
-    assert metrics.requests.labels("/v1/completions", 200)._value.get() == 1
+    assert b'requests_total{endpoint="/v1/completions",status="200"} 1.0' in metrics.render()
 
 
 @pytest.mark.I8
@@ -114,7 +114,7 @@ async def test_a_search_ends_whenever_its_request_is_cancelled(num_turns: int) -
     attempt = Attempt(Pair(prefill, node, room=1), Call(node.url, 1.0), pool, lambda: False)
     stream = ResumableStream(attempt, StreamJournal(0, BUDGET), pool, takes_turns_to_end, b"")
     attempt.answer = NodeAnswer(200, [], ends_early)
-    relayed._attempt, relayed._stream = attempt, stream
+    relayed.attempt, relayed.stream = attempt, stream
     reading_on = asyncio.create_task(stream.read())
     await take_turns(2)
     assert node.num_in_flight == 1

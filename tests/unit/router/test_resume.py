@@ -210,7 +210,7 @@ async def test_a_client_hears_something_until_its_stream_goes_on(
         await node.release.wait()
         await GOES_ON(node, send)
 
-    monkeypatch.setattr("hisparse_pd.router.resumable_stream._SEARCH_PING_SECS", 0.05)
+    monkeypatch.setattr("hisparse_pd.router.resumable_stream.SEARCH_PING_SECS", 0.05)
     async with (
         cluster(decode=[LOST, waits], resume_timeout_secs=NEVER_SECS) as pair,
         pair.client.stream("POST", path, json=BODY) as response,

@@ -90,8 +90,8 @@ class Pair:
     def host_stands_still(self) -> Iterator[None]:
         """Keep the decode node's host from answering; its socket still takes connections."""
         may_go_on = threading.Event()
-        welcome = self.host._welcome
-        self.host._welcome = lambda *args: may_go_on.wait(WAIT_SECS) and welcome(*args)  # type: ignore
+        welcome = self.host.welcome
+        self.host.welcome = lambda *args: may_go_on.wait(WAIT_SECS) and welcome(*args)  # type: ignore
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ def main() -> None:
     offer, _, directory = sys.stdin.readline().strip().partition(" ")
     mapping = Mapping(msgspec.msgpack.decode(bytes.fromhex(offer), type=LaneOffer), "child", directory)
     mapping.promise_sole()
-    memory = np.frombuffer(mapping._maps[0], np.uint8)
+    memory = np.frombuffer(mapping.maps[0], np.uint8)
     print("open", flush=True)
     for value in itertools.cycle(range(1, 256)):
         memory[:] = value

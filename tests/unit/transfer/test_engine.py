@@ -298,7 +298,7 @@ def test_mooncake_is_held_to_the_transport_by_its_environment(
     NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA")
     monkeypatch.setenv("MC_FORCE_TCP", "kept")
     monkeypatch.delenv("MC_FORCE_HCA", raising=False)
-    monkeypatch.setattr(engine_module, "_new_mooncake_engine", Mooncake)
+    monkeypatch.setattr(engine_module, "new_mooncake_engine", Mooncake)
     TransferEngine("127.0.0.1", transport)
     assert seen == {**inside, "protocol": transport.protocol, "devices": ",".join(transport.devices)}
     assert os.environ["MC_FORCE_TCP"] == "kept"
@@ -309,7 +309,7 @@ def test_a_node_on_loopback_starts_without_mooncake(monkeypatch: pytest.MonkeyPa
     def missing() -> None:
         raise TransferSetupError("Mooncake cannot be imported; install it")
 
-    monkeypatch.setattr(engine_module, "_new_mooncake_engine", missing)
+    monkeypatch.setattr(engine_module, "new_mooncake_engine", missing)
     one, other = (TransferEngine("127.0.0.1", needs_network=False) for _ in range(2))
     assert one.session != other.session
     memory = torch.zeros(8, dtype=torch.uint8)

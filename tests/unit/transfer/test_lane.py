@@ -252,7 +252,7 @@ def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time
         lane = pair.lanes.register(SESSION, pair.host.offer, pair.regions)
         assert lane == Lane("tcp", "the decode node's memory was not open within 0 s")
     wait_until(lambda: not pair.is_opening, "the memory was opened, and let go of")
-    wait_until(lambda: not pair.host._connections, "the connection ends")
+    wait_until(lambda: not pair.host.connections, "the connection ends")
     assert pair.register() == lane
     assert pair.lanes.take_decided() == pair.host.take_ended() == []
     pair.write([0], [0], [10])
@@ -322,7 +322,7 @@ def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
         wait_until(lambda: pair.memory[0].any(), "the first write")
         writer.pause()
         assert pair.host.take_ended() == []
-        assert [connection.instance_id for connection in pair.host._connections] == ["child"]
+        assert [connection.instance_id for connection in pair.host.connections] == ["child"]
         pair.memory[0][:] = 0
         writer.resume()
         wait_until(lambda: pair.memory[0].any(), "a write after the pause")
@@ -340,7 +340,7 @@ def test_a_run_that_may_write_otherwise_is_never_reported_gone() -> None:
     with pair_of(covers_all=False) as pair:
         pair.register()
         pair.lanes.close()
-        wait_until(lambda: not pair.host._connections, "the connection ends")
+        wait_until(lambda: not pair.host.connections, "the connection ends")
         assert pair.host.take_ended() == []
 
 
@@ -349,7 +349,7 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.register()
-    mapping = pair.lanes._pairs[SESSION].mapping
+    mapping = pair.lanes.pairs[SESSION].mapping
     assert mapping is not None
     is_copying, may_go_on = threading.Event(), threading.Event()
 
@@ -366,11 +366,11 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
     wait_until(lambda: pair.lanes.lane(SESSION) is None, "the end of the decode node is noticed")
     with pytest.raises(TransferError, match="has ended"):
         pair.write([0], [200], [10])
-    assert not any(mapped.closed for mapped in mapping._maps)
+    assert not any(mapped.closed for mapped in mapping.maps)
     may_go_on.set()
     thread.join(WAIT_SECS)
     assert np.array_equal(pair.memory[0][:100], pair.network.source[:100])
-    wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "it is unmapped")
+    wait_until(lambda: all(mapped.closed for mapped in mapping.maps), "it is unmapped")
     assert pair.network.sent == []
 
 
@@ -378,16 +378,16 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
 def test_a_pair_keeps_its_lane_until_the_decode_node_has_ended(pair: Pair) -> None:
     """Otherwise the end of the process would not tell that nothing lands any more."""
     pair.register()
-    (connection,) = pair.host._connections
+    (connection,) = pair.host.connections
     assert pair.register().kind == "shm"
-    assert pair.host._connections == {connection}
-    mapping = pair.lanes._pairs[SESSION].mapping
+    assert pair.host.connections == {connection}
+    mapping = pair.lanes.pairs[SESSION].mapping
     assert mapping is not None
     pair.host.close()
-    wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "its memory is given back")
+    wait_until(lambda: all(mapped.closed for mapped in mapping.maps), "its memory is given back")
     with pytest.raises(TransferError, match="has ended"):
         pair.write([0], [0], [10])
-    assert pair.lanes._pairs == {}, "of a node that is gone nothing is kept"
+    assert pair.lanes.pairs == {}, "of a node that is gone nothing is kept"
     assert pair.register(None).kind == "tcp"  # the offer shows that it is another process
     assert pair.network.sent == []
 
@@ -405,7 +405,7 @@ def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
     for mapping in (first, second):
         mapping.promise_sole()
     first.close()
-    wait_until(lambda: len(pair.host._connections) == 1, "the connection ends")
+    wait_until(lambda: len(pair.host.connections) == 1, "the connection ends")
     assert pair.host.take_ended() == []
     second.close()
     wait_until(lambda: pair.host.take_ended() == ["twice"], "the other ends")
@@ -415,5 +415,5 @@ def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
 def test_memory_that_was_opened_and_not_written_to_says_nothing_when_it_is_let_go_of(pair: Pair) -> None:
     """The pair may be on the network, for example because the memory could not be mapped."""
     Mapping(pair.host.offer, "failed", "").close()
-    wait_until(lambda: not pair.host._connections, "it ends")
+    wait_until(lambda: not pair.host.connections, "it ends")
     assert pair.host.take_ended() == []

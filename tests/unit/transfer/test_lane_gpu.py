@@ -89,7 +89,7 @@ def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
     with pair_of(covers_all=False) as pair:
         pair.regions[1] = (1 << 50, 4000)
         on_gpu = SharedMemory(*pair.regions[1], None, handle, 5000)
-        pair.host._memory = (*pair.host._memory, on_gpu)
+        pair.host.memory = (*pair.host.memory, on_gpu)
         gpu = FakeGpu(pair.network, [])
         pair.lanes.gpu = gpu  # type: ignore[assignment]
         yield pair, gpu
@@ -158,7 +158,7 @@ def test_a_gpus_writes_are_not_over_when_its_process_is() -> None:
     with pair_with_gpu() as (pair, _):
         assert pair.register().kind == "shm"
         pair.lanes.close()
-        wait_until(lambda: not pair.host._connections, "the connection ends")
+        wait_until(lambda: not pair.host.connections, "the connection ends")
         assert pair.host.take_ended() == []
 
 
@@ -197,7 +197,7 @@ def test_memory_that_cuda_does_not_take_is_left_to_the_network() -> None:
         assert (
             "CUDA cannot register 300001 bytes of the decode node: cudaErrorMemoryAllocation" in lane.reason
         )
-        wait_until(lambda: not pair.host._connections, "the connection ends")
+        wait_until(lambda: not pair.host.connections, "the connection ends")
         pair.write([0], [0], [10])
         assert len(pair.network.sent) == 1
 

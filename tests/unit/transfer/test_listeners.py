@@ -99,7 +99,7 @@ def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
     def refuses(descriptor: int, program: bytes) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("hisparse_pd.transfer.listeners._attach", refuses)
+    monkeypatch.setattr("hisparse_pd.transfer.listeners.attach", refuses)
     with (
         pytest.raises(TransferSetupError, match=r"192\.0\.2\.1.*not supported.*firewall"),
         guarded_listeners(ELSEWHERE, PeerList.parse([ELSEWHERE])),
