@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -38,6 +37,7 @@ from hisparse_pd.protocol.polling import Poller
 from tests.identities import ROOT
 from tests.port_scan import VISITS, visit
 from tests.unit.endless import Endless
+from tests.unit.relay import Relay
 from tests.waiting import WAIT_MS, WAIT_SECS, wait_until
 
 STATS = EngineStats({}, {}, 0, 0, 0, 1)
@@ -240,14 +240,20 @@ def test_a_front_notices_the_end_of_its_engine_and_of_nobody_else(keys: ControlK
 
 @pytest.mark.I7
 def test_an_engine_that_is_busy_is_not_lost_however_much_it_has_to_read() -> None:
-    of_front, of_engine = across(None, None, heartbeats=Heartbeats.within(0.5, 1.0))
-    with of_front as front, of_engine as engine:
+    heartbeats = Heartbeats.within(0.5, 1.0)
+    port = free_port()
+    here = PeerList.parse(["127.0.0.1"])
+    with (
+        closing(FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, here, heartbeats))) as front,
+        closing(Relay(port)) as relay,
+        closing(EngineSocket([relay.endpoint], Crossing(None, PeerList(), heartbeats))) as engine,
+    ):
         engine.send(FAILED)
         assert heard(front, 1) == [FAILED]
         aborts = [Abort(f"r{number}") for number in range(1000)]
         for abort in aborts:
             wait_until(partial(front.send, abort))
-        time.sleep(3.0)  # three times what would end a connection without signs of life
+        relay.pass_on_pieces(20)  # heartbeats: three times what would end a connection without any
         assert not front.take_loss()
         assert not engine.channels[0].is_lost
         received: list[object] = []

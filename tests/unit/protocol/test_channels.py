@@ -1,9 +1,5 @@
 """The control channel over real ZMQ sockets."""
 
-import select
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -27,6 +23,7 @@ from hisparse_pd.protocol.polling import Poller, Wakeup
 from hisparse_pd.protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 from tests.identities import ROOT
 from tests.unit.endless import Endless
+from tests.unit.relay import Relay
 from tests.waiting import WAIT_SECS, wait_until
 
 
@@ -138,34 +135,6 @@ def test_an_answer_to_a_peer_that_left_is_counted(make_server: Make, make_client
     assert server.dropped["unroutable"] == 1
 
 
-class Relay:
-    """A network between a client and a server. Once it ``is_cut`` nothing passes, and no connection ends."""
-
-    def __init__(self, port: int) -> None:
-        self.is_cut, self._is_over = threading.Event(), threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._server = socket.create_connection(("127.0.0.1", port))
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        client, _ = self._listener.accept()
-        with client:
-            others = {client: self._server, self._server: client}
-            while not self.is_cut.is_set():
-                for end in select.select(list(others), [], [], 0.05)[0]:
-                    others[end].sendall(end.recv(1 << 16))
-            self._is_over.wait()
-
-    def close(self) -> None:
-        self.is_cut.set()
-        self._is_over.set()
-        self._thread.join()
-        self._server.close()
-        self._listener.close()
-
-
 @pytest.mark.I7
 @pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
 def test_both_ends_hear_of_silence_and_of_nobody_who_is_busy(keys: ControlKeys | None) -> None:
@@ -177,7 +146,7 @@ def test_both_ends_hear_of_silence_and_of_nobody_who_is_busy(keys: ControlKeys |
     ):
         client.send(Heartbeat(1))
         identity, _ = receive_one(server)
-        time.sleep(2.5)  # the owners of both sockets are busy
+        relay.pass_on_pieces(20)  # heartbeats, while the owners of both sockets are busy
         assert not client.take_loss()
         assert server.send(identity, HeartbeatAck(1, "inst"))
         assert receive_one(client) == HeartbeatAck(1, "inst")

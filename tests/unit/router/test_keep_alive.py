@@ -170,17 +170,20 @@ async def test_only_a_client_that_says_so_gets_interim_responses(
 
     body = json.dumps(support.BODY).encode()
     async with support.serving(script, tmp_path) as node:
-        for header, is_told in (("", False), ("x-hisparse-pd-interim: 1\r\n", True)):
-            may_speak.clear()
+
+        async def ask(header: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{header}"
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
             reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
             writer.write(head.encode() + body)
-            if is_told:
-                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 102 Processing\r\n\r\n"
-            else:
-                await asyncio.sleep(0.2)  # ten times what would be told
-            may_speak.set()
+            return reader, writer
+
+        asked = [await ask(""), await ask("x-hisparse-pd-interim: 1\r\n")]
+        await until(lambda: len(node.engine.generates) == 2, "both requests are with the engine")
+        for _ in range(3):
+            assert await asked[1][0].readuntil(b"\r\n\r\n") == b"HTTP/1.1 102 Processing\r\n\r\n"
+        may_speak.set()
+        for (reader, writer), is_told in zip(asked, (False, True), strict=True):
             rest = await reader.read()
             writer.close()
             assert is_told or rest.startswith(b"HTTP/1.1 200 ")
