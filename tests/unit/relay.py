@@ -21,7 +21,7 @@ class Relay:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def pass_on_pieces(self, num: int) -> None:
+    def wait_for_pieces(self, num: int) -> None:
         """Wait until so many more pieces have passed. An idle connection passes up to four for each interval
         of its heartbeats: a question and an answer in each direction."""
         last = self._num_pieces + num

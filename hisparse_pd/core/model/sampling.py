@@ -195,7 +195,7 @@ def _draw(
     cumulative = cumulate(probs)
     uniform = column(
         [
-            uniform(param.seed, param.num_resumed_tokens + index)
+            uniform_number(param.seed, param.num_resumed_tokens + index)
             for param, index in zip(params, output_indices, strict=True)
         ]
     )
@@ -206,7 +206,7 @@ def _draw(
     return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
 
 
-def uniform(seed: int | None, output_index: int) -> float:
+def uniform_number(seed: int | None, output_index: int) -> float:
     """Return a number in [0, 1): a function of seed and output index, or without a seed of the OS's
     entropy."""
     if seed is None:

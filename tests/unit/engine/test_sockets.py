@@ -253,7 +253,7 @@ def test_an_engine_that_is_busy_is_not_lost_however_much_it_has_to_read() -> Non
         aborts = [Abort(f"r{number}") for number in range(1000)]
         for abort in aborts:
             wait_until(partial(front.send, abort))
-        relay.pass_on_pieces(20)  # heartbeats: three times what would end a connection without any
+        relay.wait_for_pieces(20)  # heartbeats: three times what would end a connection without any
         assert not front.take_loss()
         assert not engine.channels[0].is_lost
         received: list[object] = []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
 from hisparse_pd.core.model import token_counts
-from hisparse_pd.core.model.sampling import sample, uniform
+from hisparse_pd.core.model.sampling import sample, uniform_number
 from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts
 
 EOS = (3,)
@@ -90,7 +90,7 @@ def expected(logits: list[float], row: Row) -> int:
             before += weights[token_id]
         candidates = kept
     candidates = [token_id for token_id in candidates if weights[token_id] >= wants.min_p]
-    drawn = uniform(wants.seed, len(text)) * sum(weights[token_id] for token_id in candidates)
+    drawn = uniform_number(wants.seed, len(text)) * sum(weights[token_id] for token_id in candidates)
     for token_id in candidates:
         drawn -= weights[token_id]
         if drawn < 0:

@@ -146,7 +146,7 @@ def test_both_ends_hear_of_silence_and_of_nobody_who_is_busy(keys: ControlKeys |
     ):
         client.send(Heartbeat(1))
         identity, _ = receive_one(server)
-        relay.pass_on_pieces(20)  # heartbeats, while the owners of both sockets are busy
+        relay.wait_for_pieces(20)  # heartbeats, while the owners of both sockets are busy
         assert not client.take_loss()
         assert server.send(identity, HeartbeatAck(1, "inst"))
         assert receive_one(client) == HeartbeatAck(1, "inst")
