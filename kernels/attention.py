@@ -47,6 +47,10 @@ class AttentionBackend(Protocol):
         """One of ``BACKEND_NAMES``."""
 
     @property
+    def kv_format(self) -> KvFormat:
+        """The format of the items that it reads."""
+
+    @property
     def reason(self) -> str:
         """Why this backend was chosen, for a log."""
 

@@ -135,6 +135,7 @@ _CHECK_ROWS = _struct(
     pool=_POOL, slots=_POINTER, positions=_POINTER, out_slots=_POINTER, out=_POINTER, layer_out=_LONG,
     num_items=_LONG, first_layer=_INT, padding=_INT,
 )  # fmt: skip
+_CHECK_DENSE_ROW = _struct(tables=_TABLES, pool=_POOL, checks=_CHECKS, row=_INT, num_tokens=_INT)
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
 
 
@@ -342,6 +343,19 @@ def row_checks(
     num_blocks = min(-(-num_items // (COPY_THREADS // 32)), most_blocks)
     kernel = _kernel("check_rows", only_wide_items=_is_wide(one_pool))
     launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=num_layers)
+
+
+def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: int) -> None:
+    """See ``kernels.row_check.check_dense_row``; one launch."""
+    parameters = np.zeros((), _CHECK_DENSE_ROW)
+    parameters["tables"] = _tables(state, 0)
+    parameters["pool"] = one_pool = _one_pool(pool)
+    parameters["checks"] = _checks(state, ReadAt.START)
+    parameters["row"], parameters["num_tokens"] = row, num_tokens
+    most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(state.device)
+    num_blocks = min(-(-num_tokens // (COPY_THREADS // 32)), most_blocks)
+    kernel = _kernel("check_dense_row", only_wide_items=_is_wide(one_pool), page_size=state.page_size)
+    launch(kernel, state.device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:

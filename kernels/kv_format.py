@@ -107,6 +107,33 @@ class KvFormat:
         latent = _dequantise(rows[..., : self.kv_lora_rank], scales, SCALE_TILE)
         return torch.cat((latent, rows[..., self.rope_offset :].view(torch.bfloat16).float()), dim=-1)
 
+    def unpack(self, layer_pool: Tensor, page_ids: Tensor, page_size: int, out: Tensor) -> None:
+        """Write the items of whole pages in bfloat16, which holds fp8 items exactly, to the first rows of
+        ``out``.
+
+        ``layer_pool``: uint8 [num_slots, item_bytes] of this format, which is fp8_e4m3. ``page_ids``: int32
+        [n], pages of the pool or -1, whose rows of ``out`` stay as they are. ``out``: bfloat16 [>= n *
+        page_size, item_dim]. All are contiguous and on one device. A value whose scale is so small or large
+        that bfloat16 does not hold the product is rounded.
+        """
+        check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes))
+        check_tensor("page_ids", page_ids, dtypes=(torch.int32,), shape=(None,), device=layer_pool.device)
+        check_tensor(
+            "out", out, dtypes=(torch.bfloat16,), shape=(None, self.item_dim), device=layer_pool.device
+        )
+        check_at_least("rows of out", out.shape[0], len(page_ids) * page_size)
+        if self.name != FP8_E4M3:
+            raise KernelArgumentError(f"format: expected {FP8_E4M3}, got {self.name}")
+        if layer_pool.device.type == "cuda":
+            from hisparse_pd.kernels import triton_kv_format
+
+            triton_kv_format.unpack(layer_pool, page_ids, page_size, out, self.kv_lora_rank, SCALE_TILE)
+            return
+        numbers = torch.arange(len(page_ids) * page_size)
+        slots = page_ids.long()[numbers // page_size] * page_size + numbers % page_size
+        is_there = slots >= 0
+        out[: len(numbers)][is_there] = self.load(layer_pool[slots[is_there]]).bfloat16()
+
 
 @dataclass(frozen=True)
 class IndexKeyFormat:

@@ -56,6 +56,13 @@ class IndexerScratch:
     def max_tokens(self) -> int:
         return self.logits.shape[0]
 
+    def block_for(self, max_len: int) -> Tensor:
+        """Return this memory for rows of ``max_len`` positions, at most ``max_context``: float32 [max_tokens
+        or more, max_len rounded up to 64]."""
+        num_columns = -(-max_len // _ALIGNMENT) * _ALIGNMENT
+        num_rows = min(self.logits.numel() // num_columns, MAX_TOKENS_OF_A_BLOCK)
+        return self.logits.view(-1)[: num_rows * num_columns].view(num_rows, num_columns)
+
     def split(self, num_parts: int) -> list[IndexerScratch]:
         """Split this memory into ``num_parts`` scratches of equal size, one for each of as many streams."""
         check_range("num_parts", num_parts, 1, self.max_tokens + 1)
@@ -79,6 +86,7 @@ def paged_index_topk(
     top_k: int,
     key_format: str,
     scratch: IndexerScratch | None = None,
+    is_prompt: bool = False,
 ) -> Tensor:
     """Return the positions that each query attends to: exactly the best, and among equal scores the lowest.
 
@@ -95,7 +103,9 @@ def paged_index_topk(
     ``num_real``: int32 [1]; queries from this index on are padding.
     ``top_k``: 1 to 4096.
     ``scratch``: the memory for the launches on a GPU, made for the call if None; not used on a CPU. More
-    queries than its ``max_tokens`` are taken in blocks.
+    queries than it has room for are taken in blocks.
+    ``is_prompt``: whether most queries have the row of their neighbours. A GPU then reads keys once for
+    several queries; no bit of a score depends on it.
 
     Returns int32 [num_tokens, top_k]: ascending positions, followed by -1. A query that sees at most
     ``top_k`` positions gets all of them; padding gets none. 0.0 and -0.0 are equal; NaN counts as -inf, which
@@ -145,15 +155,16 @@ def paged_index_topk(
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
     max_len = min(max_len, scratch.max_context)
-    for first_token in range(0, num_tokens, scratch.max_tokens):
-        block_tokens = min(scratch.max_tokens, num_tokens - first_token)
+    logits = scratch.block_for(max_len)
+    for first_token in range(0, num_tokens, len(logits)):
+        block_tokens = min(len(logits), num_tokens - first_token)
         write_logits(
-            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, scratch.logits,
+            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits,
             first_token=first_token, block_tokens=block_tokens, page_size=page_size, top_k=top_k,
-            key_format=key_format, max_len=max_len,
+            key_format=key_format, max_len=max_len, is_prompt=is_prompt,
         )  # fmt: skip
         select(
-            scratch.logits, req_rows, query_positions, num_real, out,
+            logits, req_rows, query_positions, num_real, out,
             first_token=first_token, block_tokens=block_tokens, num_rows=page_table.shape[0], max_len=max_len,
         )  # fmt: skip
     return out

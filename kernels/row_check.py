@@ -141,6 +141,28 @@ def check_in_place(
     state.error_flags[row] = torch.where(is_first, flags | HotBufferError.WRONG_ROW, flags)
 
 
+def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: int) -> None:
+    """Compare the items of a dense ``row``'s positions [0, num_tokens) with their checks, as they landed.
+
+    ``pool``: the device pool, in which the row's pages are; otherwise as ``check_in_place``.
+    """
+    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
+    check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None), device=state.device)
+    state.require_row_checks()
+    if num_tokens == 0:
+        return
+    if pool.device.type == "cuda":
+        from hisparse_pd.kernels import cuda
+
+        cuda.check_dense_row(state, row, pool, num_tokens)
+        return
+    positions = torch.arange(num_tokens)
+    pages = state.page_table[row, positions // state.page_size].long()
+    slots = pages * state.page_size + positions % state.page_size
+    is_there = torch.ones_like(positions, dtype=torch.bool)
+    check_in_place(state, row, pool, slots, positions, is_there, read_at=ReadAt.START)
+
+
 def wrong_row(state: HotBufferState, row: int) -> WrongRow:
     """Return the record in ``state`` of a row whose flags have WRONG_ROW. Waits for the device."""
     values = state.wrong_rows[row].tolist()

@@ -69,6 +69,7 @@ class PromptRunner:
             attention_backend,
             scratch_tokens=min(chunk_tokens, most_rows),
             split_slots=split_slots,
+            page_size=page_size,
         )
         self._short = ShortForwards(model, memory, page_size, self.kernels)
 

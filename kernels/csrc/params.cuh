@@ -187,6 +187,14 @@ struct CheckRowsParams {
     int first_layer, padding;
 };
 
+// Parameters for verifying all items of a dense row in each layer of the device pool.
+struct CheckDenseRowParams {
+    Tables tables;
+    Pool pool;
+    RowChecks checks;
+    int row, num_tokens;
+};
+
 struct NewestSlotsParams {
     Tables tables;
     Requests requests;

@@ -158,6 +158,39 @@ def test_logits(key_format: str, q_dtype: torch.dtype, shape: dict[str, int]) ->
         assert logits[token, length:].isnan().all(), "positions that the query does not see were written"
 
 
+@pytest.mark.I5
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("key_format", "q_dtype"), TYPES, ids=str)
+def test_queries_that_share_keys_have_the_bits_of_one(
+    key_format: str, q_dtype: torch.dtype, shape: dict[str, int]
+) -> None:
+    """Requests begin and end at any query of a program; padding, rows out of range and short queries lie
+    between others."""
+    from hisparse_pd.kernels.triton_indexer import write_logits
+
+    lens, top_k = (2500, 130, 64, 700), 50
+    keys = Batch(9, key_format, lens=lens, top_k=top_k, q_dtype=q_dtype, device=DEVICE, **shape)
+    rows = [0] * 9 + [1] * 3 + [2, 3, 3, -1, 3, 3, 0, 4, 1, 1, 1, 1, 1]
+    seen = torch.Generator().manual_seed(3)
+    positions = [
+        int(torch.randint(0, lens[row] if 0 <= row < len(lens) else 9, (), generator=seen)) for row in rows
+    ]
+    positions[4] = positions[11] = top_k - 1
+    batch = keys.with_queries(rows, positions)
+    batch.num_real -= 2
+    for first_token, block_tokens in ((0, len(rows)), (3, 7), (len(rows) - 6, 5)):
+        alone, together = (
+            IndexerScratch.create(block_tokens, max(lens), DEVICE).logits.fill_(NAN) for _ in range(2)
+        )
+        for logits, is_prompt in ((alone, False), (together, True)):
+            write_logits(
+                **batch.arguments(), logits=logits, first_token=first_token, block_tokens=block_tokens,
+                max_len=max(lens), is_prompt=is_prompt,
+            )  # fmt: skip
+        assert torch.equal(alone.view(torch.int32), together.view(torch.int32))
+        assert not alone.isnan().all()
+
+
 def test_queries_far_from_one_are_as_exact() -> None:
     """fp8 keys are multiplied in float16, but the queries need not fit its range."""
     from hisparse_pd.kernels.triton_indexer import write_logits

@@ -97,7 +97,16 @@ class Node:
         return PrefillMemory(self.spec, num_slots=num_slots, num_aux_slots=1, device=self.model.device)
 
     def prefill_kernels(self, memory: PrefillMemory) -> AttentionKernels:
-        return PromptRunner(self.model, memory, PAGE_SIZE, self.arguments.attention_backend, 4096).kernels
+        arguments = self.arguments
+        runner = PromptRunner(
+            self.model,
+            memory,
+            PAGE_SIZE,
+            arguments.attention_backend,
+            4096,
+            arguments.attention_split_tile_size,
+        )
+        return runner.kernels
 
     def prefilled(
         self, forwards_of: Sequence[Sequence[tuple[int, int, int]]]

@@ -34,10 +34,10 @@ from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from hisparse_pd.kernels.attention_backends import choose_backend
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
-from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from hisparse_pd.kernels.paged_indexer import IndexerScratch
-from hisparse_pd.kernels.row_check import check_in_place, row_checks_of, store_row_checks
+from hisparse_pd.kernels.row_check import check_dense_row, row_checks_of, store_row_checks
 from hisparse_pd.kernels.selection import select_topk
 from tools.bench.facts import OUT
 from tools.bench.gpu_timing import graph_us, timed_us
@@ -200,11 +200,11 @@ def row_checks(options: argparse.Namespace) -> Cells:
             state = HotBufferState.create(1, 1, context, 1, PAGE_SIZE, PAGE_SIZE, HOME, row_checks=checks)
             positions = torch.arange(context, device=HOME)
             pages = torch.randperm(num_pages, device=HOME)
+            state.set_pages(0, 0, pages)
             state.set_index_pages(0, 0, pages)
             slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
             store_row_checks(checks, slots, pool, slots, positions, layers)
-            is_there = torch.ones_like(positions, dtype=torch.bool)
-            landed = partial(check_in_place, state, 0, pool, slots, positions, is_there, read_at=ReadAt.START)
+            landed = partial(check_dense_row, state, 0, pool, context)
             ones = [(slots[i : i + 1], positions[i : i + 1]) for i in range(NUM_CALLS)]
             checked = graph_us([partial(row_checks_of, pool, slots, positions)])
             passed = graph_us([landed])

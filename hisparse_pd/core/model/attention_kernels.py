@@ -6,12 +6,13 @@ import logging
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import keeps_fp8
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.attention import AttentionBackend, TorchAttention
-from hisparse_pd.kernels.attention_backends import attention_beside, choose_backend
+from hisparse_pd.kernels.attention_backends import attention_beside, choose_backend, choose_prompt_backend
 from hisparse_pd.kernels.gpu_sizes import check_indexer_sizes
 from hisparse_pd.kernels.inventory import kernels_in_use
 from hisparse_pd.kernels.kv_format import IndexKeyFormat, KvFormat
@@ -28,11 +29,15 @@ class AttentionKernels:
     kv_format: KvFormat
     index_format: IndexKeyFormat
     attention: AttentionBackend
-    """Attention of a prompt's queries, which are not split."""
+    """Attention of a prompt's queries, which are not split. Its format is another than ``kv_format`` where it
+    reads unpacked items."""
     step_attention: AttentionBackend
     """Attention of decode steps' queries, in splits; a prefill node uses it where it repeats what steps
     computed."""
     indexer_scratch: IndexerScratch | None = None
+    unpacked: Tensor | None = None
+    """Memory for unpacked items of one context, bfloat16 [num_tokens, item_dim]; None where ``attention``
+    reads the items of the pool."""
 
     @classmethod
     def reference(cls, spec: ModelSpec) -> AttentionKernels:
@@ -57,15 +62,33 @@ class AttentionKernels:
 
     @classmethod
     def choose(
-        cls, model: DsaModel, backend: str, *, scratch_tokens: int, split_slots: int | None = None
+        cls,
+        model: DsaModel,
+        backend: str,
+        *,
+        scratch_tokens: int,
+        split_slots: int | None = None,
+        page_size: int = 0,
     ) -> AttentionKernels:
         """Choose kernels for the model's device.
 
         ``scratch_tokens``: queries that the indexer scores at a time on a GPU; ``split_slots``: for steps, as
-        ``choose_backend`` takes it. Raises AttentionBackendError when ``backend`` cannot work there.
+        ``choose_backend`` takes it; ``page_size``: the pool's, for a node that computes prompts, or 0. Raises
+        AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
-        attention = _choose_attention(spec, device, backend)
+        attention, unpacked = _choose_attention(spec, device, backend), None
+        if page_size and split_slots != 0:  # otherwise prompts have the bits of steps
+            attention = choose_prompt_backend(
+                backend,
+                device=device,
+                kv_format=spec.item_format,
+                num_heads=spec.num_heads,
+                top_k=spec.index_topk,
+            )
+            if attention.kv_format != spec.item_format:
+                shape = (unpacked_tokens(spec, page_size), spec.item_format.item_dim)
+                unpacked = torch.empty(shape, dtype=torch.bfloat16, device=device)
         step_attention = _choose_attention(spec, device, backend, split_slots)
         log.info(
             "kernels for %s items: %s",
@@ -75,7 +98,7 @@ class AttentionKernels:
         scratch = None
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
-        return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch)
+        return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch, unpacked)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:
         """Return kernels for each of ``num_parts`` steps that run at once in streams of their own.
@@ -89,6 +112,11 @@ class AttentionKernels:
             replace(self, step_attention=attention, indexer_scratch=scratch)
             for scratch in self.indexer_scratch.split(num_parts)
         ]
+
+
+def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
+    """Return how many tokens' items are unpacked at a time: one context, in whole pages."""
+    return -(-spec.context_length // page_size) * page_size
 
 
 def _choose_attention(

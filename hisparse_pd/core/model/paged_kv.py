@@ -11,14 +11,13 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.kernels.attention import AttentionBackend
+from hisparse_pd.core.model.unpacked_items import ContextPages
 from hisparse_pd.kernels.paged_indexer import paged_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Queries of one call of attention in a forward with resumed tokens, where each split of a query takes memory
-for its result."""
+"""Resumed tokens of one call of attention, where each split of a query takes memory for its result."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,10 @@ class PagedRows:
     @property
     def has_resumed(self) -> bool:
         return bool(self.is_resumed.any())
+
+    @property
+    def has_only_resumed(self) -> bool:
+        return bool(self.is_resumed.all())
 
     @classmethod
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
@@ -165,8 +168,15 @@ class PagedKv:
         self._row_checks = row_checks
         self._page_size = page_size
         self._on_written = on_written
-        self._resolved: tuple[Tensor, Tensor] | None = None
-        self._pieces = _pieces(self.rows, self._kernels) if self.rows.has_resumed else []
+        self._selected: Tensor | None = None
+        """What the layers of the present index group attend to."""
+        self._slots: dict[int, Tensor] = {}
+        """Slots of ``_selected`` by the page table that they were looked up in."""
+        self.contexts: ContextPages | None = None
+        """The pages to unpack; None where prompts attend to the items of the pool."""
+        if (unpacked := self._kernels.unpacked) is not None:
+            self.contexts = _context_pages(requests, self.rows, page_size, len(unpacked) // page_size)
+        self._resumed_pieces = _resumed_pieces(self.rows)
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
 
@@ -213,32 +223,61 @@ class PagedKv:
             top_k=self._spec.index_topk,
             key_format=self._kernels.index_format.name,
             scratch=self._kernels.indexer_scratch,
+            is_prompt=True,
         )
         torch.index_select(selected, 0, self.rows.last_rows, out=self._hints[group])
         return selected
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        # Layers that share an index get the very tensor of their group's first layer.
-        if self._resolved is None or self._resolved[0] is not positions:
-            rows = self.rows
-            slots = slots_of(rows.page_table, self._page_size, rows.request_of_token, positions)
-            self._resolved = (positions, slots)
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
-        slots = self._resolved[1]
-        if not self._pieces:
-            return self._kernels.attention.attend(q, items, slots, scale)
-        out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
-        for tokens, attention in self._pieces:
-            out[tokens] = attention.attend(q[tokens], items, slots[tokens], scale)
+        if self.rows.has_only_resumed:
+            out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
+        else:
+            out = self._attend_as_prompt(items, q, positions, scale)
+        for tokens in self._resumed_pieces:
+            slots = self._slots_in(self.rows.page_table, positions)[tokens]
+            out[tokens] = self._kernels.step_attention.attend(q[tokens], items, slots, scale)
         return out
 
+    def _attend_as_prompt(self, items: Tensor, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """Return the attention of all new tokens as a prompt has it; resumed ones have another."""
+        attention, contexts = self._kernels.attention, self.contexts
+        if contexts is None or self._kernels.unpacked is None:
+            return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
+        slots = self._slots_in(contexts.numbers, positions)
+        results = []
+        for group in contexts.groups:
+            unpacked = contexts.unpack(
+                group, items, self._kernels.kv_format, self._page_size, self._kernels.unpacked
+            )
+            results.append(attention.attend(q[group.tokens], unpacked, slots[group.tokens], scale))
+        return results[0] if len(results) == 1 else torch.cat(results)
 
-def _pieces(rows: PagedRows, kernels: AttentionKernels) -> list[tuple[Tensor, AttentionBackend]]:
-    """Cut a forward's tokens into pieces, int64 [up to QUERIES_AT_ONCE] each, with each piece's attention."""
-    pieces = []
-    kinds = (~rows.is_resumed, kernels.attention), (rows.is_resumed, kernels.step_attention)
-    for is_kind, attention in kinds:
-        tokens = is_kind.nonzero().flatten().to(rows.positions.device)
-        for start in range(0, len(tokens), QUERIES_AT_ONCE):
-            pieces.append((tokens[start : start + QUERIES_AT_ONCE], attention))
-    return pieces
+    def _slots_in(self, page_table: Tensor, positions: Tensor) -> Tensor:
+        """Return the slots of ``positions`` by ``page_table``, int32 [num_tokens, index_topk]."""
+        # Layers that share an index get the very tensor of their group's first layer.
+        if self._selected is not positions:
+            self._selected = positions
+            self._slots.clear()
+        if (slots := self._slots.get(id(page_table))) is None:
+            slots = slots_of(page_table, self._page_size, self.rows.request_of_token, positions)
+            self._slots[id(page_table)] = slots
+        return slots
+
+
+def _context_pages(
+    requests: Sequence[PagedRequest] | PagedRows, rows: PagedRows, page_size: int, most_pages: int
+) -> ContextPages:
+    num_requests, max_pages = rows.page_table.shape
+    device = rows.page_table.device
+    if isinstance(requests, PagedRows):  # padding
+        return ContextPages.padding(num_requests, max_pages, len(rows.positions), most_pages, device)
+    page_ids = [request.page_ids[: -(-request.seq_len // page_size)] for request in requests]
+    num_new_tokens = [request.num_new_tokens for request in requests]
+    return ContextPages.of(page_ids, num_new_tokens, max_pages, most_pages, device)
+
+
+def _resumed_pieces(rows: PagedRows) -> list[Tensor]:
+    """Return the resumed tokens of a forward in pieces, int64 [up to QUERIES_AT_ONCE] each."""
+    tokens = rows.is_resumed.nonzero().flatten().to(rows.positions.device)
+    return [tokens[start : start + QUERIES_AT_ONCE] for start in range(0, len(tokens), QUERIES_AT_ONCE)]
