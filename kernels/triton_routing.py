@@ -21,8 +21,8 @@ FEW_TOKENS: Final = 2048
 """Up to this many tokens, each part has its own program; the parts of more would need too much memory."""
 STEP_BYTES: Final = 256
 LINE_BYTES: Final = 128
-TILES: Final = ((16, 32), (32, 32), (64, 32), (128, 64))
-"""Tokens and outputs of a program."""
+TILES: Final = ((16, 32), (32, 32), (64, 32))
+"""Tokens and outputs of a program, for up to as many tokens."""
 CHUNK_ROWS: Final = 8
 """Rows that a program of ``plan_triton`` sorts."""
 
@@ -36,7 +36,7 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
     part, parts = part_bytes // matrix.itemsize, triton.cdiv(row_bytes, part_bytes)
     programs = parts if num_tokens <= FEW_TOKENS else 1
     out = torch.empty((programs, num_tokens, outputs), dtype=torch.float32, device=x.device)
-    tile, block_outputs = next((tiles for tiles in TILES if tiles[0] >= num_tokens), TILES[-1])
+    tile, block_outputs, stages = _tiles(num_tokens, outputs, matrix.dtype)
     if num_tokens:
         with torch.cuda.device_of(x):
             narrow_kernel[(triton.cdiv(outputs, block_outputs), programs, triton.cdiv(num_tokens, tile))](
@@ -54,10 +54,20 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
                 TILE=tile,
                 BLOCK_OUTPUTS=block_outputs,
                 num_warps=4,
-                num_stages=1,
+                num_stages=stages,
                 **launch_options(x.device),
             )
     return out
+
+
+def _tiles(num_tokens: int, outputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return the tokens and outputs of a program, and the stages of its pipeline. No bit depends on them."""
+    for tile, block_outputs in TILES:
+        if num_tokens <= tile:
+            return tile, block_outputs, 1
+    if outputs > 64:
+        return 128, 64, 1
+    return 64, 64, 3 if dtype == torch.float32 else 1  # three stages of bfloat16 exceed shared memory
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

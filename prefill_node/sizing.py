@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from hisparse_pd.base.settings import PrefillSettings
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
-from hisparse_pd.core.model.attention_kernels import unpacked_tokens
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.unpacked import unpacked_bytes
 
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes reserved for libraries' workspaces and for unpacked weights."""
@@ -42,13 +40,12 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
-    largest graph, indexer scores, and unpacked items of one context, whether or not prompts need them.
+    largest graph, indexer scores, and unpacked KV of one context, whether or not prompts need it.
     Prompt scores come after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
-    num_unpacked = unpacked_tokens(spec, settings.page_size)
     return (
         BASE_RESERVE_BYTES
         + (num_tokens + min(num_tokens, GRAPH_TOKENS[0])) * TOKEN_RESERVE_BYTES
         + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
-        + num_unpacked * spec.item_format.item_dim * torch.bfloat16.itemsize
+        + unpacked_bytes(spec, settings.page_size)
     )

@@ -194,5 +194,7 @@ def test_a_step_whose_queries_are_whole_is_a_prompts_forward(
     node: Node, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr(node.arguments, "attention_split_tile_size", 0)
+    prompt = decode_step.prefill(node.spec, node.model, node.settings(1, 0), 2048, CONTEXT)
+    monkeypatch.setattr(node, "prompt", prompt)
     logits = node.first_logits(Mode.HISPARSE, 3)
     assert torch.equal(logits[0], node.behind_prompt(num_tokens)[0])

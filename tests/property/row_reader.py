@@ -168,7 +168,14 @@ class RowReader:
 
     name = reason = "reader"
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """Whether all items of a row are what it wanted, nan for none: bool [num_rows]."""
         items = layer_pool[device_slots.clamp(min=0).long()]
         is_right = (items == q.view(torch.uint8)).all(dim=-1) & (device_slots >= 0)

@@ -145,7 +145,9 @@ def prefill(
     """
     device = model.device
     memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
-    kernels = PromptRunner(model, memory, PAGE_SIZE, settings.attention_backend, chunk).kernels
+    kernels = PromptRunner(
+        model, memory, PAGE_SIZE, settings.attention_backend, chunk, settings.attention_split_tile_size
+    ).kernels
     tokens = random_tokens(spec, context)
     pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
     hints: dict[int, Tensor] = {}

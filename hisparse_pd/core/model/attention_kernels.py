@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import keeps_fp8
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.unpacked import UnpackedMemory
 from hisparse_pd.kernels.attention import AttentionBackend, TorchAttention
 from hisparse_pd.kernels.attention_backends import attention_beside, choose_backend, choose_prompt_backend
 from hisparse_pd.kernels.gpu_sizes import check_indexer_sizes
@@ -35,9 +35,8 @@ class AttentionKernels:
     """Attention of decode steps' queries, in splits; a prefill node uses it where it repeats what steps
     computed."""
     indexer_scratch: IndexerScratch | None = None
-    unpacked: Tensor | None = None
-    """Memory for unpacked items of one context, bfloat16 [num_tokens, item_dim]; None where ``attention``
-    reads the items of the pool."""
+    unpacked: UnpackedMemory | None = None
+    """None where prompts read items and keys in the pools."""
 
     @classmethod
     def reference(cls, spec: ModelSpec) -> AttentionKernels:
@@ -77,7 +76,7 @@ class AttentionKernels:
         AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
-        attention, unpacked = _choose_attention(spec, device, backend), None
+        attention = _choose_attention(spec, device, backend)
         if page_size and split_slots != 0:  # otherwise prompts have the bits of steps
             attention = choose_prompt_backend(
                 backend,
@@ -86,9 +85,6 @@ class AttentionKernels:
                 num_heads=spec.num_heads,
                 top_k=spec.index_topk,
             )
-            if attention.kv_format != spec.item_format:
-                shape = (unpacked_tokens(spec, page_size), spec.item_format.item_dim)
-                unpacked = torch.empty(shape, dtype=torch.bfloat16, device=device)
         step_attention = _choose_attention(spec, device, backend, split_slots)
         log.info(
             "kernels for %s items: %s",
@@ -98,6 +94,10 @@ class AttentionKernels:
         scratch = None
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
+        unpacked = None
+        if page_size:
+            has_items = attention.kv_format != spec.item_format
+            unpacked = UnpackedMemory.create(spec, device, page_size, has_items=has_items)
         return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch, unpacked)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:
@@ -112,11 +112,6 @@ class AttentionKernels:
             replace(self, step_attention=attention, indexer_scratch=scratch)
             for scratch in self.indexer_scratch.split(num_parts)
         ]
-
-
-def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
-    """Return how many tokens' items are unpacked at a time: one context, in whole pages."""
-    return -(-spec.context_length // page_size) * page_size
 
 
 def _choose_attention(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.model.unpacked_items import ContextPages
-from hisparse_pd.kernels.paged_indexer import paged_index_topk
+from hisparse_pd.core.model.unpacked import ContextPages
+from hisparse_pd.kernels.paged_indexer import paged_index_topk, unpacked_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
@@ -173,9 +173,10 @@ class PagedKv:
         self._slots: dict[int, Tensor] = {}
         """Slots of ``_selected`` by the page table that they were looked up in."""
         self.contexts: ContextPages | None = None
-        """The pages to unpack; None where prompts attend to the items of the pool."""
+        """The pages to unpack; None where prompts read items and keys in the pools."""
         if (unpacked := self._kernels.unpacked) is not None:
-            self.contexts = _context_pages(requests, self.rows, page_size, len(unpacked) // page_size)
+            most_pages = unpacked.num_tokens // page_size
+            self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
         self._resumed_pieces = _resumed_pieces(self.rows)
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -211,22 +212,53 @@ class PagedKv:
             self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        selected = paged_index_topk(
-            q_index,
-            weights,
-            self._index_pool[group],
-            self.rows.page_table,
-            self.rows.request_of_token,
-            self.rows.positions,
-            self.rows.num_tokens,
-            page_size=self._page_size,
-            top_k=self._spec.index_topk,
-            key_format=self._kernels.index_format.name,
-            scratch=self._kernels.indexer_scratch,
-            is_prompt=True,
-        )
+        selected = self._select_unpacked(self._index_pool[group], q_index, weights)
+        if selected is None:
+            selected = paged_index_topk(
+                q_index,
+                weights,
+                self._index_pool[group],
+                self.rows.page_table,
+                self.rows.request_of_token,
+                self.rows.positions,
+                self.rows.num_tokens,
+                page_size=self._page_size,
+                top_k=self._spec.index_topk,
+                key_format=self._kernels.index_format.name,
+                scratch=self._kernels.indexer_scratch,
+                is_prompt=True,
+            )
         torch.index_select(selected, 0, self.rows.last_rows, out=self._hints[group])
         return selected
+
+    def _select_unpacked(self, keys: Tensor, q_index: Tensor, weights: Tensor) -> Tensor | None:
+        """Return what the tokens select, by unpacked keys, or None where keys are read in the pool."""
+        contexts, unpacked, scratch = self.contexts, self._kernels.unpacked, self._kernels.indexer_scratch
+        if contexts is None or unpacked is None or unpacked.keys is None or scratch is None:
+            return None
+        rows, page_size = self.rows, self._page_size
+        first_keys = contexts.first_slots(page_size)
+        results = []
+        for tokens, pages in contexts.groups:
+            page_ids = contexts.page_ids[pages]
+            self._kernels.index_format.unpack(
+                keys, page_ids, page_size, unpacked.keys.keys, unpacked.keys.scales
+            )
+            results.append(
+                unpacked_index_topk(
+                    q_index[tokens],
+                    weights[tokens],
+                    unpacked.keys,
+                    first_keys,
+                    rows.request_of_token[tokens],
+                    rows.positions[tokens],
+                    rows.num_tokens,
+                    top_k=self._spec.index_topk,
+                    scratch=scratch,
+                    max_len=rows.page_table.shape[1] * page_size,
+                )
+            )
+        return results[0] if len(results) == 1 else torch.cat(results)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
@@ -241,17 +273,21 @@ class PagedKv:
 
     def _attend_as_prompt(self, items: Tensor, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         """Return the attention of all new tokens as a prompt has it; resumed ones have another."""
-        attention, contexts = self._kernels.attention, self.contexts
-        if contexts is None or self._kernels.unpacked is None:
+        attention, contexts, unpacked = self._kernels.attention, self.contexts, self._kernels.unpacked
+        if contexts is None or unpacked is None or unpacked.items is None:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
         slots = self._slots_in(contexts.numbers, positions)
         results = []
-        for group in contexts.groups:
-            unpacked = contexts.unpack(
-                group, items, self._kernels.kv_format, self._page_size, self._kernels.unpacked
-            )
-            results.append(attention.attend(q[group.tokens], unpacked, slots[group.tokens], scale))
+        for tokens, pages in contexts.groups:
+            page_ids = contexts.page_ids[pages]
+            self._kernels.kv_format.unpack(items, page_ids, self._page_size, unpacked.items)
+            pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns(tokens)
+            results.append(attention.attend(q[tokens], pool, slots[tokens], scale, num_columns))
         return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _num_columns(self, tokens: slice) -> Tensor:
+        """Return how many positions ``tokens`` select: int32 [num_tokens]."""
+        return (self.rows.positions[tokens] + 1).clamp_(max=self._spec.index_topk).int()
 
     def _slots_in(self, page_table: Tensor, positions: Tensor) -> Tensor:
         """Return the slots of ``positions`` by ``page_table``, int32 [num_tokens, index_topk]."""

@@ -52,13 +52,14 @@ def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path
     )
 
 
+@pytest.mark.parametrize("num_threads", [topk.NUM_THREADS, topk.NUM_THREADS_OF_MANY])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_top_k_compiles(arch: int, tmp_path: Path) -> None:
+def test_top_k_compiles(arch: int, num_threads: int, tmp_path: Path) -> None:
     source = topk.source() + layout_checks({"TopkParams": topk._PARAMS})
-    source += f"static_assert(NUM_THREADS == {topk.NUM_THREADS});\n"
+    source += f"static_assert(NUM_THREADS == {num_threads});\n"
     source += f"static_assert(MAX_RANKS == {max(topk.CLUSTER_SIZES)});\n"
     source += f"static_assert(MIN_SHARED_LEN == {topk.MIN_SHARED_LEN});\n"
-    log = compile_cuda(source, arch, topk.compile_options(), tmp_path, {"topk"})
+    log = compile_cuda(source, arch, topk.compile_options(num_threads), tmp_path, {"topk"})
     if log is not None:
         assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 64, "1024 threads share 65536 registers"
         assert " 0 bytes spill stores" in log

@@ -1,25 +1,66 @@
-"""The pages of a forward's requests for attention that reads unpacked items.
+"""Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
 
-Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, all pages of the requests are unpacked
-next to one another before each layer attends, the new rows included. The memory for that holds one context;
-requests whose pages do not fit beside others' attend after those, as another group. A query's bits do not
-depend on its group.
+Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over float16 keys, all
+pages of the requests are unpacked next to one another before each layer, the new rows included. The memory
+for that holds one context; requests whose pages do not fit beside others' come after those, as another group.
+A query's bits do not depend on its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.kv_format import KvFormat
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.kernels.paged_indexer import UnpackedKeys
+
+
+@dataclass(frozen=True)
+class UnpackedMemory:
+    """Memory for one context, which all layers use in turn."""
+
+    num_tokens: int
+    items: Tensor | None
+    """bfloat16 [num_tokens, item_dim]; None where attention reads the pool."""
+    keys: UnpackedKeys | None
+    """None where the indexer reads the pool."""
+
+    @classmethod
+    def create(
+        cls, spec: ModelSpec, device: torch.device, page_size: int, *, has_items: bool
+    ) -> UnpackedMemory | None:
+        """Return the memory for what the device's kernels read unpacked, or None if that is nothing."""
+        num_tokens = unpacked_tokens(spec, page_size)
+        sizes = spec.index_num_heads, spec.index_head_dim
+        has_keys = UnpackedKeys.serve(*sizes, spec.dtype, spec.index_key_format.name, device)
+        if not (has_items or has_keys):
+            return None
+        shape = num_tokens, spec.item_format.item_dim
+        return cls(
+            num_tokens,
+            torch.empty(shape, dtype=torch.bfloat16, device=device) if has_items else None,
+            UnpackedKeys.create(num_tokens, spec.index_head_dim, device) if has_keys else None,
+        )
+
+
+def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
+    """Return how many tokens are unpacked at a time: one context, in whole pages."""
+    return -(-spec.context_length // page_size) * page_size
+
+
+def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
+    """Return the most bytes of an ``UnpackedMemory``."""
+    bytes_of_token = 2 * (spec.item_format.item_dim + spec.index_head_dim) + 4
+    return unpacked_tokens(spec, page_size) * bytes_of_token + 4 * UnpackedKeys.PADDING
 
 
 class Group(NamedTuple):
-    """Requests that attend together: their new tokens among those of the forward, and their pages in
+    """Requests that are computed together: their new tokens among those of the forward, and their pages in
     ``ContextPages.page_ids``."""
 
     tokens: slice
@@ -27,14 +68,14 @@ class Group(NamedTuple):
 
 
 class ContextPages:
-    """Which pages are unpacked for a forward, and where their items lie then."""
+    """Which pages are unpacked for a forward, and where their rows lie then."""
 
     def __init__(self, page_ids: Tensor, numbers: Tensor, groups: Sequence[Group]) -> None:
         self.page_ids = page_ids
         """int32 [n]: the pages of one request after the other, up to its last new position; -1 in padding."""
         self.numbers = numbers
         """int32 [num_requests, max_pages]: the number of each page within its group, 0 behind the request's
-        last. It is the page table of the unpacked items."""
+        last. It is the page table of the unpacked rows."""
         self.groups = groups
 
     @classmethod
@@ -86,10 +127,6 @@ class ContextPages:
         num_requests, max_pages = others.numbers.shape
         self.numbers[:num_requests, :max_pages] = others.numbers
 
-    def unpack(
-        self, group: Group, layer_pool: Tensor, kv_format: KvFormat, page_size: int, out: Tensor
-    ) -> Tensor:
-        """Unpack a group's pages of one layer into ``out`` (``KvFormat.unpack``), and return it as a pool,
-        uint8 [num_slots, item_bytes of bfloat16]."""
-        kv_format.unpack(layer_pool, self.page_ids[group.pages], page_size, out)
-        return out.view(torch.uint8)
+    def first_slots(self, page_size: int) -> Tensor:
+        """Return where each request's position 0 lies in the memory: int32 [num_requests]."""
+        return self.numbers[:, 0] * page_size

@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest, PagedRows
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
-from hisparse_pd.core.model.unpacked_items import ContextPages, Group
+from hisparse_pd.core.model.unpacked import ContextPages, Group, UnpackedMemory
 from hisparse_pd.kernels.attention import TorchAttention
 from hisparse_pd.kernels.kv_format import BFLOAT16, FP8_E4M3, KvFormat
 
@@ -54,11 +54,10 @@ class Prompts:
             return kernels
         fp8 = self.spec.item_format
         bfloat16 = KvFormat(BFLOAT16, fp8.kv_lora_rank, fp8.rope_dim)
-        unpacked = torch.full((most_pages * PAGE_SIZE, fp8.item_dim), float("nan"), dtype=torch.bfloat16)
-        kernels = AttentionKernels.reference(self.spec)
-        return (
-            replace(kernels, attention=TorchAttention(bfloat16), unpacked=unpacked) if most_pages else kernels
-        )
+        num_tokens = most_pages * PAGE_SIZE
+        items = torch.full((num_tokens, fp8.item_dim), float("nan"), dtype=torch.bfloat16)
+        memory = UnpackedMemory(num_tokens, items, None)
+        return replace(kernels, attention=TorchAttention(bfloat16), unpacked=memory)
 
     def kv(self, requests: Any, most_pages: int) -> PagedKv:
         kernels = self.kernels(most_pages)
@@ -92,10 +91,12 @@ def test_resumed_tokens_attend_as_steps_do(prompts: Prompts) -> None:
     kv = prompts.kv(resumed, 7)
     assert torch.equal(prompts.attended(kv), expected)
     only = [replace(request, num_resumed=request.num_new_tokens) for request in prompts.requests]
-    kv = prompts.kv(only, 7)
+    kernels = prompts.kernels(7)
+    kv = PagedKv(prompts.spec, prompts.pool, prompts.index, PAGE_SIZE, only, kernels=kernels)
     assert torch.equal(prompts.attended(kv), expected)
-    assert kv._kernels.unpacked is not None
-    assert bool(kv._kernels.unpacked.isnan().all()), "nothing is unpacked for steps' attention alone"
+    assert kernels.unpacked is not None
+    assert kernels.unpacked.items is not None
+    assert bool(kernels.unpacked.items.isnan().all()), "nothing is unpacked for steps' attention alone"
 
 
 def test_padding_holds_one_group_after_another(prompts: Prompts) -> None:
