@@ -2,7 +2,7 @@
 # mypy: disallow_untyped_calls=False
 """The indexer's logits of prompts on Hopper: several queries of a request share its unpacked keys.
 
-A program has four queries and one split of the positions that they see. One warp loads tiles of keys, as far
+A program has eight queries and one split of the positions that they see. One warp loads tiles of keys, as far
 ahead as shared memory allows. Two groups of four warps multiply each tile, each with all heads of half of the
 queries, and add up over the heads: while one group adds up, the other can use the tensor cores. Products and
 sums are those of ``kernels.triton_indexer``, in the same order, so that every logit has the same bits.
@@ -31,11 +31,11 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 NUM_HEADS: Final = 64
 HEAD_DIM: Final = 128
-GROUP_QUERIES: Final = 2
-"""Queries of a group of warps: half of a program's."""
-TILE: Final = 128
-"""Positions of a tile."""
-STAGES: Final = 4
+GROUP_QUERIES: Final = 4
+"""Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
+TILE: Final = 64
+"""Positions of a tile, at least the rows of one instruction."""
+STAGES: Final = 6
 """Tiles in shared memory."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24

@@ -93,7 +93,14 @@ class ShortForwards:
     def _padding(self, size: int) -> tuple[Tensor, PagedKv]:
         memory, spec = self._memory, self._model.spec
         max_pages = -(-spec.context_length // self._page_size)
-        rows = PagedRows.padding(MOST_REQUESTS, max_pages, size, memory.scratch_slot, self._model.device)
+        rows = PagedRows.padding(
+            MOST_REQUESTS,
+            max_pages,
+            size,
+            memory.scratch_slot,
+            self._model.device,
+            spec.context_length,
+        )
         pools = memory.kv, memory.index, self._page_size
         kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks)
         return torch.zeros(size, dtype=torch.int64, device=self._model.device), kv

@@ -316,7 +316,7 @@ def test_no_bit_depends_on_whether_lengths_are_given(
     lengths = torch.tensor([512, 0, 1, 63, 64, 65, 127, 128, 129, 300, 511, 449])
     q = torch.randn((len(lengths), 64, 576), generator=generator).bfloat16().to(DEVICE)
     pool = filled_pool(kv_format, 640, generator).to(DEVICE)
-    slots = torch.randint(0, 640, (len(lengths), 512), generator=generator).int()
+    slots = 2 * torch.randint(0, 320, (len(lengths), 512), generator=generator).int() + 1
     slots[torch.arange(512) >= lengths[:, None]] = -1
     slots = slots.to(DEVICE)
     num_columns = lengths.int().to(DEVICE)

@@ -54,6 +54,8 @@ class PagedRows:
     """Each request's last new token among the forward's tokens: int64 [num_requests]."""
     is_resumed: Tensor
     """Whether each token is resumed (``PagedRequest.num_resumed``): bool [num_tokens], on the host."""
+    max_len: int
+    """A bound on the requests' lengths."""
 
     @property
     def has_resumed(self) -> bool:
@@ -100,13 +102,23 @@ class PagedRows:
                     for request in requests
                 ]
             ),
+            max((request.seq_len for request in requests), default=0),
         )
 
     @classmethod
     def padding(
-        cls, num_requests: int, max_pages: int, num_tokens: int, scratch_slot: int, device: torch.device
+        cls,
+        num_requests: int,
+        max_pages: int,
+        num_tokens: int,
+        scratch_slot: int,
+        device: torch.device,
+        max_len: int,
     ) -> PagedRows:
-        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``hold``."""
+        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``hold``.
+
+        ``max_len``: a bound on the lengths of the requests that it may hold.
+        """
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
             torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
@@ -116,12 +128,13 @@ class PagedRows:
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(num_requests, dtype=torch.int64, device=device),
             torch.zeros(num_tokens, dtype=torch.bool),
+            max_len,
         )
 
     def hold(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
-        ``others`` must not have more tokens, requests or pages, nor resumed tokens.
+        ``others`` must not have more tokens, requests or pages, nor longer requests, nor resumed tokens.
         """
         num_requests, max_pages = others.page_table.shape
         num_tokens = len(others.positions)
@@ -255,7 +268,7 @@ class PagedKv:
                     rows.num_tokens,
                     top_k=self._spec.index_topk,
                     scratch=scratch,
-                    max_len=rows.page_table.shape[1] * page_size,
+                    max_len=rows.max_len,
                 )
             )
         return results[0] if len(results) == 1 else torch.cat(results)
