@@ -40,7 +40,7 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
-    largest graph, indexer scores, and unpacked KV of one context, whether or not prompts need it.
+    largest graph, indexer scores, and unpacked KV of one context where it is fp8.
     Prompt scores come after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
     return (

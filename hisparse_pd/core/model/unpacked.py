@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.kernels.kv_format import FP8_E4M3
 from hisparse_pd.kernels.paged_indexer import UnpackedKeys
 
 
@@ -54,9 +55,10 @@ def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
 
 
 def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
-    """Return the most bytes of an ``UnpackedMemory``."""
-    bytes_of_token = 2 * (spec.item_format.item_dim + spec.index_head_dim) + 4
-    return unpacked_tokens(spec, page_size) * bytes_of_token + 4 * UnpackedKeys.PADDING
+    """Return the most bytes of an ``UnpackedMemory`` on any device."""
+    items = 2 * spec.item_format.item_dim if spec.item_format.name == FP8_E4M3 else 0
+    keys = 2 * spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
+    return unpacked_tokens(spec, page_size) * (items + keys) + 4 * UnpackedKeys.PADDING
 
 
 class Group(NamedTuple):
