@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, RankPlace
 from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body

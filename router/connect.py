@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.serving.http.wait_timer import WaitTimer
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.connect import NO_TLS, Call, RawHeaders, tls_context
 from hisparse_pd.router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError

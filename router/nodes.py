@@ -17,7 +17,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from hisparse_pd.base.access import is_host
-from hisparse_pd.base.settings import RouterPolicy, RouterSettings
+from hisparse_pd.base.router_settings import RouterPolicy, RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.router.errors import RouterError
 from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.router.attempt import Attempt
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import RawHeaders

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import RawHeaders

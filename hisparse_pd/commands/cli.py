@@ -21,17 +21,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.ports import free_port, is_taken
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.process import occupy_standard_streams, say, setup_logging
-from hisparse_pd.base.settings import (
-    STARTUP_TIMEOUT_SECS,
-    DecodeSettings,
-    Device,
-    FrozenSettings,
-    Port,
-    PrefillSettings,
-    RouterSettings,
-)
+from hisparse_pd.base.router_settings import RouterSettings
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, Device, FrozenSettings, Port
 from hisparse_pd.base.settings_sources import (
     SettingsError,
     check_known,

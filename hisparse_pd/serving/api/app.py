@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond

@@ -16,8 +16,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from starlette.types import ASGIApp
 
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import setup_logging, stop_signals
-from hisparse_pd.base.settings import NodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError, StartError
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.protocol.channels import load_control_keys

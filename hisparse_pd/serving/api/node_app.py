@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.protocol.channels import ControlKeys
 from hisparse_pd.serving.api.keys import ApiKeys, RequireKey

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.protocol.decoding import decode_json
 from hisparse_pd.serving.api.body_parts import MAX_TOKENS

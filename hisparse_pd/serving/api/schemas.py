@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from hisparse_pd.base.access import is_host
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.serving.api.anthropic_messages import parse_messages

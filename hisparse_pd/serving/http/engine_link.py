@@ -19,7 +19,7 @@ from typing import NamedTuple, assert_never
 
 import msgspec
 
-from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.messages import (

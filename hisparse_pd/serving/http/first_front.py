@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import ASGIApp
 
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import (
     BRIEF_SPIN,
     chooses_its_waiting,
@@ -27,7 +28,7 @@ from hisparse_pd.base.process import (
     setup_logging,
     stop_signals,
 )
-from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.protocol.names import resolve
 from hisparse_pd.serving.http.board import Instruction
@@ -68,13 +69,15 @@ class EngineProcesses(Children):
         if rank in self._settings.ranks_of(0):
             return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
         host = f"[{self._first_machine}]" if ":" in self._first_machine else self._first_machine
-        return f"tcp://{host}:{self._settings.meeting[1] + 1 + front * self._settings.dp_size + rank}"
+        _, init_port = self._settings.dist_init_host_port
+        return f"tcp://{host}:{init_port + 1 + front * self._settings.dp_size + rank}"
 
     def _place(self, rank: int) -> RankPlace:
         size = self._settings.dp_size
         if not self._first_machine:
             return RankPlace(rank, size, str(self._directory / "ranks"))
-        return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
+        _, init_port = self._settings.dist_init_host_port
+        return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=init_port)
 
     def start(self) -> None:
         """Start the engines of this machine. Must be called from the main thread, as ``spawn``."""
@@ -112,7 +115,7 @@ def _meeting_address(settings: NodeSettings) -> str:
     It waits for the name to have an address: a cluster may create it only when the machine starts. Raises
     StartError.
     """
-    host, _ = settings.meeting
+    host, _ = settings.dist_init_host_port
     deadline = time.monotonic() + STARTUP_TIMEOUT_SECS
     while host:
         try:
