@@ -42,7 +42,7 @@ from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_respons
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.serving.api.pages import GuardFromPages
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
-from hisparse_pd.serving.http.off_loop import parsed
+from hisparse_pd.serving.http.off_loop import parse_body
 from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class _RelayEndpoint:
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
-        request = await parsed(body, RequestBody.parse, body, self._endpoint)
+        request = await parse_body(body, RequestBody.parse, body, self._endpoint)
         return await relay.open(self._endpoint, request, headers, stack, span=span)
 
     async def _stream(self, answer: NodeAnswer, send: Send, span: RequestSpan | None) -> None:

@@ -133,7 +133,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         *numa_checks,
         check_lane(settings.same_host_dir),
         check_shared_pages(device, settings.host_pool_bytes, machine),
-        check_descriptors(descriptors.attainable()),
+        check_descriptors(descriptors.attainable_limit()),
         check_address(host),
         transport_check,
     ]

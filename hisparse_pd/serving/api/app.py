@@ -32,7 +32,7 @@ from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.api.timing import Timeline
 from hisparse_pd.serving.api.tokens import answer_about_tokens
 from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
-from hisparse_pd.serving.http.off_loop import parsed
+from hisparse_pd.serving.http.off_loop import parse_body
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import Tracer
@@ -154,7 +154,7 @@ async def _checked(
     context: DecodeContext, endpoint: Endpoint, body: bytes, arrived_at: float, timeline: Timeline
 ) -> Work:
     settings, defaults = context.settings, context.sampling_defaults
-    request = await parsed(body, parse_request, endpoint, body, settings.model_name, defaults)
+    request = await parse_body(body, parse_request, endpoint, body, settings.model_name, defaults)
     context.link.require_place(sum(options.n for options in request.options))
     ready = context.link.require_serving()
     pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense

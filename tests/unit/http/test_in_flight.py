@@ -52,7 +52,7 @@ def test_ranks_are_chosen_by_the_load_of_all_fronts() -> None:
         assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 20, 30]
         with second.open(prompt(3, 1)):
             assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 21, 30]
-    assert [rank.num_given for rank in second.ranks] == [1, 2, 1]
+    assert [rank.num_samples_given for rank in second.ranks] == [1, 2, 1]
     assert [rank.num_tokens_in_flight for rank in second.ranks] == [0, 0, 0]
 
 
