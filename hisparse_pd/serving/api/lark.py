@@ -126,7 +126,7 @@ def regex(pattern: str) -> str:
     return f"/{_ESCAPED.sub(_with_slash_escaped, pattern)}/" if pattern else '""'
 
 
-def searched(pattern: str) -> str:
+def search_regex(pattern: str) -> str:
     """Return the expression of texts in which the pattern is found, as for JSON Schema's ``pattern``. Raises
     ValueError."""
     begins, ends = pattern.startswith("^"), _ends_anchored(pattern)
