@@ -59,7 +59,7 @@ _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PA
 
 def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
     """Make the ASGI application; ``drain`` ends its requests. Raises StartError."""
-    router = _Router(settings, drain or Drain())
+    router = _RouterParts(settings, drain or Drain())
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
     middleware = [Middleware(RequestIds), *middleware, Middleware(GuardFromPages)]
@@ -90,7 +90,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
     )
 
 
-class _Router:
+class _RouterParts:
     """The router's parts, which its endpoints share."""
 
     def __init__(self, settings: RouterSettings, drain: Drain) -> None:
@@ -171,7 +171,7 @@ class _RelayEndpoint:
     """ASGI application of one relayed path. An Endpoint's requests go to a pair, a TokenPath's to a decode
     node."""
 
-    def __init__(self, router: _Router, path: str) -> None:
+    def __init__(self, router: _RouterParts, path: str) -> None:
         self._router = router
         self._path = path
         self._endpoint = Endpoint(path) if path in set(Endpoint) else None
