@@ -26,7 +26,7 @@ from hisparse_pd.serving.api.node import run_front
 from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.prompt_scores import Scores, with_lists, write_lists
-from hisparse_pd.serving.api.requests import grouped
+from hisparse_pd.serving.api.requests import engine_groups
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http.http_errors import RequestFailedError
 from hisparse_pd.serving.http.off_loop import off_loop
@@ -105,7 +105,7 @@ async def _deltas(
     num_live = sum(output.finish is None for output in outputs)
     journal = work.request.journal
     may_move = journal is not None and journal.may_move
-    with context.link.open(grouped(work.samples), may_move=may_move) as group:
+    with context.link.open(engine_groups(work.samples), may_move=may_move) as group:
         work.timeline.sent(group.ranks)
         while num_live:
             event = await group.next_event()

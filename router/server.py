@@ -1,4 +1,9 @@
-"""The router's HTTP application: endpoints, body limit, client disconnects."""
+"""The router's HTTP application: relays requests that generate, and answers those about the fleet itself.
+
+``process.py`` makes it with ``create_app`` and serves it. One ``_RouterParts`` holds what its endpoints
+share: the pool of nodes, the health checks, the relay, the metrics. ``_RelayEndpoint`` is the life of one
+relayed request: body, relay, answer or error, and what is counted and traced of it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RELAYED = (*Endpoint, *TokenPath)
-"""Paths that decode nodes answer, too, and to which requests are relayed."""
+"""Paths whose requests are relayed to decode nodes."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
 """Paths that need no API key: probes and monitoring have none, and on the page a key is entered."""
@@ -272,7 +277,7 @@ class _RelayEndpoint:
 
 
 class _Reply:
-    """The ``send`` of one request. It knows when all has been sent: from then on a client may leave."""
+    """The ASGI ``send`` of one request, which knows whether the whole answer was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,7 +1,8 @@
 """Declarations of all endpoints' bodies: every field with its type and bounds.
 
-Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
-classes under ``declared`` are whole objects. Their readers add defaults, and check fields against each other.
+Parsing (``declared_decoding.py``), its errors and the OpenAPI document come from these declarations. Plain
+classes are groups of fields; classes under ``declared`` are whole objects. ``schemas.py`` adds defaults and
+checks fields against each other. ``BODIES`` has the body of each path.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _RECORD_BLOCKS = raw(
 
 
 class RefusedFields:
-    """Fields of other servers that this one does not support."""
+    """Fields of other servers that this one refuses, except for the values that ask for nothing."""
 
     allowed_token_ids: Annotated[Raw | None, unsupported([])]
     audio: Annotated[Raw | None, unsupported()]
@@ -91,17 +92,21 @@ class SglangFormat:
 
 
 class NoVllmFormat:
+    """vLLM's field of an answer's format, on endpoints that refuse it."""
+
     structured_outputs: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
 
 
 class NoSglangFormat:
+    """SGLang's fields of an answer's format, on endpoints that refuse them."""
+
     json_schema: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
     regex: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
     ebnf: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
 
 
 class OnlyOpenAI:
-    """Fields of completions and chat completions, in other bodies."""
+    """Fields of completions and chat completions, which other bodies refuse."""
 
     echo: Annotated[Raw | None, unsupported(False)]
     prompt_logprobs: Annotated[Raw | None, unsupported()]
@@ -152,11 +157,15 @@ class Drawing:
 
 
 class Bounded:
+    """Fewest tokens of an answer, and the seed."""
+
     min_tokens: parts.Minimum | None
     seed: parts.Seed | None
 
 
 class OneSample:
+    """Endpoints that give one sample."""
+
     n: Annotated[Raw | None, unsupported(1)]
 
 
@@ -176,6 +185,8 @@ class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFiel
 
 
 class Templated:
+    """Arguments for the chat template."""
+
     chat_template_kwargs: dict[str, Any] | None
 
 

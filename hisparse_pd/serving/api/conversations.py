@@ -1,4 +1,7 @@
-"""What the conversations of all APIs have in common: messages, the assistant's turns, results and tools."""
+"""Shared pieces of reading conversations: messages, the assistant's turns, results of tools, and tools.
+
+The readers of each API (``openai_chat.py``, ``anthropic_messages.py``, ``openai_responses.py``) call them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Turns token ids into text as they come: into whole characters, and without any part of a stop string.
 
-Every token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder gives exactly the
-text of decoding all tokens at once, in time linear in the output. A character whose bytes are spread over
-tokens comes with its last byte.
+A front has one ``TokenBytes`` for its tokenizer, and a ``Detokenizer`` for each sample (``output.py``). Every
+token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder gives exactly the text of
+decoding all tokens at once, in time linear in the output. A character whose bytes are spread over tokens
+comes with its last byte.
 """
 
 from __future__ import annotations

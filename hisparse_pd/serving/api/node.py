@@ -1,6 +1,8 @@
 """Starts a node: its engines and further fronts in processes of their own, its first front in this one.
 
-A node calls ``run_front`` alone. It checks what the API needs before an engine starts to load.
+The nodes' own modules (``prefill_node/server.py``, ``decode_node/server.py``) call ``run_front`` with their
+engine and their applications. It checks what the API needs before an engine starts to load, and then lets
+``first_front.py`` serve; further fronts are made from the same ``_NodePlan``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ OSError."""
 
 @dataclass(frozen=True)
 class _NodePlan(Generic[S]):
-    """What a front is made from; the first front hands it to those that it spawns."""
+    """Everything that a front is made from. The first front passes it to the fronts that it spawns."""
 
     settings: S
     role: str

@@ -40,7 +40,7 @@ As JSON they have up to 40 MB."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 """Most characters of grammars in one HTTP request; each sample is sent a grammar of its own."""
 
-_UNSHOWN = SamplingParams(max_new_tokens=1, temperature=0.0)
+_NO_OUTPUT_SAMPLING = SamplingParams(max_new_tokens=1, temperature=0.0)
 """Sampling of a request for the prompt's logprobs alone: an engine draws at least one token, which is not
 shown."""
 
@@ -114,7 +114,7 @@ async def plan_samples(
     prompts = await codec.encode(request.prompts, names, most_tokens)
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
-    all_options = await _with_grammars(request, prompts, codec)
+    all_options = await _options_with_grammars(request, prompts, codec)
     journal = request.journal
     all_resumed = {} if journal is None else journal.resumed()
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
@@ -126,31 +126,31 @@ async def plan_samples(
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
         wanted = options.wanted_scores()
         if wanted is not None:
-            _check_start(name, num_prompt_tokens, options)
+            _check_logprob_start(name, num_prompt_tokens, options)
             num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
-            _check_scores(request.prompt_field, num_scores)
+            _check_num_scores(request.prompt_field, num_scores)
         prompt_text = request.prompts[prompt_index]
         echo = ""
         if options.echo:
             echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
         for sample_index in range(options.n):
-            meeting = request.rendezvous[len(samples)]
+            rendezvous = request.rendezvous[len(samples)]
             sampling = options.sampling_params(max_new_tokens, sample_index)
             if journal is not None and sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
             resumed = all_resumed.get(len(samples), NOT_RESUMED)
             if max_new_tokens == 0:
-                sampling = _UNSHOWN
+                sampling = _NO_OUTPUT_SAMPLING
             if resumed.token_ids:
                 _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
-                sampling = _resumed(sampling, resumed)
+                sampling = _resume_sampling(sampling, resumed)
             generate = Generate(
                 request_id=f"{prefix}-{len(samples)}",
-                room=meeting.room,
+                room=rendezvous.room,
                 num_prompt_tokens=num_prompt_tokens + len(resumed.token_ids),
                 sampling=sampling,
-                bootstrap_host=meeting.bootstrap_host,
-                bootstrap_port=meeting.bootstrap_port,
+                bootstrap_host=rendezvous.bootstrap_host,
+                bootstrap_port=rendezvous.bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
                 scores=wanted if sample_index == 0 and _has_scores(wanted, num_prompt_tokens) else None,
@@ -167,7 +167,7 @@ async def plan_samples(
     return tuple(samples)
 
 
-async def _with_grammars(
+async def _options_with_grammars(
     request: ApiRequest, prompts: Sequence[bytes], codec: TextCodec
 ) -> Sequence[SampleOptions]:
     """Return each prompt's options with the grammar of its answers. ``prompts`` are packed token ids."""
@@ -209,7 +209,7 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
     )
 
 
-def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
+def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     """Return what the engine is sent: one message for all samples of a prompt, which it contains once.
     Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
@@ -221,7 +221,7 @@ def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     return groups
 
 
-def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
+def _resume_sampling(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
     """Return ``sampling`` for what is left of the sample. Raises ApiError 400 where no token may follow."""
     num_tokens = len(resumed.token_ids)
     if not resumed.is_over and num_tokens >= sampling.max_new_tokens:
@@ -243,7 +243,7 @@ def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) ->
         )
 
 
-def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+def _check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
     if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
         raise FieldRefused(
             "logprob_start_len",
@@ -256,7 +256,7 @@ def _has_scores(wanted: WantedScores | None, num_prompt_tokens: int) -> bool:
     return wanted is not None and wanted.first < num_prompt_tokens
 
 
-def _check_scores(field: str, num_scores: int) -> None:
+def _check_num_scores(field: str, num_scores: int) -> None:
     if num_scores > MAX_SCORES:
         raise FieldRefused(
             field,

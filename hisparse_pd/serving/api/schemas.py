@@ -236,7 +236,7 @@ def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Re
     hosts = _spread("bootstrap_host", body.bootstrap_host, samples_per_prompt)
     ports = _spread("bootstrap_port", body.bootstrap_port, samples_per_prompt)
     rooms = _spread("bootstrap_room", body.bootstrap_room, samples_per_prompt)
-    meetings = tuple(
+    all_rendezvous = tuple(
         Rendezvous(
             _bootstrap_host(host),
             DEFAULT_BOOTSTRAP_PORT if port is None else port,
@@ -244,9 +244,9 @@ def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Re
         )
         for (host, _), (port, _), (room, sample_index) in zip(hosts, ports, rooms, strict=True)
     )
-    if len({meeting.room for meeting in meetings}) != len(meetings):
+    if len({rendezvous.room for rendezvous in all_rendezvous}) != len(all_rendezvous):
         raise InvalidField("bootstrap_room", body.bootstrap_room, "must be a different room for each sample")
-    return meetings
+    return all_rendezvous
 
 
 def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[tuple[Any, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.router.body import MAX_SMALL_FIELD_BYTES, MAX_PROMPTS, RequestBody
+from hisparse_pd.router.body import MAX_PROMPTS, MAX_SMALL_FIELD_BYTES, RequestBody
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.property.fuzzing import peak_bytes
