@@ -71,8 +71,10 @@ SECTIONS: dict[str, type[BaseModel]] = {
 """Settings of each service of a pair, by the service's section in the pair's file."""
 
 _NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
+"""Names in argparse's namespace that are no settings."""
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
-_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
+_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}
+"""Settings that ``pair`` does not take: it connects its services itself, and they are all on this machine."""
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
 """Settings of ``pair`` that concern its router alone, since its nodes stay on loopback."""
 
@@ -138,7 +140,10 @@ def pair_settings(
         check_known(sections[name], allowed, f"{config} [{name}]")
     check_known(from_file, {**_pair_fields(), **dict.fromkeys(SECTIONS)}, str(config))
 
-    pair = validate(PairSettings, _only(PairSettings, from_file), str(config), _only(PairSettings, given))
+    # The nodes' settings, with the ports that ``pair`` chooses for them.
+    pair = validate(
+        PairSettings, _known_to(PairSettings, from_file), str(config), _known_to(PairSettings, given)
+    )
     node_ports: dict[str, dict[str, Any]] = {
         "prefill": {"port": pair.prefill_port},
         "decode": {"port": pair.decode_port},
@@ -147,8 +152,8 @@ def pair_settings(
     merged: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for name in SECTIONS:
-        merged[name] = node_ports[name] | _shared(name, from_file) | sections[name]
-        options[name] = _shared(name, given)
+        merged[name] = node_ports[name] | _shared_values(name, from_file) | sections[name]
+        options[name] = _shared_values(name, given)
     if pair.decode_device is not None:
         options["decode"]["device"] = pair.decode_device
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
@@ -160,6 +165,7 @@ def pair_settings(
         bootstrap_port="bootstrap_port" in chosen or "bootstrap_port" in sections["prefill"],
     )
     decode = _with_ports(decode, port="decode_port" in chosen or "port" in sections["decode"])
+    # The router's settings, which name the nodes.
     merged["router"]["prefill"] = [(_node_url(prefill), prefill.bootstrap_port)]
     merged["router"]["decode"] = [_node_url(decode)]
     if node_keys := decode.api_key_file or prefill.api_key_file:
@@ -169,6 +175,7 @@ def pair_settings(
 
 
 def _pair_fields() -> dict[str, FieldInfo]:
+    """Return the options of ``pair``: its own, and those of its services that it does not set itself."""
     fields: dict[str, FieldInfo] = {}
     models: tuple[type[BaseModel], ...] = (*SECTIONS.values(), PairSettings)
     for model in models:
@@ -176,15 +183,16 @@ def _pair_fields() -> dict[str, FieldInfo]:
     return fields
 
 
-def _shared(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_values(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values outside any section that are for the service of ``section``."""
-    own = _only(SECTIONS[section], values)
+    own = _known_to(SECTIONS[section], values)
     if section != "router":
         own = {name: value for name, value in own.items() if name not in _ROUTER_ONLY_IN_PAIR}
     return own
 
 
-def _only(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+def _known_to(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that are fields of ``model``."""
     return {name: value for name, value in values.items() if name in model.model_fields}
 
 
@@ -283,6 +291,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
+    """Return a field's bounds in words."""
     words = []
     for constraint in field.metadata:
         match constraint:

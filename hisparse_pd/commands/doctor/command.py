@@ -1,6 +1,8 @@
 """``hisparse-pd doctor``: checks a machine before a deployment, and measures how fast it writes to its peer.
 
-The exit status is 0 if nothing is missing that the given settings need, else 1. Warnings do not count.
+``commands/cli.py`` calls ``run``. ``examine`` makes the checks of the modules beside this one and collects a
+``Report``; ``run_server`` is the other end of a measurement. The exit status is 0 if nothing is missing that
+the given settings need, else 1. Warnings do not count.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Report:
 
     checks: tuple[Check, ...]
     transport: Transport | None
-    """What a node would run on; None if it would not start."""
+    """KV transport that a node would use; None if the node would not start."""
     rates: tuple[Rate, ...] = ()
 
     @property
@@ -80,7 +82,7 @@ class Report:
         return all(check.status is not Status.FAIL for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a document for JSON."""
+        """Return the report as ``--json`` prints it."""
         return {
             "ok": self.is_ok,
             "transport": asdict(self.transport) if self.transport else None,

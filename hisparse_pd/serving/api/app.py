@@ -161,7 +161,7 @@ async def _check(
     pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense
     limits = RequestLimits(ready.context_length, *pools, settings.default_max_tokens)
     samples = await plan_samples(request, context.codec, limits, context.link.front_number)
-    timeline.checked(request, samples, settings.model_name)
+    timeline.note_checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)
 
 

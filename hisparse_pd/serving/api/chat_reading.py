@@ -1,4 +1,7 @@
-"""Reads a chat's answers: their text into blocks, and the number of tokens of their reasoning."""
+"""Reads a chat's answers: splits their text into blocks, and counts the tokens of their reasoning.
+
+The dialects of chats, messages and responses make a ``ChatReading`` for each sample and feed it with deltas.
+"""
 
 from __future__ import annotations
 

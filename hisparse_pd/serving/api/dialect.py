@@ -1,9 +1,9 @@
-"""How an endpoint writes its answers, and the usage objects in them.
+"""The interface of the classes that write an endpoint's answers, and the usage objects in answers.
 
-A stream is made of ``events``, called with each delta, and ``last_events`` after all of them. A whole body is
-made of ``keep``, called with each delta, ``choice`` after a sample's last one, and ``whole`` after all of
-them; it says what the events of a stream say together. Each call encodes what one engine message brought:
-encoding all logprobs of a long answer at once would hold up the event loop.
+``answering.py`` makes a ``Dialect`` for each request and calls it. For a stream it calls ``events`` with each
+delta, and ``last_events`` after all of them; for a whole body ``keep`` with each delta, ``choice`` after a
+sample's last one, and ``whole`` after all of them. Both have the same content. Each call encodes what one
+engine message brought: encoding all logprobs of a long answer at once would hold up the event loop.
 """
 
 from __future__ import annotations

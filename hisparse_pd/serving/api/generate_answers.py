@@ -1,4 +1,4 @@
-"""Answers of SGLang's native ``/generate``."""
+"""Writes the answers to SGLang's native ``/generate``, whole and streamed."""
 
 from __future__ import annotations
 
@@ -97,5 +97,6 @@ class GenerateDialect(Dialect):
 def sglang_token(
     token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
 ) -> list[object]:
+    """Return SGLang's entry of a token in a list of logprobs: logprob, token id, and text or None."""
     text = token_bytes.text(token_id) if with_text else None
     return [None if logprob is None else finite(logprob), token_id, text]

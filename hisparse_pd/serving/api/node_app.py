@@ -1,6 +1,7 @@
 """The HTTP application of a node of either kind: information about the node, and its operators' endpoints.
 
-``create_node_app`` adds the endpoints that only one kind of node has.
+The applications of decode nodes (``app.py``) and prefill nodes (``prefill_node/server.py``) are made by
+``create_node_app``, each with further endpoints of its own.
 """
 
 from __future__ import annotations

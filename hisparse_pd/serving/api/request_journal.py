@@ -69,7 +69,7 @@ class RequestJournal:
     """Seed of samples for which the client named none."""
     identity: Identity
     may_move: bool = False
-    """Another decode node was healthy, to which the stream may move."""
+    """Whether another decode node was healthy, so that the stream may move there."""
     num_resumes: int = 0
     """How often the stream went on at another node."""
     records: tuple[JournalRecord, ...] = ()
@@ -108,7 +108,7 @@ class Resumed(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     is_over: bool = False
-    """The sample has all its tokens."""
+    """Whether the sample has all its tokens."""
 
 
 NOT_RESUMED = Resumed()

@@ -1,6 +1,7 @@
 """Plans the samples of a parsed HTTP request: token ids, lengths that fit, seeds, rooms and grammars.
 
-These are the front's last checks. Nothing is reserved anywhere before they have passed.
+``app.py`` calls ``plan_samples`` after ``parse_request``. These are the front's last checks: nothing is
+reserved anywhere before they have passed. ``engine_groups`` then makes the messages for the engines.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class SampleRequest:
 
     @property
     def is_empty(self) -> bool:
-        """No token is asked for: the prompt is computed, scored and kept, and one token drawn, not shown."""
+        """Whether no token is asked for. The prompt is computed, scored and kept; one token is drawn, not
+        shown."""
         return self.options.max_new_tokens == 0
 
 

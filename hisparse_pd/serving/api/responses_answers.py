@@ -1,4 +1,4 @@
-"""Answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
+"""Writes the answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
 A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id.
 """

@@ -1,4 +1,8 @@
-"""How the samples of a prompt are drawn, from OpenAI's top-level fields or SGLang's sampling_params."""
+"""Reads from a body how the samples of its prompts are drawn, and what of them is shown.
+
+``schemas.py`` calls the parser of each endpoint: OpenAI's top-level fields, SGLang's ``sampling_params``, or
+Anthropic's and OpenAI's responses' fields all become ``SampleOptions``.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +53,11 @@ class SampleOptions:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     text_in_logprobs: bool = False
-    """``/generate`` shows the text of each token beside its logprob."""
+    """Whether ``/generate`` shows the text of each token beside its logprob."""
     constraint: Constraint | None = None
-    """What the answer has to be. ``sampling`` gets it as a grammar."""
+    """What the answer has to be; ``requests.py`` puts it into ``sampling`` as a grammar."""
     echo: bool = False
-    """The answer begins with the prompt's text, and with its logprobs where logprobs are asked for."""
+    """Whether the answer begins with the prompt's text, and its logprobs if any are asked for."""
     num_prompt_logprobs: int | None = None
     """Value of vLLM's ``prompt_logprobs``."""
     logprob_start: int | None = None
@@ -79,6 +83,7 @@ def parse_openai_options(
     default_new_tokens: int | None,
     defaults: SamplingDefaults,
 ) -> SampleOptions:
+    """Return the options of completions and chat completions. Raises ApiError 400."""
     limit = IntegerField("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = IntegerField("max_completion_tokens", body.max_completion_tokens)
@@ -194,6 +199,7 @@ def _options(
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
+    """Return how many likeliest tokens a chat's logprobs show; None for no logprobs."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:

@@ -1,7 +1,7 @@
-"""Parses and checks the bodies of the endpoints that generate.
+"""Parses and checks the bodies of the endpoints that generate (``bodies.py``) into an ``ApiRequest``.
 
-``parse_request`` makes an ``ApiRequest`` of a body, and checks all that needs no tokenizer; ``requests.py``
-checks the rest. Unknown fields are ignored. A known field that asks for something unsupported is an error.
+``app.py`` calls ``parse_request``, which checks all that needs no tokenizer; ``requests.py`` checks the rest.
+Unknown fields are ignored. A known field that asks for something unsupported is an error.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ApiRequest:
     prompts: tuple[Prompt, ...]
     prompt_field: str
     is_batch: bool
-    """The prompts came as a list, so ``/generate`` answers with a list."""
+    """Whether the prompts came as a list, so that ``/generate`` answers with a list."""
     options: tuple[SampleOptions, ...]
     roots: tuple[PageKey, ...]
     """Root of each prompt's page keys, which depends on the isolation keys."""

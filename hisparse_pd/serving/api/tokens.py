@@ -1,4 +1,4 @@
-"""Answers /tokenize, /detokenize and Anthropic's count of tokens.
+"""Answers ``/tokenize``, ``/detokenize`` and Anthropic's count of tokens, which need no engine.
 
 A prompt is encoded like one that is served, within the same limits. Long ones are done in pieces, in a
 thread.
@@ -62,7 +62,7 @@ class _Tokenize(NamedTuple):
     prompt: Prompt
     add_special: bool
     with_strings: bool
-    """The answer shows the tokens' spellings, too."""
+    """Whether the answer shows the tokens' spellings, too."""
 
 
 def _parse_tokenize(content: bytes, model_name: str) -> _Tokenize:

@@ -23,9 +23,9 @@ from starlette.types import ASGIApp
 from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import (
     BRIEF_SPIN,
-    chooses_its_waiting,
     die_with_parent,
     environment_of_children,
+    openmp_wait_is_set,
     setup_logging,
     stop_signals,
 )
@@ -85,7 +85,7 @@ class EngineProcesses(Children):
     def start(self) -> None:
         """Start the engines of this machine. Must be called from the main thread, as ``spawn``."""
         settings = self._settings
-        spins = settings.device == "cpu" and not chooses_its_waiting()
+        spins = settings.device == "cpu" and not openmp_wait_is_set()
         with environment_of_children(BRIEF_SPIN if spins else {}):
             for rank in settings.ranks_here:
                 name = self._name if settings.dp_size == 1 else f"{self._name} rank {rank}"

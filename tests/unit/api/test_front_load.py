@@ -403,7 +403,7 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
         backlog = link.ranks[0]._socket = Backlog()  # type: ignore[assignment]
         with link.open([group_of(1, 1, f"r{number}") for number in range(1000)]):
             turns = Turns()
-            link.ranks[0]._wake()
+            link.ranks[0]._schedule_turn()
             while backlog.num_left:
                 await asyncio.sleep(0)
             turns.stop()
