@@ -1,8 +1,8 @@
 """The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen``.
 
-Options are made from the fields of ``hisparse_pd.base.settings``, so the command line, a ``--config`` file
-and the code use the same names. The command line wins over the file. Services are imported only when they are
-run, so that ``--help`` answers at once.
+Options are made from the fields of the settings (``base/*settings.py``), so the command line, a ``--config``
+file and the code use the same names. The command line wins over the file. Services are imported only when
+they are run, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _RANK_FIELDS = (
     *("max_total_tokens_hisparse", "max_total_tokens_dense"),
     *("transfer_protocol", "transfer_devices"),
 )
-"""Fields of /server_info for the node's ready engine and for each rank."""
+"""Fields that /server_info has for the node and for each of its ranks."""
 _EACH_RANK_FIELDS = (*_RANK_FIELDS, "numa_node", "numa_placement")
 
 

@@ -39,13 +39,14 @@ MAX_SCORES = 1 << 19
 """Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
 As JSON they have up to 40 MB."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
-"""Most characters of grammars in one HTTP request; each sample is sent a grammar of its own."""
+"""Most characters of grammars in one HTTP request; each sample is sent to its engine with its own copy."""
 
 _NO_OUTPUT_SAMPLING = SamplingParams(max_new_tokens=1, temperature=0.0)
 """Sampling of a request for the prompt's logprobs alone: an engine draws at least one token, which is not
 shown."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
+"""Samples that are planned before other tasks of the event loop get a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +132,20 @@ async def plan_samples(
             _check_logprob_start(name, num_prompt_tokens, options)
             num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
             _check_num_scores(request.prompt_field, num_scores)
-        prompt_text = request.prompts[prompt_index]
         echo = ""
         if options.echo:
-            echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
+            given = request.prompts[prompt_index]
+            echo = given if isinstance(given, str) else await codec.text_of(prompt)
         for sample_index in range(options.n):
             rendezvous = request.rendezvous[len(samples)]
+            resumed = all_resumed.get(len(samples), NOT_RESUMED)
+            _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
             sampling = options.sampling_params(max_new_tokens, sample_index)
             if journal is not None and sampling.seed is None:
                 sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
-            resumed = all_resumed.get(len(samples), NOT_RESUMED)
             if max_new_tokens == 0:
                 sampling = _NO_OUTPUT_SAMPLING
             if resumed.token_ids:
-                _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
                 sampling = _resume_sampling(sampling, resumed)
             generate = Generate(
                 request_id=f"{prefix}-{len(samples)}",
@@ -216,8 +217,8 @@ def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
-    for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
-        group = list(of_one)
+    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
+        group = list(alike)
         prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
         groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
     return groups

@@ -1,4 +1,8 @@
-"""The sampling parameters that a request leaves out: the checkpoint's, or OpenAI's."""
+"""Values of the sampling parameters that a request leaves out: the checkpoint's, or OpenAI's.
+
+A front reads them once when it starts (``app.py``); ``sampling_options.py`` applies each request's own
+values.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,9 @@ class _GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters, by default OpenAI's. ``top_k`` is 0 for all tokens.
+    """Sampling parameters, by default OpenAI's; ``top_k`` 0 means all tokens.
 
-    All decode nodes must have the same ones: a stream may go on at another node.
+    All decode nodes must have the same defaults, since a stream may go on at another node.
     """
 
     temperature: float = 1.0

@@ -221,9 +221,10 @@ def check_model(body: AddressedBody, model_name: str) -> None:
 
 
 def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
-    """Return the rendezvous of each sample, prompt-major. A field has one value for all samples, or a list of
-    one entry a prompt or a sample. Where samples share a room, the first uses it and the others derive
-    theirs.
+    """Return the prefill node and room of each sample, prompt by prompt.
+
+    Each field has one value for all samples, or a list of one entry a prompt or a sample. If samples share a
+    room, the first one uses it, and the others derive theirs from it.
     """
     for field in ("bootstrap_room", "bootstrap_host"):
         if getattr(body, field) is None:
@@ -307,11 +308,11 @@ def _roots(body: ServedBody, labels: Labels, num_prompts: int) -> tuple[PageKey,
         given = getattr(body, field)
         if given is None:
             given = getattr(labels, field)
-        of_prompts = given if isinstance(given, list) else [given] * num_prompts
-        if len(of_prompts) != num_prompts:
+        keys_by_prompt = given if isinstance(given, list) else [given] * num_prompts
+        if len(keys_by_prompt) != num_prompts:
             rule = f"must be a string, or a list of one string a prompt, {num_prompts}"
             raise InvalidField(field, given, rule)
-        keys.append(of_prompts)
+        keys.append(keys_by_prompt)
     return tuple(map(root_of, *keys))
 
 

@@ -242,7 +242,7 @@ class TextCodec:
         """
         if prompt.tools and not self._takes_tools:
             raise FieldRefused("tools", "the model's chat template takes none")
-        prompt = self._fit.fitted(prompt)
+        prompt = self._fit.fit(prompt)
         if self._has_our_template and not (prompt.add_generation_prompt or prompt.continue_final_message):
             raise FieldRefused(
                 "add_generation_prompt",
