@@ -73,7 +73,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         no_stop_trim: bool = False,
     ) -> None:
-        """With ``no_stop_trim`` the stop string that ends the text is part of it."""
+        """``no_stop_trim``: whether the stop string that ends the text is part of it."""
         self._token_bytes = token_bytes
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

@@ -107,16 +107,17 @@ def run_front(
 ) -> int:
     """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
 
-    All fronts serve the first port, with TLS where the settings have a certificate; this front alone serves
-    the others. Further machines of the node run engines alone. ``choose_rank`` assigns a sample to a rank.
-    ``check`` raises StartError for settings that ``apps`` cannot serve, before an engine starts.
-    ``num_at_work`` counts the work that a leaving node waits for. Further fronts import all these functions
+    All fronts serve the first port, with TLS if the settings have a certificate; this front alone serves the
+    others. Further machines of the node only run engines. ``choose_rank``: assigns a sample to a rank.
+    ``check``: raises StartError for settings that ``apps`` cannot serve, before an engine starts.
+    ``num_at_work``: counts the work that a leaving node waits for. Further fronts import all these functions
     by name.
     """
     raise_limit()
     if settings.node_rank > 0:
         return follow(settings, role, engine)
     setup_logging(settings.log_level, role)
+    # What can fail is tried before anything slow begins: checkpoint, keys, ports.
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
@@ -133,6 +134,7 @@ def run_front(
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
+    # What this front shares with the others, and its own part.
     num_fronts = settings.num_fronts
     listeners[0].share(num_fronts)
     board = make_board(settings.dp_size, num_fronts)

@@ -105,21 +105,20 @@ class SampleRequest:
 async def plan_samples(
     request: ApiRequest, codec: TextCodec, limits: RequestLimits, front_number: int = 0
 ) -> tuple[SampleRequest, ...]:
-    """Return the samples of ``request``, prompt-major. Raises ApiError 400 for a prompt or a grammar that
+    """Return the samples of ``request``, prompt by prompt. Raises ApiError 400 for a prompt or a grammar that
     cannot be served."""
     pool_tokens = limits.pool_tokens(request.hisparse)
-    most_tokens = min(limits.context_length, pool_tokens)
     prefix = request_prefix(front_number)
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))
     ]
-    prompts = await codec.encode(request.prompts, names, most_tokens)
+    prompts = await codec.encode(request.prompts, names, min(limits.context_length, pool_tokens))
+    all_options = await _options_with_grammars(request, prompts, codec)
+    all_resumed = {} if request.journal is None else request.journal.resumed()
+    num_resumes = 0 if request.journal is None else request.journal.num_resumes
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
-    all_options = await _options_with_grammars(request, prompts, codec)
-    journal = request.journal
-    all_resumed = {} if journal is None else journal.resumed()
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
         _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, codec.vocab_size)
@@ -137,37 +136,56 @@ async def plan_samples(
             given = request.prompts[prompt_index]
             echo = given if isinstance(given, str) else await codec.text_of(prompt)
         for sample_index in range(options.n):
-            rendezvous = request.rendezvous[len(samples)]
-            resumed = all_resumed.get(len(samples), NOT_RESUMED)
+            number = len(samples)
+            resumed = all_resumed.get(number, NOT_RESUMED)
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
-            sampling = options.sampling_params(max_new_tokens, sample_index)
-            if journal is not None and sampling.seed is None:
-                sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
-            if max_new_tokens == 0:
-                sampling = _NO_OUTPUT_SAMPLING
-            if resumed.token_ids:
-                sampling = _resume_sampling(sampling, resumed)
             generate = Generate(
-                request_id=f"{prefix}-{len(samples)}",
-                room=rendezvous.room,
+                request_id=f"{prefix}-{number}",
+                room=request.rendezvous[number].room,
                 num_prompt_tokens=num_prompt_tokens + len(resumed.token_ids),
-                sampling=sampling,
-                bootstrap_host=rendezvous.bootstrap_host,
-                bootstrap_port=rendezvous.bootstrap_port,
+                sampling=_sampling(request, options, max_new_tokens, number, sample_index, resumed),
+                bootstrap_host=request.rendezvous[number].bootstrap_host,
+                bootstrap_port=request.rendezvous[number].bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
                 scores=wanted if sample_index == 0 and _has_scores(wanted, num_prompt_tokens) else None,
             )
-            root = request.roots[prompt_index]
-            num_resumes = 0 if journal is None else journal.num_resumes
-            samples.append(
-                SampleRequest(
-                    generate, prompt, prompt_index, options, root, wanted, echo, resumed, num_resumes
-                )
+            sample = SampleRequest(
+                generate,
+                prompt,
+                prompt_index,
+                options,
+                root=request.roots[prompt_index],
+                wanted_scores=wanted,
+                echo=echo,
+                resumed=resumed,
+                num_resumes=num_resumes,
             )
+            samples.append(sample)
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
+
+
+def _sampling(
+    request: ApiRequest,
+    options: SampleOptions,
+    max_new_tokens: int,
+    number: int,
+    sample_index: int,
+    resumed: Resumed,
+) -> SamplingParams:
+    """Return the engine's sampling parameters for a sample. Raises ApiError 400 if it cannot resume.
+
+    ``number``: its place among the request's samples. ``sample_index``: its place among its prompt's.
+    """
+    sampling = options.sampling_params(max_new_tokens, sample_index)
+    if request.journal is not None and sampling.seed is None:
+        # A seed from the journal, so that another node would draw the same tokens.
+        sampling = msgspec.structs.replace(sampling, seed=(request.journal.seed + number) & SEED_MASK)
+    if max_new_tokens == 0:
+        sampling = _NO_OUTPUT_SAMPLING
+    return _resume_sampling(sampling, resumed) if resumed.token_ids else sampling
 
 
 async def _options_with_grammars(

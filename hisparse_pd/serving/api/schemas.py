@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from hisparse_pd.base.access import is_host
 from hisparse_pd.base.prefill_settings import PrefillSettings
@@ -30,6 +30,7 @@ from hisparse_pd.serving.api.bodies import (
 )
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES, Labels
 from hisparse_pd.serving.api.constraints import (
+    Constraint,
     chat_constraint,
     completion_constraint,
     messages_constraint,
@@ -130,66 +131,92 @@ def parse_request(
     ApiError: 400 for a field, 404 for another model than ``model_name``."""
     body: ServedBody = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
-    echo = chat = constraint = None
-    prompt_field = "messages"
-    match body:
-        case CompletionsBody():
-            prompt_field = "prompt"
-            is_batch, prompts = parse_prompts(prompt_field, body.prompt)
-            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
-            options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
-        case GenerateBody():
-            prompt_field, given = generate_prompt(body)
-            is_batch, prompts = parse_prompts(prompt_field, given)
-            options = parse_generate_options(body, len(prompts), defaults)
-        case ChatBody():
-            chat = parse_chat_prompt(body)
-            shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
-            constraint = chat_constraint(body, chat)
-        case MessagesBody():
-            chat = parse_messages(body)
-            shared, constraint = parse_turn_options(body, defaults), messages_constraint(body, chat)
-        case ResponsesBody():
-            prompt_field = "input"
-            chat, echo = parse_responses(body)
-            shared, constraint = parse_turn_options(body, defaults), responses_constraint(body, chat)
-    if chat is not None:
-        is_batch, prompts = False, (chat,)
-        # With tools, special tokens are kept: tokenizers may call the markup of a call special.
-        skips_special = shared.skip_special_tokens and not chat.all_tools
-        options = (replace(shared, skip_special_tokens=skips_special, constraint=constraint),)
-    num_samples = sum(option.n for option in options)
+    given = _read_prompts(body, defaults)
+    num_prompts, num_samples = len(given.prompts), sum(option.n for option in given.options)
     if num_samples > MAX_SAMPLES:
         raise FieldRefused(
-            prompt_field,
-            f"{len(prompts)} prompts with n samples each make {num_samples} samples; "
+            given.field,
+            f"{num_prompts} prompts with n samples each make {num_samples} samples; "
             f"at most {MAX_SAMPLES} fit in one request",
         )
     labels = _labels(body)
     parsed = ApiRequest(
         endpoint=endpoint,
-        prompts=prompts,
-        prompt_field=prompt_field,
-        is_batch=is_batch,
-        options=options,
-        roots=_roots(body, labels, len(prompts)),
-        rendezvous=_rendezvous(body, [option.n for option in options]),
+        prompts=given.prompts,
+        prompt_field=given.field,
+        is_batch=given.is_batch,
+        options=given.options,
+        roots=_roots(body, labels, num_prompts),
+        rendezvous=_rendezvous(body, [option.n for option in given.options]),
         stream=bool(body.stream),
         usage=_streamed_usage(body),
         hisparse=_hisparse(body, labels),
         is_speculative=body.speculative is not False,
-        request_ids=_request_ids(body, len(prompts)),
+        request_ids=_request_ids(body, num_prompts),
         returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
         names_tokens_by_id=(
             isinstance(body, CompletionsBody | ChatBody) and bool(body.return_tokens_as_token_ids)
         ),
-        echo=echo,
+        echo=given.echo,
         omits_thinking=_omits_thinking(body),
         journal=RequestJournal.of(body, num_samples),
     )
     if body.stream and parsed.wants_scores:
         raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
     return parsed
+
+
+class _GivenPrompts(NamedTuple):
+    """The prompts of a body, with the options of each."""
+
+    field: str
+    is_batch: bool
+    prompts: tuple[Prompt, ...]
+    options: tuple[SampleOptions, ...]
+    echo: dict[str, object] | None = None
+    """As in ``ApiRequest``."""
+
+
+def _read_prompts(body: ServedBody, defaults: SamplingDefaults) -> _GivenPrompts:
+    """Read prompts, options and constraints from the body of any endpoint. Raises ApiError 400."""
+    match body:
+        case CompletionsBody():
+            is_batch, prompts = parse_prompts("prompt", body.prompt)
+            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
+            options = replace(shared, constraint=completion_constraint(body))
+            return _GivenPrompts("prompt", is_batch, prompts, (options,) * len(prompts))
+        case GenerateBody():
+            field, value = generate_prompt(body)
+            is_batch, prompts = parse_prompts(field, value)
+            each = parse_generate_options(body, len(prompts), defaults)
+            return _GivenPrompts(field, is_batch, prompts, each)
+        case ChatBody():
+            chat = parse_chat_prompt(body)
+            options = parse_openai_options(body, chat_logprobs(body), None, defaults)
+            return _given_chat("messages", chat, options, chat_constraint(body, chat))
+        case MessagesBody():
+            chat = parse_messages(body)
+            options = parse_turn_options(body, defaults)
+            return _given_chat("messages", chat, options, messages_constraint(body, chat))
+        case ResponsesBody():
+            chat, echo = parse_responses(body)
+            options = parse_turn_options(body, defaults)
+            return _given_chat("input", chat, options, responses_constraint(body, chat), echo)
+        case _:
+            raise AssertionError(f"{type(body).__name__} has no prompts")
+
+
+def _given_chat(
+    field: str,
+    chat: ChatPrompt,
+    options: SampleOptions,
+    constraint: Constraint | None,
+    echo: dict[str, object] | None = None,
+) -> _GivenPrompts:
+    # With tools, special tokens are kept: tokenizers may call the markup of a call special.
+    skips_special = options.skip_special_tokens and not chat.all_tools
+    options = replace(options, skip_special_tokens=skips_special, constraint=constraint)
+    return _GivenPrompts(field, False, (chat,), (options,), echo)
 
 
 def _omits_thinking(body: ServedBody) -> bool:

@@ -156,6 +156,7 @@ async def serve(
     for sentinel in (*engines.sentinels, *fronts.sentinels):
         loop.add_reader(sentinel, _note_exit, loop, sentinel, link.lost)
     link.start()
+    # Serve until a signal comes, a process is lost, or a server ends.
     servers = [
         listener.server(app, num_servers=len(listeners))
         for listener, app in zip(listeners, apps, strict=True)
@@ -169,6 +170,7 @@ async def serve(
     lost = asyncio.create_task(link.lost.wait())
     try:
         await asyncio.wait([stop, lost, *running], return_when=asyncio.FIRST_COMPLETED)
+        # After a signal, let requests finish.
         if stop.done():
             log.info("%s: shutting down with %d requests in flight", stop.result(), num_at_work(link))
             link.stop_accepting()
@@ -176,12 +178,10 @@ async def serve(
             await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, lost)
         # Fixed before the children are told to exit, after which every exit would count as a loss.
         status = 0 if stop.done() and not lost.done() else 1
+        # End all other requests, then the other fronts, the engines and this front's servers.
         instruction = Instruction.LEAVE
         if lost.done():
-            engine_exits, front_exits = engines.exits(), fronts.exits()
-            only_fronts = bool(front_exits) and not engine_exits
-            instruction = Instruction.FRONT_DIED if only_fronts else Instruction.ENGINE_DIED
-            log.error("%s", ", ".join(filter(None, (engine_exits, front_exits))) or WHAT_DIED[instruction])
+            instruction = _report_loss(engines, fronts)
             link.engine_died(WHAT_DIED[instruction])
         else:
             link.fail_all(503, SHUTTING_DOWN)
@@ -197,6 +197,15 @@ async def serve(
             task.cancel()
         await asyncio.gather(writing, stop, lost, *running, return_exceptions=True)
         link.close()
+
+
+def _report_loss(engines: EngineProcesses, fronts: Fronts) -> Instruction:
+    """Log which processes have exited. Returns the instruction for the fronts that are left."""
+    engine_exits, front_exits = engines.exits(), fronts.exits()
+    only_fronts = bool(front_exits) and not engine_exits
+    instruction = Instruction.FRONT_DIED if only_fronts else Instruction.ENGINE_DIED
+    log.error("%s", ", ".join(filter(None, (engine_exits, front_exits))) or WHAT_DIED[instruction])
+    return instruction
 
 
 def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Event) -> None:
