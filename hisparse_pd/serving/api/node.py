@@ -28,12 +28,13 @@ from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.board import Board, make_board
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.descriptors import raise_limit
-from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, samples_at_work
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, samples_at_work
 from hisparse_pd.serving.http.first_front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.serving.http.follower import follow
 from hisparse_pd.serving.http.fronts import Fronts, serve_further
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 
 log = logging.getLogger(__name__)

@@ -12,16 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, assert_never
 
 import msgspec
 
-from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.messages import (
@@ -42,29 +39,13 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
-from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, QueueFull
+from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable
+from hisparse_pd.serving.http.queue_limits import NO_LIMITS, QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from hisparse_pd.serving.http.rank_link import RankLink
 from hisparse_pd.serving.http.sample_group import SampleEvent, SampleGroup
 
 log = logging.getLogger(__name__)
-
-MAX_QUEUED_TOKENS = 64 << 20
-"""Limit of prompt tokens in flight. Beside the requests' bodies, a decode node holds 9 bytes for each: 5 in
-its engine (the id, and a share of its page's key) and 4 in a front."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits of what may be in flight. A prompt counts once on each rank that has samples of it."""
-
-    max_requests: int
-    max_prompt_tokens: int
-
-    @classmethod
-    def of(cls, settings: NodeSettings) -> QueueLimits:
-        max_running = settings.dp_size * settings.max_running_requests
-        return cls(max_running + settings.max_queued_requests, MAX_QUEUED_TOKENS)
 
 
 class _SampleInFlight(NamedTuple):
@@ -111,7 +92,7 @@ class EngineLink:
         health_timeout_secs: float,
         on_stats: Callable[[int, EngineStats], None] = lambda rank, stats: None,
         on_connected: Callable[[], None] = lambda: None,
-        limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
+        limits: QueueLimits = NO_LIMITS,
         choose_rank: RankChoice = least_loaded,
         board: Board | None = None,
         front_number: int = 0,
@@ -229,7 +210,7 @@ class EngineLink:
         num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
         self.counts.add(len(samples), num_prompt_tokens)
         try:
-            self.require_place(len(samples), num_prompt_tokens, are_counted=True)
+            self.limits.require_place(self.counts, len(samples), num_prompt_tokens, are_counted=True)
         except ApiError:
             self.counts.add(-len(samples), -num_prompt_tokens)
             for rank, sample in samples:
@@ -248,31 +229,9 @@ class EngineLink:
             for rank, samples in shares.items()
         ]
 
-    def require_place(
-        self, num_samples: int, num_prompt_tokens: int = 0, *, are_counted: bool = False
-    ) -> None:
-        """Check the limits. Raises QueueFull if these samples do not fit now, ApiError if they never do.
-
-        ``are_counted``: whether these samples are part of the counts already.
-        """
-        for num, most, name in (
-            (num_samples, self.limits.max_requests, "samples"),
-            (num_prompt_tokens, self.limits.max_prompt_tokens, "prompt tokens"),
-        ):
-            if num > most:
-                raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
-        num_in_flight = self.counts.num_samples - num_samples * are_counted
-        if num_in_flight + num_samples > self.limits.max_requests:
-            raise QueueFull(
-                f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
-                f"{self.limits.max_requests} (max_running_requests + max_queued_requests); try again later"
-            )
-        num_held_tokens = self.counts.num_prompt_tokens - num_prompt_tokens * are_counted
-        if num_held_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
-            raise QueueFull(
-                f"prompts of {num_held_tokens} tokens run or wait here, and {num_prompt_tokens} more "
-                f"would exceed {self.limits.max_prompt_tokens}; try again later"
-            )
+    def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
+        """Check whether further samples fit. Raises QueueFull if they do not fit now, ApiError if never."""
+        self.limits.require_place(self.counts, num_samples, num_prompt_tokens)
 
     @property
     def is_leaving(self) -> bool:

@@ -34,8 +34,9 @@ from hisparse_pd.serving.api.prompts import MAX_VALUES
 from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
-from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.http_errors import ApiError, QueueFull
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.sample_group import SampleGroup
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine

@@ -8,8 +8,9 @@ import pytest
 
 from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
 from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
-from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits
+from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.http_errors import QueueFull
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from tests.unit.http.links import group_of, make_link, sent
 from tests.waiting import WAIT_SECS
