@@ -198,6 +198,7 @@ class NodePool:
             rank.num_in_flight -= 1
 
     def mark_healthy(self, node: Node) -> None:
+        """Note that a node can be used. Requests of nodes that shut down may now move to it."""
         if node.healthy:
             return
         log.info("%s is healthy", node.name)
@@ -205,6 +206,7 @@ class NodePool:
         self._move_requests(node.kind)
 
     def mark_unhealthy(self, node: Node, trouble: str) -> None:
+        """Note that a node cannot be used, and why. If it shuts down, its requests move to others."""
         if not node.healthy and node.trouble == trouble:
             return
         log.warning("%s is unhealthy: %s", node.name, trouble)

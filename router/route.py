@@ -46,6 +46,7 @@ class Failure(Enum):
 
     @classmethod
     def of(cls, error: RouterError) -> Failure:
+        """Classify an error of the relay."""
         match error:
             case NodeUnreachable():
                 return cls.DECODE_UNREACHABLE

@@ -232,6 +232,7 @@ class _BoundedProcessor(BatchSpanProcessor):
         self._max_waiting = max_waiting
 
     def on_end(self, span: ReadableSpan) -> None:
+        """Queue a sampled span unless too many wait."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         if self._exporter.add(self._max_waiting):

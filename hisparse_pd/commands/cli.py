@@ -262,6 +262,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """Add the option of one field, with its help and the number of values that it takes."""
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
     if field.annotation is bool:
         parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
@@ -322,6 +323,7 @@ def _unknown_options(unknown: Sequence[str], parser: argparse.ArgumentParser) ->
 def _run_pair(
     pair: PairSettings, prefill: PrefillSettings, decode: DecodeSettings, router: RouterSettings
 ) -> int:
+    """Run the three services of a pair as child processes. Returns the exit status."""
     from hisparse_pd.router.supervisor import Child, Supervisor
 
     setup_logging(router.log_level, "pair")
@@ -353,6 +355,7 @@ def _run_pair(
 
 
 def _keygen(path: Path, *, for_api: bool) -> int:
+    """Write a new control key, or an API key, to ``path``. Returns the exit status. Raises SettingsError."""
     if for_api:
         key = secrets.token_urlsafe(32).encode()
         use = "give the router, or a node, --api-key-file with it, and each client the key in it"

@@ -221,6 +221,7 @@ def _announce(settings: DoctorSettings, port: int, engine: TransferEngine, *, as
 
 
 def print_report(report: Report, console: Console) -> None:
+    """Print the checks, the measured rates and a verdict."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("check", "", "found"):
         table.add_column(column, overflow="fold")

@@ -59,6 +59,7 @@ def streamed(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> A
 async def _event_stream(
     dialect: Dialect, outputs: Sequence[SampleOutput], feed_outputs: FeedOutputs
 ) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream without a journal."""
     try:
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:

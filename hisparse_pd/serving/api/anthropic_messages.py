@@ -107,6 +107,7 @@ def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
 def _messages_of(
     name: str, message: parts.AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
 ) -> Iterator[Message]:
+    """Yield the chat messages of one message: results of tools are messages of their own."""
     role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
         yield role | {"content": message.content}

@@ -153,6 +153,7 @@ class SchemaReader:
         return entry[1]
 
     def _forms_of(self, schema: object, depth: int) -> Forms:
+        """Return the forms of a schema that is no reference. Keywords decide, from the most specific on."""
         if schema is False:
             return Forms()
         if schema is True or (isinstance(schema, dict) and not self._value_keywords(schema)):
@@ -235,6 +236,7 @@ class SchemaReader:
     def _combine(
         self, schema: Mapping[str, object], combiner: str, branches: Sequence[object], depth: int
     ) -> Forms:
+        """Return the forms of a schema that is an ``anyOf``, ``oneOf`` or ``allOf`` of ``branches``."""
         if combiner == "allOf" and len(branches) > 1:
             return self._merge_all_of(branches, depth) if self._is_lenient else Forms(whole=schema)
         all_forms = [self.forms(branch, depth + 1) for branch in branches]
@@ -276,6 +278,8 @@ class SchemaReader:
         return list(dict.fromkeys(map(self._string_regex, forms.strings)))
 
     def _string_regex(self, schema: Mapping[str, object]) -> str:
+        """Return the regular expression of one schema of strings: its lengths, pattern and format
+        together."""
         parts: list[str] = []
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         is_bounded = is_integer(high) and is_integer(low) and high >= low

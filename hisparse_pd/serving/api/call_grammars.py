@@ -103,6 +103,8 @@ class _WithArguments(CallWriter):
     """A markup in which each argument has marks of its own."""
 
     def _arguments(self, tool: CallableTool) -> list[str]:
+        """Return the rules of a call's arguments: each in the order of the schema, optional ones with
+        ``?``."""
         reader = SchemaReader(tool.parameters, self._steps, is_lenient=not tool.is_strict)
         properties, required, others = _members(tool, reader)
         if not properties:

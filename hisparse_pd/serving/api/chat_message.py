@@ -125,6 +125,8 @@ class MessageParser:
             self._marks = self._reading.send((text, is_mark))
 
     def _read_message(self) -> Reading[None]:
+        """Read the message as a generator of the marks to look for: reasoning, text, and calls by a
+        CallReader."""
         while True:
             text, is_mark = yield self._message_marks()
             if not is_mark:

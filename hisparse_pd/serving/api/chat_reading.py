@@ -91,6 +91,7 @@ class ReasoningTokens:
         """None until it is known whether the answer begins with reasoning."""
 
     def count(self, token_ids: Sequence[int]) -> None:
+        """Take in further tokens of the answer."""
         for token_id in token_ids:
             if self._is_open is False:
                 return

@@ -110,6 +110,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
+        """Take in further text. Returns what of the text so far can be passed on now."""
         if self.matched is not None:
             return ""
         if not self._stop:

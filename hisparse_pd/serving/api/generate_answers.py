@@ -59,6 +59,7 @@ class GenerateDialect(Dialect):
         self.keep(output, delta)  # the next event repeats all earlier ones
 
     def _show(self, output: SampleOutput) -> Json:
+        """Return the whole answer of a sample so far."""
         meta: Json = {
             "id": self._request_id(output),
             "finish_reason": output.finish and self._finish_reason(output, output.finish),

@@ -23,6 +23,7 @@ class GrownObject:
         self._fields: dict[Any, Any] = {}
 
     def add(self, piece: Mapping[Any, object]) -> None:
+        """Join ``piece`` to what came before."""
         fields = self._fields
         for name, value in piece.items():
             match value:

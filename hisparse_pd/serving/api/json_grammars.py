@@ -109,6 +109,7 @@ class _Writer:
         return _by_llguidance(self._reader.document(schema), self._is_lenient)
 
     def _expansion(self, schema: Schema, place: str) -> str:
+        """Return what a rule of ``schema`` expands to, by the kind of schema that its keywords make it."""
         words = set(schema) - ANNOTATIONS - {"nullable"}
         if "const" in words or "enum" in words:
             self._check_words(schema, words, {"const", "enum", "type"}, place)
@@ -144,6 +145,7 @@ class _Writer:
     # --- literals ----------------------------------------------------------------------------------------
 
     def _values(self, schema: Schema) -> str:
+        """Return the expansion of a ``const`` or an ``enum``: all its values as literals."""
         values = as_list(schema.get("enum")) if "enum" in schema else [schema["const"]]
         if "enum" in schema and "const" in schema:
             values = [value for value in values if _value_key(value) == _value_key(schema["const"])]
@@ -182,6 +184,7 @@ class _Writer:
     # --- schemas that contain literals -------------------------------------------------------------------
 
     def _alternatives(self, schema: Schema, words: set[str], word: str, place: str) -> str:
+        """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``word`` is."""
         branches = as_list(schema[word])
         self._check_words(schema, words, {word}, place)
         if word == "allOf" and len(branches) != 1:
@@ -229,6 +232,7 @@ class _Writer:
         return _keys_of_values(self._reader.target_of(member))
 
     def _object(self, schema: Schema, place: str) -> str:
+        """Return the expansion of the objects that ``schema`` describes, with members in its order."""
         properties, required = schema.get("properties", {}), required_names(schema)
         others = schema.get("additionalProperties", True)
         if not isinstance(properties, dict):
@@ -267,6 +271,7 @@ class _Writer:
         return self._lark.rule(sequence(self._lark.terminal(name), self._gap, literal(":"), self._gap, value))
 
     def _array(self, schema: Schema, place: str) -> str:
+        """Return the expansion of the arrays that ``schema`` describes."""
         prefix, items = schema.get("prefixItems", []), schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(prefix, list) or isinstance(items, list) or not is_number(least):

@@ -110,6 +110,7 @@ def load_api_keys(path: Path | None) -> ApiKeys | None:
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
+    """Read the keys of a file. Raises KeyFileError."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)

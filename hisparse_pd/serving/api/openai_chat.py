@@ -66,6 +66,7 @@ def described_tools(field: str, value: Raw | None) -> list[dict[str, Any]]:
 
 
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
+    """Check one message and return it as the chat template takes it."""
     message = decode(openai_parts.ChatMessage, item, name)
     if message.tool_calls and message.role != "assistant":
         calls = msgspec.to_builtins(message.tool_calls)

@@ -217,6 +217,7 @@ class ResponseTools:
     def _add(
         self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
     ) -> None:
+        """Add one function or custom tool, of ``namespace`` if it is in one. Raises ApiError 400."""
         match kind:
             case "function":
                 decode(parts.ResponsesTool, item, name)

@@ -167,6 +167,7 @@ def _options(
     n: int | None = None,
     num_logprobs: int | None = None,
 ) -> SampleOptions:
+    """Return the options of one prompt from the fields that all endpoints have under some name."""
     min_new_tokens = minimum.value or 0
     if limit.value is not None and min_new_tokens > limit.value:
         raise InvalidField(

@@ -64,6 +64,7 @@ class SchemaNumbers:
         return found
 
     def _scan(self, root: Schema) -> None:
+        """Look at every schema within the document: check its bounds, and note its literals and its users."""
         seen, open_schemas = {id(root)}, [("#", root)]
         while open_schemas:
             place, schema = open_schemas.pop()
@@ -99,6 +100,8 @@ class SchemaNumbers:
         return ((where, part) for where, part in found if isinstance(part, dict))
 
     def _check_bounds(self, place: str, schema: Schema) -> None:
+        """Raises InexactNumber for a bound or a length of ``schema`` that llguidance would not enforce
+        exactly."""
         types = types_of(schema)
         of_integers = "integer" in types and "number" not in types
         for word in BOUNDS:

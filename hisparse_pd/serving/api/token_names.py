@@ -34,6 +34,7 @@ class TokenNames:
         self._are_ids = are_ids
 
     def of(self, token_id: int) -> str:
+        """Return the name of a token."""
         if self._are_ids:
             return by_id(token_id)
         spelled = self.token_bytes.of(token_id)

@@ -57,6 +57,7 @@ class ConnectionsByAddress(Generic[K]):
         same_address.setdefault(connection)
 
     def discard(self, connection: K) -> None:
+        """Remove a connection if it is there."""
         same_address = self._by_address.get(connection.address, {})
         if connection not in same_address:
             return

@@ -100,8 +100,9 @@ class EngineLink:
     ) -> None:
         """``endpoints``: one for each rank, as in RankLink. ``on_stats``: called with a rank and its stats.
 
-        ``on_connected``: called once all engines are connected to all fronts. ``board``: what the node's
-        fronts share; None if this is the only one. ``front_number``: this front's.
+        ``on_connected``: called once all engines are connected to all fronts. ``choose_rank``: assigns each
+        sample to a rank. ``board``: what the node's fronts share; None if this is the only one. ``crossing``:
+        settings of connections to other machines.
         """
         self.limits = limits
         self.health_timeout_secs = health_timeout_secs
@@ -125,6 +126,7 @@ class EngineLink:
         self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank
         self._in_flight: dict[str, _SampleInFlight] = {}
+        """Samples of this front, by request id."""
 
     def start(self) -> None:
         """Bind the sockets and begin to talk to the engines. Needs a running event loop. Raises OSError."""
@@ -137,7 +139,7 @@ class EngineLink:
 
     @property
     def ready(self) -> EngineReady | None:
-        """What the engines reported when they were ready, with bounds that hold for all; None while one
+        """What the engines reported when they were ready, with the lowest bounds of all; None while one
         loads."""
         reports = [rank.ready for rank in self.ranks if rank.ready is not None]
         if len(reports) < len(self.ranks):
@@ -332,6 +334,7 @@ class EngineLink:
         rank.put(abort, partial(self.counts.add, -1))
 
     def _handle(self, rank: RankLink, message: FromEngine) -> None:
+        """Take in a message of an engine: about a sample, or about the engine itself."""
         match message:
             case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)
