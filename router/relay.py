@@ -137,7 +137,7 @@ class RelayedRequest:
         """The attempt under way, or else the last one."""
         self._stream: ResumableStream | None = None
         self._journal: StreamJournal | None = None
-        """None where the router keeps no journals, and nothing resumes."""
+        """None if the router keeps no journals, and nothing resumes."""
         if relay.journals.max_bytes:
             # An answer that is not streamed begins anew, so its journal needs no body and gets no records.
             self._journal = StreamJournal(body.num_bytes if body.is_streamed else 0, relay.journals)

@@ -57,7 +57,7 @@ class DecodeContext(NodeContext):
     codec: TextCodec
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tracer: Tracer | None = None
-    """None where traces are off."""
+    """None if traces are off."""
 
     @classmethod
     def of(cls, node: NodeContext) -> DecodeContext:

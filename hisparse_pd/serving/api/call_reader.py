@@ -43,7 +43,7 @@ _JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
 
 
 def _json_call(text: str) -> _JsonCall | None:
-    """Return a call that is JSON as a whole; None where the text is none."""
+    """Return a call that is JSON as a whole; None if the text is none."""
     try:
         call = _JSON_CALLS.decode(text.encode())
     except msgspec.MsgspecError:

@@ -36,7 +36,7 @@ class CallRule:
 def openai_calls(
     tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_in_function: bool
 ) -> CallRule | None:
-    """Return the rule of chat completions and responses; None where the model may call any tool in any way.
+    """Return the rule of chat completions and responses; None if the model may call any tool in any way.
 
     Where it ``is_in_function``, a tool's name is within ``function``, as in chats, and not beside its type.
     """
@@ -70,7 +70,7 @@ def openai_calls(
 
 
 def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
-    """Return the rule of messages; None where the model may call any tool in any way."""
+    """Return the rule of messages; None if the model may call any tool in any way."""
     names = names_of_tools(prompt)
     if choice is None:
         return _call_rule(prompt, "", names, False, False, "")

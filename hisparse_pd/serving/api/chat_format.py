@@ -70,7 +70,7 @@ class ChatFormat:
     """A checkpoint's way of writing answers, on which their grammars depend."""
 
     markup: ToolMarkup | None = None
-    """Markup of calls; None where it is not known."""
+    """Markup of calls; None if it is not known."""
     reasons: bool = False
     """Whether the template has marks of reasoning."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
 
 
 def think_marks(template: str | None) -> ThinkMarks | None:
-    """Return the first marks of reasoning that the template has; None where it has none."""
+    """Return the first marks of reasoning that the template has; None if it has none."""
     return next((marks for marks in THINK_MARKS if template is not None and marks.opening in template), None)
 
 
@@ -152,7 +152,7 @@ class Markup:
     call: str = ""
     end_of_name: str = ""
     key: str = ""
-    """Mark before an argument's name; empty where the arguments are JSON."""
+    """Mark before an argument's name; empty if the arguments are JSON."""
     end_of_key: str = ""
     value: str = ""
     end_of_value: str = ""

@@ -32,7 +32,7 @@ class MessageParser:
         separates_reasoning: bool = True,
         think: ThinkMarks = THINK,
     ) -> None:
-        """``in_reasoning``: the prompt ended within reasoning. ``markup`` is None where no tools are offered:
+        """``in_reasoning``: the prompt ended within reasoning. ``markup`` is None if no tools are offered:
         text that looks like a call is content then. Without ``separates_reasoning``, reasoning is content.
         """
         self._in_reasoning = in_reasoning and separates_reasoning

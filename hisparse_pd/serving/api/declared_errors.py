@@ -101,7 +101,7 @@ def explain(
 
 
 def _part(value: Any, step: str | int) -> Any:
-    """Return the field or the item of ``value``, or None where there is none: the field may be given twice,
+    """Return the field or the item of ``value``, or None if there is none: the field may be given twice,
     and ``value`` then has the other one."""
     match value, step:
         case dict(), str(field):
@@ -126,7 +126,7 @@ def _kind_of_part(kind: inspect.Type, step: str | int, value: Any) -> inspect.Ty
 
 
 def _rule_of_known_values(kind: inspect.Type) -> str | None:
-    """Return which values ``kind`` may have, or None where it has no list of them."""
+    """Return which values ``kind`` may have, or None if it has no list of them."""
     known: list[object] = [structure.tag for structure in structures_of(kind)]
     for member in members_of(kind):
         if isinstance(member, inspect.LiteralType):

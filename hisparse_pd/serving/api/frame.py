@@ -178,7 +178,7 @@ class FramedEndpoint:
 
 
 class Reply:
-    """Sends the one answer to a request. ``span`` is None where the request is not traced."""
+    """Sends the one answer to a request. ``span`` is None if the request is not traced."""
 
     def __init__(
         self, send: Send, error_shape: ErrorShape, request_headers: Headers, span: RequestSpan | None

@@ -62,7 +62,7 @@ class NodeContext:
     link: EngineLink
     metrics: FrontMetrics
     api_keys: ApiKeys | None = None
-    """None where requests need no key."""
+    """None if requests need no key."""
     control_keys: ControlKeys | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
     metrics_of_fronts: Callable[[], Sequence[bytes]] = tuple

@@ -92,7 +92,7 @@ class _OpenAiDialect(Dialect):
         return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
-        """Return the logprobs that the delta's chunk has; None where none are asked for."""
+        """Return the logprobs that the delta's chunk has; None if none are asked for."""
         if output.sample.options.sampling.num_logprobs is None:
             return None
         return self._logprobs(output, delta)
@@ -227,7 +227,7 @@ class ChatDialect(_OpenAiDialect):
             yield self._chunk(output, choice)
 
     def _shown_change(self, sample: int, change: Change, block: Block, text: str) -> Json:
-        """Return the delta that shows a block's change; empty where there is nothing to show."""
+        """Return the delta that shows a block's change; empty if there is nothing to show."""
         match change, block.kind:
             case Change.GREW, BlockKind.REASONING:
                 return {"reasoning_content": text}

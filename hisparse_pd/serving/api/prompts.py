@@ -42,7 +42,7 @@ class ChatPrompt:
     template_arguments: dict[str, object]
     continue_final_message: bool
     tools: tuple[dict[str, object], ...]
-    """Descriptions of the tools that the model may call; empty where it may call none."""
+    """Descriptions of the tools that the model may call; empty if it may call none."""
     separate_reasoning: bool
     """Whether the answer's reasoning is shown beside its content, instead of at the content's beginning."""
     add_generation_prompt: bool = True

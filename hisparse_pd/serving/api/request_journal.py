@@ -20,7 +20,7 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
-from hisparse_pd.serving.api.bodies import ServedBody
+from hisparse_pd.serving.api.bodies import GeneratingBody
 from hisparse_pd.serving.api.body_parts import MAX_RECORD_BLOCKS, TokenId
 from hisparse_pd.serving.api.raw_json import check_size, not_json, split
 from hisparse_pd.serving.http.http_errors import FieldRefused, InvalidField
@@ -76,8 +76,8 @@ class RequestJournal:
     """Records of what the client has, in order."""
 
     @classmethod
-    def of(cls, body: ServedBody, num_samples: int) -> RequestJournal | None:
-        """Read the journal of ``body``; None where it has none. Raises ApiError 400."""
+    def of(cls, body: GeneratingBody, num_samples: int) -> RequestJournal | None:
+        """Read the journal of ``body``; None if it has none. Raises ApiError 400."""
         head = body.journal
         if head is None:
             return None

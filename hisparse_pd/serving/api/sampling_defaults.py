@@ -85,6 +85,6 @@ class SamplingDefaults:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        """Return what differs from OpenAI's, for the log; empty where nothing does."""
+        """Return what differs from OpenAI's, for the log; empty if nothing does."""
         ours, openai = asdict(self), asdict(SamplingDefaults())
         return ", ".join(f"{name} {value!r}" for name, value in ours.items() if value != openai[name])

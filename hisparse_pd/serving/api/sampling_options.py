@@ -16,10 +16,10 @@ from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import (
     ChatBody,
     CompletionsBody,
-    Drawing,
     GenerateBody,
     MessagesBody,
     ResponsesBody,
+    SamplingFields,
 )
 from hisparse_pd.serving.api.bodies import SamplingParams as SglangParams
 from hisparse_pd.serving.api.body_parts import MAX_PROMPTS
@@ -158,7 +158,7 @@ class IntegerField(NamedTuple):
 
 
 def _options(
-    drawing: Drawing,
+    fields: SamplingFields,
     limit: IntegerField,
     minimum: IntegerField,
     seed: int | None,
@@ -173,17 +173,17 @@ def _options(
         raise InvalidField(
             minimum.name, min_new_tokens, f"must be at most {limit.name}, which is {limit.value}"
         )
-    biases = [(token_id, bias) for token_id, bias in (drawing.logit_bias or {}).items() if bias]
+    biases = [(token_id, bias) for token_id, bias in (fields.logit_bias or {}).items() if bias]
     sampling = SamplingParams(
         max_new_tokens=0,
         min_new_tokens=min_new_tokens,
-        **asdict(defaults.changed_by(drawing)),
+        **asdict(defaults.changed_by(fields)),
         seed=seed,
-        ignore_eos=bool(drawing.ignore_eos),
-        stop_token_ids=tuple(drawing.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
         num_logprobs=num_logprobs,
-        presence_penalty=drawing.presence_penalty or 0.0,
-        frequency_penalty=drawing.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=pack_logit_bias(biases),
     )
     return SampleOptions(
@@ -194,8 +194,8 @@ def _options(
         min_new_tokens_field=minimum.name,
         biased_token_ids=tuple(token_id for token_id, _ in biases),
         stop=tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or ())),
-        skip_special_tokens=drawing.skip_special_tokens is not False,
-        no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        no_stop_trim=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
     )
 
 

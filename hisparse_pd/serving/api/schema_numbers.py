@@ -54,7 +54,7 @@ class SchemaNumbers:
         return id(schema) in self._concerned
 
     def target(self, reference: object) -> object:
-        """Return the schema at ``reference``; None where it is not in this document."""
+        """Return the schema at ``reference``; None if it is not in this document."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         self._steps.spend(1 + len(reference) // 8)

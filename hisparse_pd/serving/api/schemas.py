@@ -19,14 +19,14 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import (
     BODIES,
-    AddressedBody,
     ChatBody,
     CompletionsBody,
     Endpoint,
     GenerateBody,
+    GeneratingBody,
     MessagesBody,
+    ModelBody,
     ResponsesBody,
-    ServedBody,
 )
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES, Labels
 from hisparse_pd.serving.api.constraints import (
@@ -100,7 +100,7 @@ class ApiRequest:
     hisparse: HisparseFlag | None
     is_speculative: bool
     request_ids: tuple[str, ...]
-    """Values of ``rid`` of ``/generate``, one a prompt; empty where there are none."""
+    """Values of ``rid`` of ``/generate``, one a prompt; empty if there are none."""
     returns_token_ids: bool = False
     """Show token ids of prompts and answers, as vLLM does; ``/generate`` always shows those of answers."""
     names_tokens_by_id: bool = False
@@ -110,11 +110,11 @@ class ApiRequest:
     omits_thinking: bool = False
     """Do not show the thinking in an answer to ``/v1/messages``."""
     journal: RequestJournal | None = None
-    """None where no router keeps a journal."""
+    """None if no router keeps a journal."""
 
     @property
     def chat(self) -> ChatPrompt | None:
-        """The request's only conversation; None where it has other prompts."""
+        """The request's only conversation; None if it has other prompts."""
         (prompt, *_) = self.prompts
         return prompt if isinstance(prompt, ChatPrompt) else None
 
@@ -129,7 +129,7 @@ def parse_request(
 ) -> ApiRequest:
     """Parse the body ``content``. Sampling parameters that it leaves out are those of ``defaults``. Raises
     ApiError: 400 for a field, 404 for another model than ``model_name``."""
-    body: ServedBody = decode_body(BODIES[endpoint], content)
+    body: GeneratingBody = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
     given = _read_prompts(body, defaults)
     num_prompts, num_samples = len(given.prompts), sum(option.n for option in given.options)
@@ -177,7 +177,7 @@ class _GivenPrompts(NamedTuple):
     """As in ``ApiRequest``."""
 
 
-def _read_prompts(body: ServedBody, defaults: SamplingDefaults) -> _GivenPrompts:
+def _read_prompts(body: GeneratingBody, defaults: SamplingDefaults) -> _GivenPrompts:
     """Read prompts, options and constraints from the body of any endpoint. Raises ApiError 400."""
     match body:
         case CompletionsBody():
@@ -219,7 +219,7 @@ def _given_chat(
     return _GivenPrompts(field, False, (chat,), (options,), echo)
 
 
-def _omits_thinking(body: ServedBody) -> bool:
+def _omits_thinking(body: GeneratingBody) -> bool:
     thinking = body.thinking if isinstance(body, MessagesBody) else None
     return thinking is not None and thinking.display == "omitted"
 
@@ -233,7 +233,7 @@ def derive_room(room: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def check_model(body: AddressedBody, model_name: str) -> None:
+def check_model(body: ModelBody, model_name: str) -> None:
     """Raises ApiError 404 for another model than ``model_name``."""
     if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
         raise ApiError(
@@ -247,7 +247,7 @@ def check_model(body: AddressedBody, model_name: str) -> None:
 # --- what the router adds, and the rest --------------------------------------------------------------
 
 
-def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
+def _rendezvous(body: GeneratingBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
     """Return the prefill node and room of each sample, prompt by prompt.
 
     Each field has one value for all samples, or a list of one entry a prompt or a sample. If samples share a
@@ -298,7 +298,7 @@ def _bootstrap_host(value: str) -> str:
     return host
 
 
-def _streamed_usage(body: ServedBody) -> StreamedUsage:
+def _streamed_usage(body: GeneratingBody) -> StreamedUsage:
     options = body.stream_options if isinstance(body, CompletionsBody | ChatBody) else None
     if options is None:
         return StreamedUsage.NONE
@@ -309,7 +309,7 @@ def _streamed_usage(body: ServedBody) -> StreamedUsage:
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
 
 
-def _labels(body: ServedBody) -> Labels:
+def _labels(body: GeneratingBody) -> Labels:
     """Return the fields in labels, which public routers pass on. Values at the top level take precedence."""
     match body:
         case ChatBody() | MessagesBody():
@@ -323,12 +323,12 @@ def _labels(body: ServedBody) -> Labels:
     return labels or Labels()
 
 
-def _hisparse(body: ServedBody, labels: Labels) -> HisparseFlag | None:
+def _hisparse(body: GeneratingBody, labels: Labels) -> HisparseFlag | None:
     given = labels.hisparse if body.hisparse is None else body.hisparse
     return None if given is None else HisparseFlag(str(given).lower())
 
 
-def _roots(body: ServedBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
+def _roots(body: GeneratingBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
     """Return the root of each prompt's keys. Each field has one value for all prompts, or one a prompt."""
     keys: list[list[str | None]] = []
     for field in ("cache_salt", "extra_key"):
@@ -343,7 +343,7 @@ def _roots(body: ServedBody, labels: Labels, num_prompts: int) -> tuple[PageKey,
     return tuple(map(root_of, *keys))
 
 
-def _request_ids(body: ServedBody, num_prompts: int) -> tuple[str, ...]:
+def _request_ids(body: GeneratingBody, num_prompts: int) -> tuple[str, ...]:
     if not isinstance(body, GenerateBody) or body.rid is None:
         return ()
     rid = body.rid

@@ -61,7 +61,7 @@ class ToolSchemas:
     """The parameters of the tools of one request."""
 
     def __init__(self, tools: Sequence[Mapping[str, object]], steps: Steps | None = None) -> None:
-        """``steps``: budget for reading schemas; None where only an answer's few parameters are read."""
+        """``steps``: budget for reading schemas; None if only an answer's few parameters are read."""
         self._steps = steps
         self._parameters: dict[str, Mapping[str, object]] = {}
         self._values: dict[tuple[str, str], _Values] = {}
