@@ -15,7 +15,7 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import TokenTrie

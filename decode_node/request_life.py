@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import (
     KV_ROW_CORRUPT,
     PREFILL_NODE_FAILED,

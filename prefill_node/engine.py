@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from hisparse_pd.base.log_limit import LogLimiter
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement

@@ -20,7 +20,8 @@ from starlette.routing import Route
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.base.log_limit import LogLimiter
-from hisparse_pd.base.settings import MAX_BODY_BYTES, PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.settings import MAX_BODY_BYTES
 from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.engine.messages import EngineReady
 from hisparse_pd.protocol.bootstrap import (

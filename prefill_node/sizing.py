@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.unpacked import unpacked_bytes

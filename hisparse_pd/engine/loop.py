@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import parent_is_alive
-from hisparse_pd.base.settings import NodeSettings
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineLoading,

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import die_with_parent, setup_logging
-from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.base.vocabulary import VERSION, RankPlace
 from hisparse_pd.core.memory.device import check_devices, use_device
 from hisparse_pd.core.memory.free import check_host_memory

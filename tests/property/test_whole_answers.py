@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body

@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.ports import free_port
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.commands import cli
 from hisparse_pd.commands.doctor.settings import DoctorSettings
 from hisparse_pd.protocol.channels import ControlKeys

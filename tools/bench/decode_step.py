@@ -37,7 +37,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams, StartError
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 from hisparse_pd.core.memory.device import use_device

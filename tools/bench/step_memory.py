@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.stored_weights import weight_files

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, Mode, RankPlace
 from hisparse_pd.core.memory.device import DeviceMemory, use_device
 from hisparse_pd.core.memory.free import free_memory

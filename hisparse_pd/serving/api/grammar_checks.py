@@ -1,7 +1,8 @@
 """Checks the grammars of requests before an engine sees them, one at a time in a process beside the front.
 
-A check takes a core for a second at most, and nothing of the front but the wait. Its result is remembered,
-unless another check could have another one.
+``TextCodec.check_grammar`` calls it for each grammar of a request. A check takes a core for a second at most,
+and the front only waits. A result is remembered if it is certain, that is, if a repetition would give the
+same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GrammarChecks:
         self._turns = Turns(1, "grammar-checks")
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        """What is wrong with a grammar, or "", by its text's hash; the latest one asked for is last."""
+        """Error of each known grammar, "" if it is fine, by its text's hash; the latest one used is last."""
 
     async def check(self, text: str, field: str) -> None:
         """Raises ApiError 400, which names ``field`` and the bound that the grammar exceeds, and 503 where

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node import scheduler

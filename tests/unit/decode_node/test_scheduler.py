@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import Prefix

@@ -49,7 +49,7 @@ class Served:
     @property
     def num_begun(self) -> int:
         assert self.server._handshakes is not None
-        return len(self.server._handshakes.begun)
+        return len(self.server._handshakes.under_way)
 
     @asynccontextmanager
     async def stranger(
