@@ -21,7 +21,7 @@ wants it."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class LookUpResult:
     """An endpoint's answer, or why there is none."""
 
     instance_id: str
@@ -72,7 +72,7 @@ class LookUps:
             self._instance_id = instance_id
             self._future = self._discovery.ask(self._address)
 
-    def take(self, now: float) -> Answer | None:
+    def take(self, now: float) -> LookUpResult | None:
         """Return an answer that has come, once; None before."""
         if self._future is None or not self._future.done():
             return None
@@ -82,4 +82,4 @@ class LookUps:
             info: BootstrapInfo | BootstrapLookupError = future.result()
         except BootstrapLookupError as error:
             info = error
-        return Answer(self._instance_id, info)
+        return LookUpResult(self._instance_id, info)

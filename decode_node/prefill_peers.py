@@ -30,10 +30,10 @@ from hisparse_pd.protocol.messages import (
     Geometry,
     Heartbeat,
     HeartbeatAck,
-    Refused,
     Region,
     Register,
     Registered,
+    RegistrationRefused,
     RoomDone,
     RoomFailed,
     RoomQuiet,
@@ -204,7 +204,7 @@ class PrefillPeers:
             )
         peer.last_used_at = now
 
-    def may_entrust(self, address: PeerAddress) -> bool:
+    def is_registered(self, address: PeerAddress) -> bool:
         """Return whether the peer is connected and registered with, so that it may be given rooms."""
         peer = self._peers.get(address)
         return peer is not None and peer.phase is PeerPhase.READY
@@ -297,7 +297,7 @@ class PrefillPeers:
         match message:
             case Registered():
                 self._registered(peer, message, now)
-            case Refused():
+            case RegistrationRefused():
                 self._refused(peer, message, now)
             case HeartbeatAck():
                 if message.instance_id == peer.instance_id:
@@ -341,7 +341,7 @@ class PrefillPeers:
         peer.last_error = ""
         self._events.append(PeerReady(peer.address, message.instance_id))
 
-    def _refused(self, peer: _Peer, message: Refused, now: float) -> None:
+    def _refused(self, peer: _Peer, message: RegistrationRefused, now: float) -> None:
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
             log.error("%s", error)

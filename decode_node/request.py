@@ -24,7 +24,7 @@ from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
-from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone
+from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone, first_stepped
 from hisparse_pd.protocol.prompt_scores import WantedScores
 
 KV_POOLS: Final[dict[Mode, Kinds]] = {
@@ -190,15 +190,8 @@ class Request:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
     @property
-    def first_resumed(self) -> int:
-        """First position of the prompt that is output already, of a resumed stream; else the prompt's end."""
-        return self.num_prompt_tokens - self.sampling.num_resumed_tokens
-
-    @property
     def first_stepped(self) -> int:
-        """First position whose KV is computed, or rounded, as in a decode step: the last one before the
-        output. On a GPU the KV of the same tokens inside a prompt has other bits."""
-        return self.first_resumed - 1
+        return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens)
 
     @property
     def num_landing_tokens(self) -> int:

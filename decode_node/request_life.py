@@ -175,7 +175,7 @@ class RequestLife:
         """Release the rooms of a run that an operator declares over, unless that run still answers."""
         peers = {entry.peer for entry in self.requests.quarantine if entry.instance_id == instance_id}
         for peer in peers:
-            if self.peers.may_entrust(peer) and self.peers.instance_id(peer) == instance_id:
+            if self.peers.is_registered(peer) and self.peers.instance_id(peer) == instance_id:
                 log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
                 return
         log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
@@ -356,13 +356,13 @@ class RequestLife:
     def refresh_queue(self, now: float) -> None:
         """Queue the requests whose prefill node may be entrusted with a room, and only those."""
         for peer in self.requests.queued_at(RequestState.WAITING):
-            if not self.peers.may_entrust(peer):
+            if not self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
                     self.requests.queue(
                         request, RequestState.CONNECTING, self._contact_deadline(request, now)
                     )
         for peer in self.requests.queued_at(RequestState.CONNECTING):
-            if self.peers.may_entrust(peer):
+            if self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.CONNECTING, peer)):
                     self._may_be_admitted(request, now)
 

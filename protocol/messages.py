@@ -12,7 +12,7 @@ kind           outcome
 =============  ============================================================================
 oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer reconnects
 malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
-unregistered   Bootstrap or AbortRoom from a peer that has not registered: answered with Refused
+unregistered   Bootstrap or AbortRoom before Register: answered with RegistrationRefused
 duplicate      second Bootstrap of a live room: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing is in flight); from prefill: dropped, counted
 late           Bootstrap of a room that ended: answered with RoomFailed; other messages: dropped, counted
@@ -160,8 +160,9 @@ class Region(Struct, frozen=True, array_like=True):
 
 class Register(Struct, frozen=True, array_like=True, tag=1):
     """First message of a decode node. It is sent again after each reconnect, and each second until Registered
-    or Refused answers it. Until the lane is chosen, an unasked HeartbeatAck answers it. A prefill node also
-    sends an unasked HeartbeatAck to a silent decode node, to find out whether the connection stands."""
+    or RegistrationRefused answers it. Until the lane is chosen, an unasked HeartbeatAck answers it. A prefill
+    node also sends an unasked HeartbeatAck to a silent decode node, to find out whether the connection
+    stands."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name
@@ -175,7 +176,8 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
-    """Sent once per heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered.
+    """Sent once per heartbeat interval. Answered by HeartbeatAck, or by RegistrationRefused when not
+    registered.
 
     ``seq``: the number of heartbeats sent since the prefill node's last message.
     """
@@ -224,6 +226,20 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
         """Number of positions that the prefill node computes or has cached: all but the last."""
         return self.num_prompt_tokens - 1
 
+    @property
+    def first_stepped(self) -> int:
+        return first_stepped(self.num_prompt_tokens, self.num_resumed_tokens)
+
+
+def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int) -> int:
+    """Return the first position of a prompt whose KV is rounded as in decode steps.
+
+    It is the position before the prompt's resumed tokens, or the prompt's last one if there are none. On a
+    GPU the KV of equal tokens inside a prompt has other bits. A prompt therefore takes no page from this
+    position on from a cache, and shares none while its request is live.
+    """
+    return num_prompt_tokens - num_resumed_tokens - 1
+
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
     """The decode node gave the room up. Answered by RoomQuiet once no write is in flight."""
@@ -252,7 +268,7 @@ class Registered(Struct, frozen=True, array_like=True, tag=1):
     lane_reason: Text = ""
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=2):
+class RegistrationRefused(Struct, frozen=True, array_like=True, tag=2):
     """The decode node is not registered: a mismatch (``error`` has both values), or no Register came."""
 
     error: Text
@@ -324,7 +340,7 @@ class RoomScores(Struct, frozen=True, array_like=True, tag=7):
     rows: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 
-ToDecode = Registered | Refused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet | RoomScores
+ToDecode = Registered | RegistrationRefused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet | RoomScores
 
 encoder = Encoder()
 to_prefill_decoder: TypedDecoder[ToPrefill] = TypedDecoder(ToPrefill)

@@ -344,7 +344,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         left += [f"decode: room {entry.room} is quarantined" for entry in rooms.quarantine]
         for node in world.prefill.values():
             life = node.engine._life
-            left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
+            left += [f"prefill: room {request.room} is {request.state}" for request in life.requests]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:
@@ -419,7 +419,7 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
         front, node = world.decode.front, write_slowly(world, 3)
         (client,) = world.network.clients
         if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
-            node.engine._life.fail(node.engine._life.rooms.live(Room(1)), 502, "no", world.now)
+            node.engine._life.fail(node.engine._life.requests.live(Room(1)), 502, "no", world.now)
         finish_writes(world, node, client, fate)
         world.network.break_connection(client, 0)
         for _ in range(8):
@@ -460,7 +460,7 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
             network.deliver_all()
             world.pass_time(1.0, late_bytes_land=False)
             world.turn_decode(answers_lookups=answers_lookups)
-        assert decode.peers.may_entrust(address)
+        assert decode.peers.is_registered(address)
         assert decode.peers.instance_id(address) == new_run
 
 

@@ -76,7 +76,7 @@ PURE = (
         "decode_node/reserve.py",
     ),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
-    *("prefill_node/scheduler.py", "prefill_node/rooms.py"),
+    *("prefill_node/scheduler.py", "prefill_node/requests.py"),
     *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
     *("transfer/plan.py", "transfer/send_queue.py"),
 )

@@ -25,7 +25,14 @@ from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
 from hisparse_pd.kernels.hot_state import HotBufferError
 from hisparse_pd.kernels.swap_in import RowStart
-from hisparse_pd.protocol.messages import HeartbeatAck, Refused, Room, RoomDone, RoomFailed, RoomQuiet
+from hisparse_pd.protocol.messages import (
+    HeartbeatAck,
+    RegistrationRefused,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+)
 from hisparse_pd.transfer.aux_record import AuxRecord
 from tests.unit.decode_node.support import (
     Answer,
@@ -295,7 +302,9 @@ def test_an_error_of_the_prefill_node_is_passed_on_as_one(
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
-    double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
+    double.refusal = RegistrationRefused(
+        "model_fingerprint: the decode node has 'a', this node 'b'", permanent=True
+    )
     answer = node.generate(PROMPT, 8)
     node.failure_of(answer, status=502, error="model_fingerprint")
     double.refusal = None
