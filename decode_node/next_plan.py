@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request import Request, RequestState
-from hisparse_pd.decode_node.scheduler import Limits, StepPlan, plan_step
+from hisparse_pd.decode_node.scheduler import StepPlan, plan_step
 
 
 class _Situation(NamedTuple):

@@ -17,10 +17,20 @@ from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
+from hisparse_pd.decode_node.peer_events import (
+    InstanceGone,
+    PeerEvent,
+    PeerLost,
+    PeerReady,
+    PeerRefused,
+    RanksChanged,
+    RoomMessage,
+    WriterGone,
+)
 from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import PeerLane
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
@@ -60,68 +70,6 @@ class PeerPhase(StrEnum):
     """Connected, Register sent."""
     READY = "ready"
     """Registered; heartbeats are exchanged."""
-
-
-@dataclass(frozen=True)
-class PeerReady:
-    """The peer is registered: for the first time, again, or as another run of the node."""
-
-    address: PeerAddress
-    instance_id: str
-
-
-@dataclass(frozen=True)
-class PeerRefused:
-    """The peer refuses this node, or this node refuses the peer; trying again changes nothing."""
-
-    address: PeerAddress
-    error: str
-
-
-@dataclass(frozen=True)
-class PeerLost:
-    """A registered peer is gone or hangs. ``last_heard_at`` is a time of ``time.monotonic``, in seconds."""
-
-    address: PeerAddress
-    instance_id: str
-    last_heard_at: float
-    error: str
-
-
-@dataclass(frozen=True)
-class InstanceGone:
-    """The run ``instance_id`` of a prefill node has ended for certain. May be reported more than once."""
-
-    instance_id: str
-
-
-@dataclass(frozen=True)
-class WriterGone:
-    """The run ``instance_id`` wrote through shared memory only, and has let go of it: nothing more lands. A
-    PeerLost came before."""
-
-    instance_id: str
-
-
-@dataclass(frozen=True)
-class RoomMessage:
-    """A message about a room from the registered run; the receiver checks it against its own rooms."""
-
-    address: PeerAddress
-    instance_id: str
-    message: RoomDone | RoomFailed | RoomQuiet | RoomScores
-
-
-@dataclass(frozen=True)
-class RanksChanged:
-    """The number of this prefill node's ranks has changed, and with it the answers of ``address_for``."""
-
-    node: tuple[str, int]
-
-
-PeerEvent: TypeAlias = (
-    PeerReady | PeerRefused | PeerLost | InstanceGone | WriterGone | RanksChanged | RoomMessage
-)
 
 
 @dataclass(eq=False)

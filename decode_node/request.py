@@ -199,9 +199,9 @@ class Request:
         return self.num_prompt_tokens - 1
 
     @property
-    def lacks_nothing(self) -> bool:
-        """Whether it needs no prefill node: all KV but the last token's is held, and no score is wanted."""
-        return self.held_prefix_tokens == self.num_landing_tokens and self.scores is None
+    def needs_prefill_node(self) -> bool:
+        """Whether KV is missing beside the last token's, or scores of the prompt are wanted."""
+        return self.held_prefix_tokens != self.num_landing_tokens or self.scores is not None
 
     @property
     def newest_token_id(self) -> int:

@@ -31,27 +31,16 @@ from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
+from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
-from hisparse_pd.decode_node.prefill_peers import (
-    InstanceGone,
-    PeerEvent,
-    PeerLost,
-    PeerReady,
-    PeerRefused,
-    PrefillPeers,
-    RanksChanged,
-    RoomMessage,
-    WriterGone,
-)
-from hisparse_pd.decode_node.quarantine import Quarantined
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
-    PromptScores,
     RequestFailed,
     Tokens,
     num_packed_tokens,
@@ -64,21 +53,12 @@ from hisparse_pd.protocol.messages import (
     AbortRoom,
     Bootstrap,
     Room,
-    RoomDone,
-    RoomFailed,
-    RoomQuiet,
-    RoomScores,
 )
-from hisparse_pd.protocol.prompt_scores import score_dtype
-from hisparse_pd.transfer.aux_record import AuxMismatch
 
 log = logging.getLogger(__name__)
 
 CONTACT_TIMEOUT_SECS = 10.0
 """Longest time that a request waits for its prefill node to be found and registered with."""
-
-_OTHERS_MAY_DO_BETTER = (429, 502, 503)
-"""Statuses of failed rooms that another prefill node may serve: this one is full, cut off or stopping."""
 
 _DEFAULT_FLAG = {
     HisparsePolicy.AUTO: HisparseFlag.AUTO,
@@ -168,7 +148,7 @@ class RequestLife:
         if request is not None:
             if not has_finished:
                 self.metrics.add("aborted_requests_total")
-            self._tell_peer(request, "the client is gone")
+            self.abort_at_peer(request, "the client is gone")
             self._end(request, now, is_sound=True)
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
@@ -181,167 +161,9 @@ class RequestLife:
         log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
         self.requests.quarantine.instance_gone(instance_id, now)
 
-    # --- from the prefill nodes -------------------------------------------------------------------
+    # --- the start ----------------------------------------------------------------------------------
 
-    def peer_event(self, event: PeerEvent, now: float) -> None:
-        match event:
-            case PeerReady():
-                self._repeat_messages(event)
-            case PeerRefused():
-                for request in self.requests.of_peer(event.address):
-                    if request.state in (RequestState.CONNECTING, RequestState.WAITING):
-                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
-            case PeerLost():
-                self._peer_lost(event, now)
-            case InstanceGone():
-                self.requests.quarantine.instance_gone(event.instance_id, now)
-            case WriterGone():
-                self.requests.quarantine.writer_gone(event.instance_id)
-            case RanksChanged():
-                self._readdress(event, now)
-            case RoomMessage():
-                self._room_message(event, now)
-            case _:
-                assert_never(event)
-
-    def _readdress(self, event: RanksChanged, now: float) -> None:
-        """Move requests that no rank has been given yet to the rank that serves their room now."""
-        for request in self.requests.select(RequestState.CONNECTING, RequestState.WAITING):
-            if request.peer.node != event.node:
-                continue
-            address = self.peers.address_for(*event.node, request.room)
-            if address != request.peer:
-                until = now + self.contact_timeout_secs
-                self.requests.queue(request, RequestState.CONNECTING, until, address)
-                self.peers.use(address, now)
-
-    def _repeat_messages(self, event: PeerReady) -> None:
-        """Repeat what the same run may have missed before it registered this node; repetition is harmless."""
-        for request in self.requests.of_peer(event.address):
-            if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
-                self.peers.send(event.address, _bootstrap(request))
-        for entry in self.requests.quarantine:
-            if (
-                entry.peer == event.address
-                and entry.instance_id == event.instance_id
-                and entry.is_unacknowledged
-            ):
-                self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
-
-    def _peer_lost(self, event: PeerLost, now: float) -> None:
-        """Fail the requests that need the lost peer. Running ones do not; those that came after its last word
-        go on waiting for it."""
-        for request in self.requests.of_peer(event.address):
-            match request.state:
-                case RequestState.LANDING:
-                    if request.instance_id == event.instance_id:
-                        self.metrics.add("kv_transfer_failures_total")
-                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
-                case RequestState.CONNECTING | RequestState.WAITING:
-                    if request.arrived_at <= event.last_heard_at:
-                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
-                case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
-                    pass
-                case _:
-                    assert_never(request.state)
-
-    def _room_message(self, event: RoomMessage, now: float) -> None:
-        """Take a message only from the run that was given the room: its successor knows nothing of writes in
-        flight."""
-        message = event.message
-        room = Room(message.room)
-        request = self.requests.get(room)
-        sender = (event.address, event.instance_id)
-        was_landing = False
-        if (
-            request is not None
-            and (request.peer, request.instance_id) == sender
-            and request.state is RequestState.LANDING
-        ):
-            was_landing = True
-            match message:
-                case RoomScores():
-                    self._scored(request, message, now)
-                case RoomDone():
-                    self._landed(request, message, now)
-                case RoomFailed():
-                    self.metrics.add("kv_transfer_failures_total")
-                    code = PREFILL_NODE_FAILED if message.status in _OTHERS_MAY_DO_BETTER else ""
-                    self.fail(request, message.status, message.error, now, code)
-                case RoomQuiet():
-                    self.metrics.drop("late")
-                case _:
-                    assert_never(message)
-        entry = self.requests.quarantine.get(room)  # just entered if the message has ended the request
-        if entry is not None and (entry.peer, entry.instance_id) == sender:
-            self._quarantined_message(entry, message, now)
-        elif not was_landing:
-            self.metrics.drop("late" if request is not None else "unknown_room")
-
-    def _quarantined_message(
-        self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet | RoomScores, now: float
-    ) -> None:
-        match message:
-            case RoomScores():
-                pass  # nobody waits for them any more
-            case RoomDone():
-                self.requests.quarantine.quiet(entry.room, batch_failed=False, now=now)
-            case RoomQuiet():
-                self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
-            case RoomFailed():
-                if message.batch_failed:
-                    self.requests.quarantine.failed(entry.room)
-                if message.quiet:
-                    self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
-            case _:
-                assert_never(message)
-
-    def _scored(self, request: Request, message: RoomScores, now: float) -> None:
-        """Pass logprobs of prompt tokens on to the front."""
-        row_bytes = score_dtype(message.num_top).itemsize
-        wanted = request.scores
-        if (
-            wanted is None
-            or message.first != wanted.first + request.num_scored
-            or message.num_top > wanted.num_top
-            or len(message.rows) % row_bytes
-        ):
-            error = f"scores of its prompt from position {message.first} on, which it does not wait for"
-            self._scores_wrong(request, error, now)
-            return
-        request.num_scored += len(message.rows) // row_bytes
-        self.send(PromptScores(request.request_id, message.num_top, message.rows))
-
-    def _scores_wrong(self, request: Request, error: str, now: float) -> None:
-        self.metrics.add("kv_transfer_failures_total")
-        self._tell_peer(request, error)
-        self.fail(request, 502, f"prefill node {request.peer} sent {error}", now, PREFILL_NODE_FAILED)
-
-    def _landed(self, request: Request, message: RoomDone, now: float) -> None:
-        """Take the aux record of a request all of whose KV is here, and start it."""
-        if request.scores is not None:
-            num_wanted = max(0, request.num_prompt_tokens - request.scores.first)
-            if request.num_scored != num_wanted:
-                error = f"the scores of {request.num_scored} of {num_wanted} positions; the others are lost"
-                self._scores_wrong(request, error, now)
-                return
-        self.metrics.add("kv_transfer_bytes_total", message.num_bytes)
-        self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
-        try:
-            aux_slot = request.owned.only_slot(PoolKind.AUX)
-            record = self.tables.memory.take_aux(aux_slot, request.room)
-        except AuxMismatch as error:
-            self.metrics.add("kv_transfer_failures_total")
-            unusable = f"the transfer from {request.peer} is unusable: {error}"
-            self.fail(request, 500, unusable, now)
-            return
-        self.metrics.add("cached_tokens_total", message.num_cached_tokens)
-        request.delivery = message
-        if record.hint is not None:
-            request.hot_positions = self.tables.by_hot_group(record.hint)
-        self._start(request, now)
-
-    def _start(self, request: Request, now: float) -> None:
+    def start(self, request: Request, now: float) -> None:
         """Start a request: all its KV is here but the last token's, which its first step computes."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
@@ -364,12 +186,12 @@ class RequestLife:
         for peer in self.requests.queued_at(RequestState.CONNECTING):
             if self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.CONNECTING, peer)):
-                    self._may_be_admitted(request, now)
+                    self._start_waiting(request, now)
 
     def _contact_deadline(self, request: Request, now: float) -> float:
         return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
 
-    def _may_be_admitted(self, request: Request, now: float) -> None:
+    def _start_waiting(self, request: Request, now: float) -> None:
         page_size = self.peers.page_size(request.peer)
         if page_size != self.limits.page_size:
             request.dense_refusal = (
@@ -378,7 +200,7 @@ class RequestLife:
             )
         self.requests.queue(request, RequestState.WAITING, request.arrived_at + self.room_timeout_secs)
         if error := refusal(self.limits, request):
-            self._tell_peer(request, error)
+            self.abort_at_peer(request, error)
             self.fail(request, 400, error, now)
 
     def expire(self, now: float) -> None:
@@ -410,7 +232,7 @@ class RequestLife:
                     continue
                 case _:
                     assert_never(request.state)
-            self._tell_peer(request, error)
+            self.abort_at_peer(request, error)
             self.fail(request, status, error, now, code)
 
     def _report_stuck(self, now: float) -> None:
@@ -441,14 +263,14 @@ class RequestLife:
 
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
-        instance_id = "" if request.lacks_nothing else self.peers.instance_id(request.peer)
+        instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.tables.prepare_landing(request)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
-        if request.lacks_nothing:
-            self._start(request, now)
-        elif not self.peers.send(request.peer, _bootstrap(request)):
+        if not request.needs_prefill_node:
+            self.start(request, now)
+        elif not self.peers.send(request.peer, bootstrap_of(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, now, PREFILL_NODE_FAILED)
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
@@ -460,14 +282,14 @@ class RequestLife:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
         self.requests.grow(request, exchange.need)
-        if self._on_device(self.tables.retract, request, "retracted", now):
+        if self._do_or_fail(self.tables.retract, request, "retracted", now):
             self.requests.replace_device_slots(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
         request.is_filling = True
-        self._on_device(self.tables.start, request, "started", now)
+        self._do_or_fail(self.tables.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
         """Launch the next slices of rows that are being filled, and note which rows are filled."""
@@ -481,7 +303,7 @@ class RequestLife:
             else:
                 request.is_filling = not self.tables.is_ready(request)
 
-    def _on_device(
+    def _do_or_fail(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
     ) -> bool:
         """Apply ``action`` to a running request, and return whether that worked.
@@ -590,9 +412,9 @@ class RequestLife:
             return
         self.tables.stop_filling(request)
         self.requests.start_ending(request, is_sound=is_sound)
-        self._let_go(request, now)
+        self._release_if_unused(request, now)
 
-    def _let_go(self, request: Request, now: float, *, waits: bool = False) -> None:
+    def _release_if_unused(self, request: Request, now: float, *, waits: bool = False) -> None:
         """Release what an ENDING request owns, unless a step in flight or the filling of its row uses any of
         it (I1). ``waits``: wait for the filling to end; a step is never waited for."""
         if not request.num_in_flight and (waits or self.tables.is_ready(request)):
@@ -600,11 +422,12 @@ class RequestLife:
             self.requests.release(request, now)
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:
-        """Release what ENDING requests own, where nothing uses it any more. ``waits``: see ``_let_go``."""
+        """Release what ENDING requests own, where nothing uses it any more. ``waits``: see
+        ``_release_if_unused``."""
         for request in self.requests.select(RequestState.ENDING):
-            self._let_go(request, now, waits=waits)
+            self._release_if_unused(request, now, waits=waits)
 
-    def _tell_peer(self, request: Request, reason: str) -> None:
+    def abort_at_peer(self, request: Request, reason: str) -> None:
         """Tell the prefill node of a LANDING request that the room ends, so that it stops its work."""
         if request.state is RequestState.LANDING:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
@@ -622,7 +445,7 @@ def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
     return "landing" if wrong.read_at is ReadAt.START else "page-in"
 
 
-def _bootstrap(request: Request) -> Bootstrap:
+def bootstrap_of(request: Request) -> Bootstrap:
     """Return the message that says which KV of the prompt is missing, and where it is to land."""
     start, stop = request.held_prefix_tokens, request.num_landing_tokens
     return Bootstrap(

@@ -17,7 +17,7 @@ from hisparse_pd.core.model.token_counts import TokenCounts
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
 from hisparse_pd.decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
-from hisparse_pd.decode_node.scheduler import Limits
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.split_choice import MIN_REQS
 from hisparse_pd.kernels.gpu_sizes import check_swap_in_sizes
 from hisparse_pd.kernels.hot_state import HotBufferState

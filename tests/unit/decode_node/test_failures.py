@@ -18,7 +18,7 @@ import hisparse_pd.decode_node.engine
 import hisparse_pd.engine.loop
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts, Stage
-from hisparse_pd.decode_node.prefill_peers import RoomMessage
+from hisparse_pd.decode_node.peer_events import RoomMessage
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
@@ -144,7 +144,7 @@ def _room_message(
 ) -> None:
     """Give the node a message about a room. ``run``: the prefill node's, its present one by default."""
     event = RoomMessage(double.address, run or double.instance_id, message)
-    node.engine.lifecycle.peer_event(event, time.monotonic())
+    node.engine.prefill_events.handle(event, time.monotonic())
 
 
 @pytest.mark.I1
