@@ -21,10 +21,12 @@ class Limits:
     """The sizes of pools and buffers, in tokens unless a name says otherwise."""
 
     totals: SlotCounts
+    """All slots of each pool."""
     page_size: int
     max_context: int
     index_topk: int
     device_buffer_size: int
+    """Most entries of a hot buffer."""
     growth_tokens: int
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
     max_drafts: int = 0
@@ -72,19 +74,22 @@ class Limits:
         return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
-        """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages."""
+        """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
+
+        A dense request can end in its pages, or in the smallest hot buffer unless it shares pages.
+        """
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
-        in_hot_buffer = lacks_host, 0, lacks_index, max(0, life - owned.lookup)
-        if mode is Mode.HISPARSE:
-            return Claim(slots_of(owned), (in_hot_buffer,), request.prefix)
+        lacks_lookup = max(0, life - owned.lookup)
+        if mode is Mode.HISPARSE:  # its hot buffer is complete
+            return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefix)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
         if num_shared_pages:
             return Claim(slots_of(owned), (in_pages,), request.prefix)
-        lacks_hot_buffer = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
-        host, _, index, lookup = in_hot_buffer
-        return Claim(slots_of(owned), (in_pages, (host, lacks_hot_buffer, index, lookup)))
+        lacks_device = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
+        in_hot_buffer = lacks_host, lacks_device, lacks_index, lacks_lookup
+        return Claim(slots_of(owned), (in_pages, in_hot_buffer))
 
 
 def refusal(limits: Limits, request: Request) -> str:

@@ -1,13 +1,16 @@
 """Owns the connections to prefill nodes: it finds and registers with them, and notices when they are lost.
 
-A peer is named by its bootstrap endpoint. It is found through that again whenever it comes back, as the same
-run or another, on the same control port or another (``discovery.py``).
+``RequestLife`` names the peers that requests need (``use``) and sends to those that are registered. The
+engine calls ``poll`` in each turn of its loop; it never waits, and returns what happened as events
+(``peer_events.py``), oldest first.
+
+A peer is one rank of a prefill node, named by the node's bootstrap endpoint and its number. It is found
+through the endpoint again whenever it comes back, as the same run or another, on the same control port or
+another (``discovery.py``).
 
 A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has
 ``REGISTER_TIMEOUT_SECS`` to come back with its rooms; meanwhile its endpoint is asked whether it is gone. An
 engine that hangs does not answer heartbeats, which are messages, although ZMQ itself still answers.
-
-``poll`` never waits and reports what happened as events, oldest first.
 """
 
 from __future__ import annotations
@@ -57,13 +60,19 @@ from hisparse_pd.transfer.lane_host import LaneHost
 log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_SECS = 5.0
+"""Longest time without an answer to Register before the peer counts as lost."""
 REGISTER_REPEAT_SECS = 1.0
+"""Time between two Registers that are not answered."""
 IDLE_CLOSE_SECS = 300.0
-LAST_WORDS_SECS = 0.1
-"""Time between the end of a run's lane and its loss: what it said before, such as RoomDone, may yet come."""
+"""Time after which the connection of a peer that nobody needs is closed."""
+LATE_MESSAGE_SECS = 0.1
+"""Time between the end of a run's lane and its loss: a message that it sent before, such as RoomDone, may yet
+arrive."""
 
 
 class PeerPhase(StrEnum):
+    """The state of the connection to a peer."""
+
     AWAY = "away"
     """No connection. A look-up may be under way."""
     REGISTERING = "registering"
@@ -74,15 +83,18 @@ class PeerPhase(StrEnum):
 
 @dataclass(eq=False)
 class _Peer:
+    """What is known of one peer. Times are those of ``time.monotonic``."""
+
     address: PeerAddress
     node_id: str
+    """The name under which this node registers with it; every peer gets another one."""
     lookups: LookUps
     phase: PeerPhase = PeerPhase.AWAY
     client: ControlClient | None = None
     instance_id: str = ""
     """The run that was registered with. It is kept when it is lost, until it is known to have ended."""
     found_instance_id: str = ""
-    """The run that a look-up found and that this connection was made to."""
+    """The run that a look-up found, to which ``client`` was connected."""
     instance_heard_at: float = 0.0
     """When the run ``instance_id`` itself was last heard, and not a successor."""
     page_size: int = 0
@@ -95,6 +107,7 @@ class _Peer:
     heard_at: float = 0.0
     """When its last message came."""
     beat_at: float = 0.0
+    """When the last heartbeat was sent to it."""
     num_unanswered: int = 0
     """Heartbeats sent since ``heard_at``. Counting them, and not time, leaves out this node's own pauses."""
 
@@ -134,7 +147,7 @@ class PrefillPeers:
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
 
-    # --- what others ask --------------------------------------------------------------------------
+    # --- for requests -----------------------------------------------------------------------------
 
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
         """Return the rank of a prefill node that serves the room; the first one until the node is found."""
@@ -173,7 +186,7 @@ class PrefillPeers:
         return self._peers[address].page_size
 
     def last_error(self, address: PeerAddress) -> str:
-        """Return why the peer is not there, for the error that a client gets."""
+        """Return why the peer is not registered with, for the error that a client gets."""
         peer = self._peers.get(address)
         return peer.last_error if peer is not None and peer.last_error else "no answer yet"
 
@@ -205,7 +218,7 @@ class PrefillPeers:
         self._discovery.close()
         self._wakeup.close()
 
-    # --- the loop's part --------------------------------------------------------------------------
+    # --- for the engine's loop --------------------------------------------------------------------
 
     def poll(self, now: float, wanted: Container[PeerAddress]) -> list[PeerEvent]:
         """Receive messages, do what is due, and return what happened. ``wanted``: peers that are needed."""
@@ -217,15 +230,16 @@ class PrefillPeers:
                 peer.connected_at = now
                 self._register(peer, now)
             self._take_lookup(peer, now)
-            self._keep_up(peer, now, peer.address in wanted)
+            self._do_what_is_due(peer, now, peer.address in wanted)
         if self.lane_host is not None:
-            self._take_ended(self.lane_host, now)
+            self._take_ended_lanes(self.lane_host, now)
         events, self._events = self._events, []
         return events
 
-    def _take_ended(self, lane_host: LaneHost, now: float) -> None:
+    def _take_ended_lanes(self, lane_host: LaneHost, now: float) -> None:
+        """Give up the peers whose runs have closed this node's memory, once their last messages have come."""
         self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
-        while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
+        while self._ended and now - self._ended[0][1] >= LATE_MESSAGE_SECS:
             instance_id, _ = self._ended.popleft()
             for peer in self._peers.values():
                 if peer.instance_id == instance_id:  # the run has died, or has given this node up
@@ -277,7 +291,7 @@ class PrefillPeers:
             return
         if message.instance_id != peer.found_instance_id:
             # The socket has reconnected by itself. A look-up tells whether the number of ranks has changed.
-            self._run_is_over(peer, f"prefill node {peer.address} was restarted")
+            self._end_run(peer, f"prefill node {peer.address} was restarted")
             return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
             log.info("registered with prefill node %s (instance %s)", peer.address, message.instance_id)
@@ -295,31 +309,32 @@ class PrefillPeers:
             log.error("%s", error)
             self._reject(peer, error)
         elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
-            # The peer does not know this node any more: it gave up, or was restarted behind the same port.
+            # The peer has forgotten this node: it gave the node up, or was restarted behind the same port.
             self._register(peer, now)
 
     def _take_lookup(self, peer: _Peer, now: float) -> None:
-        answer = peer.lookups.take(now)
-        if answer is None or (peer.instance_id and peer.instance_id != answer.instance_id):
-            return
-        info = answer.info
+        """Take the result of a look-up: connect to the peer, or learn that its run is over."""
+        found = peer.lookups.take(now)
+        if found is None or (peer.instance_id and peer.instance_id != found.instance_id):
+            return  # a result from before this run registered says nothing about it
+        info = found.info
         if isinstance(info, BootstrapLookupError):
             peer.last_error = str(info)
             if info.refused and peer.instance_id:
-                self._run_is_over(peer, f"prefill node {peer.address} is gone: {info}")
+                self._end_run(peer, f"prefill node {peer.address} is gone: {info}")
             elif info.rejected and peer.phase is PeerPhase.AWAY:
                 self._events.append(PeerRefused(peer.address, peer.last_error))
             return
         self._note_num_ranks(peer.address.node, info.num_ranks)
-        of_rank = info.of_rank(peer.address.rank)
-        if of_rank is None:
+        rank_info = info.of_rank(peer.address.rank)
+        if rank_info is None:
             error = f"prefill node {peer.address} is gone: the node has {info.num_ranks} ranks now"
-            self._run_is_over(peer, error)
+            self._end_run(peer, error)
             return
-        if peer.instance_id and of_rank.instance_id != peer.instance_id:
-            self._run_is_over(peer, f"prefill node {peer.address} was restarted")
+        if peer.instance_id and rank_info.instance_id != peer.instance_id:
+            self._end_run(peer, f"prefill node {peer.address} was restarted")
         if peer.phase is PeerPhase.AWAY:
-            self._connect(peer, of_rank, now)
+            self._connect(peer, rank_info, now)
 
     def _note_num_ranks(self, node: tuple[str, int], num_ranks: int) -> None:
         if num_ranks == self._num_ranks.get(node, 1):
@@ -365,7 +380,8 @@ class PrefillPeers:
         )
         self.send(peer.address, register)
 
-    def _keep_up(self, peer: _Peer, now: float, is_wanted: bool) -> None:
+    def _do_what_is_due(self, peer: _Peer, now: float, is_wanted: bool) -> None:
+        """Look the peer up, register again, send a heartbeat, or close a connection that nobody needs."""
         match peer.phase:
             case PeerPhase.AWAY:
                 if is_wanted:
@@ -393,6 +409,7 @@ class PrefillPeers:
                 self._num_ranks.pop(peer.address.node, None)
 
     def _beat(self, peer: _Peer, now: float) -> None:
+        """Send a heartbeat when it is due, or give up a peer that has left too many unanswered."""
         interval_secs = self.heartbeats.interval_secs
         if now - peer.beat_at < interval_secs:
             return
@@ -418,7 +435,7 @@ class PrefillPeers:
         self._give_up(peer, error)
         self._events.append(PeerRefused(peer.address, error))
 
-    def _run_is_over(self, peer: _Peer, error: str) -> None:
+    def _end_run(self, peer: _Peer, error: str) -> None:
         """Give the peer up, and report that the run that was registered with has ended."""
         self._give_up(peer, error)
         if peer.instance_id:

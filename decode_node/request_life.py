@@ -1,8 +1,12 @@
-"""Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
+"""Moves a decode node's requests from state to state, with all that belongs to each move.
 
-Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``RequestTables``), and the message to the front or the prefill node. A request that ends in the middle of a
-step stays ENDING until that step is over; no handler waits for a step.
+A move has up to three parts, which one method of ``RequestLife`` does together: the books (``LiveRequests``),
+the memory and tables (``RequestTables``), and a message to the front or the prefill node. The engine calls it
+for front messages and deadlines, ``PrefillEvents`` for what prefill nodes say, and ``StepLine`` for plans and
+for the tokens of steps. In order: ``generate``, ``refresh_queue``, ``carry_out``, ``start``, ``fill_rows``,
+``emit``, and ``fail`` or ``abort`` at any time.
+
+A request that ends in the middle of a step stays ENDING until that step is over; no method waits for a step.
 """
 
 from __future__ import annotations
@@ -69,14 +73,16 @@ _DEFAULT_FLAG = {
 
 @dataclass
 class RequestLife:
-    """Handlers of what happens to requests. Times are those of ``time.monotonic``.
+    """The moves of all requests of one engine. Times are those of ``time.monotonic``.
 
     ``send`` takes messages to the front.
     """
 
     limits: Limits
     policy: HisparsePolicy
+    """The mode of requests that ask for none."""
     room_timeout_secs: float
+    """Longest time that a request waits for slots, and again for its KV."""
     requests: LiveRequests
     tables: RequestTables
     peers: PrefillPeers
@@ -122,14 +128,7 @@ class RequestLife:
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
             first_sample=first_sample,
         )
-        error = ""
-        if not 1 <= num_prompt_tokens <= self.limits.max_context:
-            error = f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
-        elif num_prompt_tokens != num_packed_tokens(prompt):
-            error = f"{num_packed_tokens(prompt)} of the prompt's {num_prompt_tokens} tokens have come"
-        elif max_new_tokens < 1:
-            error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
-        error = error or refusal(self.limits, request)
+        error = self._why_malformed(request) or refusal(self.limits, request)
         try:
             if not error:
                 self.requests.open(request)
@@ -141,6 +140,16 @@ class RequestLife:
             return None
         self.peers.use(request.peer, now)
         return request
+
+    def _why_malformed(self, request: Request) -> str:
+        num_prompt_tokens, num_packed = request.num_prompt_tokens, num_packed_tokens(request.prompt)
+        if not 1 <= num_prompt_tokens <= self.limits.max_context:
+            return f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
+        if num_prompt_tokens != num_packed:
+            return f"{num_packed} of the prompt's {num_prompt_tokens} tokens have come"
+        if request.sampling.max_new_tokens < 1:
+            return f"max_new_tokens is {request.sampling.max_new_tokens}; it must be at least 1"
+        return ""
 
     def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
         """End a request whose client is gone or has its answer. Unknown ids are those of ended requests."""
@@ -176,7 +185,7 @@ class RequestLife:
     # --- deadlines --------------------------------------------------------------------------------
 
     def refresh_queue(self, now: float) -> None:
-        """Queue the requests whose prefill node may be entrusted with a room, and only those."""
+        """Queue the requests whose prefill node is registered with, and take the others out of the queue."""
         for peer in self.requests.queued_at(RequestState.WAITING):
             if not self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
@@ -204,7 +213,8 @@ class RequestLife:
             self.fail(request, 400, error, now)
 
     def expire(self, now: float) -> None:
-        """End requests that have taken too long, and free slots that nothing uses any more."""
+        """Fail requests that have been in their state for too long, and free slots that nothing uses any
+        more. Registering with a peer and waiting for a first sample may go on past the deadline."""
         self.release_ended(now)
         self.requests.quarantine.expire(now)
         self._report_stuck(now)
@@ -236,6 +246,7 @@ class RequestLife:
             self.fail(request, status, error, now, code)
 
     def _report_stuck(self, now: float) -> None:
+        """Log once which prefill nodes keep slots in quarantine, and the remedy."""
         stuck = self.requests.quarantine.newly_stuck(now)
         for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
             log.warning(
@@ -251,6 +262,8 @@ class RequestLife:
     # --- from the scheduler -----------------------------------------------------------------------
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
+        """Do what the scheduler has planned. Held prefixes are in use before anything else makes room by
+        evicting them."""
         for admission in plan.admissions:
             self.requests.use_held(admission)
         for exchange in plan.exchanges:
@@ -308,7 +321,8 @@ class RequestLife:
     ) -> bool:
         """Apply ``action`` to a running request, and return whether that worked.
 
-        If not, the request fails and its slots are freed at once, as the rest of the plan needs them.
+        If not, the request fails and its slots are freed at once, because the rest of the plan counts on
+        them. ``participle``: the action's name in error texts.
         """
         try:
             action(request)
@@ -360,6 +374,8 @@ class RequestLife:
             self._send_tokens(request, reason, matched)
 
     def _send_tokens(self, request: Request, reason: FinishReason | None, matched: int | None) -> None:
+        """Send the unsent tokens to the front. ``reason``, ``matched``: why the request ends, if it does, and
+        the stop token that ended it."""
         is_first = len(request.unsent_token_ids) == len(request.output_token_ids)
         self.send(
             Tokens(
@@ -377,10 +393,8 @@ class RequestLife:
         request.unsent_logprobs.clear()
 
     def row_is_wrong(self, request: Request, now: float) -> None:
-        """Stop using the KV of a request for which a row was read that is not what was written.
-
-        Its tokens until then are right.
-        """
+        """Fail a request for which a row was read that is not what was written, or keep the KV of an ENDING
+        one from being held. The tokens that it has emitted are right."""
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
@@ -405,7 +419,8 @@ class RequestLife:
         self.send(RequestFailed(request.request_id, status, error, code, request.phases.take()))
 
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
-        """Take a request out of steps, tables and books: the one way out of every state."""
+        """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
+        is right and may be held."""
         request.grammar = None  # no other request may need it
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
@@ -428,7 +443,7 @@ class RequestLife:
             self._release_if_unused(request, now, waits=waits)
 
     def abort_at_peer(self, request: Request, reason: str) -> None:
-        """Tell the prefill node of a LANDING request that the room ends, so that it stops its work."""
+        """Tell the prefill node of a LANDING request to stop its work; does nothing in other states."""
         if request.state is RequestState.LANDING:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 

@@ -1,7 +1,8 @@
 """Computes how large a decode node's pools are, from settings, model and free GPU memory. Pure.
 
-The host's sizes follow from settings alone, so that the transport can be chosen before the model is loaded.
-The device pool may get what the model leaves of the GPU.
+The engine calls it at its start: ``make_limits`` once before the model is loaded, to count main memory for
+the choice of the transport, and again with the size of the device pool. The host's sizes follow from settings
+alone; the device pool may get what the model leaves of the GPU (``size_device_pool``).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.pools import Stage
-from hisparse_pd.decode_node.prefill_peers import LAST_WORDS_SECS
+from hisparse_pd.decode_node.prefill_peers import LATE_MESSAGE_SECS
 from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
@@ -492,7 +492,7 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
 def turn_for_last_words(world: World) -> None:
     """The decode node turns, and once more when what a lane that has ended had said must be there."""
     world.turn_decode()
-    world.pass_time(LAST_WORDS_SECS, late_bytes_land=False)
+    world.pass_time(LATE_MESSAGE_SECS, late_bytes_land=False)
     world.turn_decode()
 
 
