@@ -81,8 +81,8 @@ class Reserve:
         self._spare: _Slots | None = None
         """Slots that no kept request with one way to end needs; None if there are no such requests."""
         self._spare_by_way: list[list[_Slots]] = []
-        """For each kept request with two ways to end, the slots that each way leaves; negative where that way
-        is closed."""
+        """Slots that each way of a kept request with two ways to end leaves; negative where that way is
+        closed."""
 
     def _order(self, running: Iterable[tuple[Request, Claim]]) -> Iterator[Place]:
         """Yield the requests in an order in which they can end, those that lack least first.

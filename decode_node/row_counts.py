@@ -23,7 +23,7 @@ class RowCounts:
         self._device = device
         self._table = TokenCounts.create(num_rows, vocab_size, device)
         self._counted: dict[int, tuple[str, int]] = {}
-        """For each row, the request that was counted and the number of its output tokens that were."""
+        """The request that was counted in each row, and the number of its output tokens that were."""
 
     def count(self, batch: Sequence[Request], in_flight: Tensor) -> None:
         """Bring the rows of a step's requests up to date, before the step is launched.

@@ -1,8 +1,8 @@
 """Chooses how large hisparse batches are split, and from how many requests on, by measuring at a node's
 start.
 
-The runner calls ``choose_splits`` with a function that times the steps of one size, over ``TrialRequests`` in
-the still empty pools.
+``Forwards`` calls ``choose_splits`` with a function that times the steps of one size, over ``TrialRequests``
+in the still empty pools.
 
 A split batch hides copies behind computing. Parts within each layer hide them behind selection and attention
 alone, and read weights once. Micro-batches hide them behind everything, and read every matrix and expert

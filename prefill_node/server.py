@@ -1,6 +1,8 @@
 """The prefill node's front: status and administration on one port, the bootstrap endpoint on another.
 
-The decode node serves requests. A router that sends each request to both nodes gets an empty answer here.
+``hisparse-pd prefill`` calls ``run``. Decode nodes find this node's control sockets through the bootstrap
+endpoint. Clients' requests are the decode node's to serve: a router that sends each request to both nodes, as
+SGLang's does, gets an empty answer here.
 """
 
 from __future__ import annotations

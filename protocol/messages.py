@@ -1,5 +1,9 @@
 """Control messages between a decode node and a prefill node.
 
+A room's messages, in order: Register and Registered once for each connection, Bootstrap, RoomScores if
+logprobs of the prompt are wanted, and RoomDone or RoomFailed; AbortRoom and RoomQuiet when the decode node
+gives it up.
+
 Every message is a frozen, array-like ``msgspec.Struct`` in msgpack. Array-like means append-only: a
 field may be added at the end, with a default, and never moved or removed. A peer that does not send
 the new field still decodes (the default applies), a peer that does not know it ignores it. The
@@ -40,6 +44,7 @@ ROOT_BYTES = 16
 """Length of a request's root key, from which the keys of its pages are derived."""
 
 TOKEN_BYTES = 4
+"""Bytes of one token id in ``Bootstrap.prompt``."""
 MAX_PROMPT_TOKENS = 1 << 20
 """Most token ids in one Bootstrap."""
 
@@ -47,7 +52,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Largest control message, in bytes; it holds the longest prompt and about 200,000 extents."""
 
 MAX_EXTENTS = 200_000
-
+"""Most extents of one kind in a Bootstrap."""
 MAX_LAYERS = 4096
 """Most layers of a model."""
 
@@ -176,8 +181,8 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
-    """Sent once per heartbeat interval. Answered by HeartbeatAck, or by RegistrationRefused when not
-    registered.
+    """Asks whether the prefill engine still turns, once per heartbeat interval. HeartbeatAck answers it, or
+    RegistrationRefused when the decode node is not registered.
 
     ``seq``: the number of heartbeats sent since the prefill node's last message.
     """
@@ -242,7 +247,7 @@ def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int) -> int:
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
-    """The decode node gave the room up. Answered by RoomQuiet once no write is in flight."""
+    """The decode node gave the room up. RoomQuiet answers it once no write is in flight."""
 
     room: RoomField
     reason: Text
@@ -276,6 +281,8 @@ class RegistrationRefused(Struct, frozen=True, array_like=True, tag=2):
 
 
 class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
+    """Answers a Heartbeat with its ``seq``; ``seq`` is 0 when it is sent unasked (``Register``)."""
+
     seq: Count
     instance_id: Name
 
