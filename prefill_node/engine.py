@@ -39,6 +39,7 @@ from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
 from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
+from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
 from hisparse_pd.prefill_node.sizing import size_kv_pool
 from hisparse_pd.protocol.channels import ControlServer
@@ -141,11 +142,11 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             max_queued=settings.max_running_requests + settings.max_queued_requests,
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_peer=self._tell_peer,
-            wrong_items=self._memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
             # A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
+        self._verification = RowVerification(self._life, self._limits, self._memory.wrong_items)
         kv = {PoolKind.DEVICE: self._memory.kv}
         self._set_books(self._life, self._life.prefixes, kv, self._memory.row_checks)
         if device.type == "cuda":
@@ -354,7 +355,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         the plan is made again, with fewer pages each time."""
         life = self._life
         while True:
-            life.fail_too_long(time.monotonic())
+            self._verification.fail_too_long(time.monotonic())
             chunks = plan_step(
                 life.running(),
                 life.candidates(),
@@ -362,7 +363,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 num_available_pages=life.num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
-            if not life.set_wrong_aside(chunks, time.monotonic()):
+            if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
 
     def _fail_batch(self, batch: list[tuple[PrefillRequest, Chunk]], error: Exception) -> None:

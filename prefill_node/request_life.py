@@ -14,19 +14,15 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import takewhile
 
-import numpy as np
-
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
-from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_pages
+from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.kernels.row_check import WrongItem
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer
@@ -36,7 +32,7 @@ from hisparse_pd.prefill_node.requests import (
     PrefillRequests,
     PrefillState,
 )
-from hisparse_pd.prefill_node.scheduler import Chunk, Running, StepLimits, Waiting, why_never
+from hisparse_pd.prefill_node.scheduler import Running, StepLimits, Waiting
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     TOKEN_BYTES,
@@ -57,7 +53,7 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_TOKENS = 64 << 20
 """Most prompt tokens of all waiting requests: 256 MiB of ids, and up to as much of keys with pages of 16."""
 
-_CACHE_POOLS = (PoolKind.DEVICE,)
+CACHE_POOLS = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
 allocator of its own."""
 
@@ -86,14 +82,13 @@ class PrefillLife:
         max_queued: int,
         use_prefix_cache: bool,
         tell_peer: Callable[[Peer, ToDecode], bool],
-        wrong_items: Callable[[SlotArray, SlotArray], list[WrongItem]] = lambda slots, positions: [],
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
     ) -> None:
         """``max_queued``: most requests that wait. ``tell_peer`` sends a message without waiting and returns
-        whether it is on its way. ``wrong_items``: see ``PrefillMemory.wrong_items``. ``room_timeout_secs``:
-        how long a decode node waits for anything about a room; this node keeps the request ``grace_secs``
-        longer, so that clients get the decode node's error."""
+        whether it is on its way. ``room_timeout_secs``: how long a decode node waits for anything about a
+        room; this node keeps the request ``grace_secs`` longer, so that clients get the decode node's
+        error."""
         self.requests = PrefillRequests()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -113,7 +108,6 @@ class PrefillLife:
         self._room_timeout_secs = room_timeout_secs
         self._grace_secs = grace_secs
         self._tell_peer = tell_peer
-        self._wrong_items = wrong_items
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -222,79 +216,25 @@ class PrefillLife:
 
     def look_up(self, request: PrefillRequest) -> Waiting:
         """Return a waiting request for the scheduler, with what the prefix cache has of its prompt."""
-        keys = self._reusable_keys(request)
-        found = self.prefixes.find(keys, _CACHE_POOLS)
+        keys = request.reusable_keys(self._limits.page_size)
+        found = self.prefixes.find(keys, CACHE_POOLS)
         parts = () if found is None else tuple(found.parts())
         num_cached_pages = sum(num_pages for _, num_pages in parts)
         num_unused_pages = sum(num_pages for prefix, num_pages in parts if not prefix.num_users)
         return Waiting(request.room, request.num_computed_tokens, keys, num_cached_pages, num_unused_pages)
 
-    def _reusable_keys(self, request: PrefillRequest) -> tuple[PageKey, ...]:
-        """Return the keys of the pages that may come from the cache."""
-        return request.keys[: request.first_needed // self._limits.page_size]
-
     @property
     def num_available_pages(self) -> int:
         return (self.pools.free + self.prefixes.unused).device // self._limits.page_size
-
-    def set_wrong_aside(self, chunks: Sequence[Chunk], now_secs: float) -> bool:
-        """Set aside the pages of wrong rows that ``chunks`` would read again, in cached prefixes or earlier
-        chunks. Return whether there were any; the plan must then be made again.
-
-        Requests that have such a page fail; they may succeed at another prefill node, or here in another
-        page. Waiting requests that would have used the prefix compute its tokens instead.
-        """
-        continuing = [chunk for chunk in chunks if chunk.start]
-        if not continuing:
-            return False
-        is_listed = np.zeros(self.pools.totals.device, np.bool_)
-        slots, positions = [], []
-        for chunk in continuing:
-            chunk_slots = self._slots_before(chunk)
-            new_positions = np.flatnonzero(~is_listed[chunk_slots])  # a shared page is verified once
-            slots.append(chunk_slots[new_positions])
-            positions.append(new_positions)
-            is_listed[chunk_slots] = True
-        errors = {
-            item.slot // self._limits.page_size: self.set_aside.found_wrong("cached", PoolKind.DEVICE, item)
-            for item in self._wrong_items(np.concatenate(slots), np.concatenate(positions))
-        }
-        for request in list(self.requests.in_state(PrefillState.COMPUTING)) if errors else ():
-            error = next((errors[page_id] for page_id in request.page_ids if page_id in errors), None)
-            if error is not None:
-                self.fail(request, 502, f"room {request.room}: {error}", now_secs)
-        return bool(errors)
-
-    def _slots_before(self, chunk: Chunk) -> SlotArray:
-        """Return the slots of the positions before a chunk, in order: int64 [chunk.start]."""
-        request, page_size = self.requests.live(chunk.room), self._limits.page_size
-        page_ids = request.page_ids
-        if chunk.admits and chunk.start:
-            found = self.prefixes.find(self._reusable_keys(request), _CACHE_POOLS)
-            page_ids = (
-                [] if found is None else extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
-            )
-        return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
-
-    def fail_too_long(self, now_secs: float) -> None:
-        """Fail waiting requests whose prompts do not fit beside the pages that are set aside."""
-        num_pages = self._limits.num_pages - len(self.set_aside)
-        for request in self.waiting() if self.set_aside else ():
-            why = why_never(request.num_computed_tokens, replace(self._limits, num_pages=num_pages))
-            if why is not None:
-                error = (
-                    f"{why}; {len(self.set_aside)} pages are set aside, see /quarantine of the prefill node"
-                )
-                self.fail(request, 503, f"room {request.room}: {error}", now_secs)
 
     def admit(self, requests: Sequence[PrefillRequest], now_secs: float) -> None:
         """Move the requests of a plan from QUEUED to COMPUTING: reserve all their pages and an aux slot each,
         and send their cached prefixes. All prefixes are in use before the first page is reserved, because
         that may evict unused ones."""
         for request in requests:
-            keys = self._reusable_keys(request)
-            if (found := self.prefixes.find(keys, _CACHE_POOLS)) is not None:
-                request.prefix = self.prefixes.use(keys[: found.num_pages], _CACHE_POOLS)
+            keys = request.reusable_keys(self._limits.page_size)
+            if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
+                request.prefix = self.prefixes.use(keys[: found.num_pages], CACHE_POOLS)
         page_size = self._limits.page_size
         for request in requests:
             num_cached_pages = 0 if request.prefix is None else request.prefix.end_page
@@ -339,7 +279,7 @@ class PrefillLife:
         meanwhile, this one keeps its own copy, which its writes read."""
         if request.holding is not None:
             request.prefix = self.prefixes.share(
-                request.holding, request.keys, _CACHE_POOLS, request.prefix, keeps_known=True
+                request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_known=True
             )
 
     def batch_returned(self, completion: Completion, now_secs: float) -> None:

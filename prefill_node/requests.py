@@ -147,6 +147,10 @@ class PrefillRequest:
         scores = self.bootstrap.scores
         return last if scores is None else min(last, scores.first - 1)
 
+    def reusable_keys(self, page_size: int) -> tuple[PageKey, ...]:
+        """Return the keys of the pages that may come from the cache: those before ``first_needed``."""
+        return self.keys[: self.first_needed // page_size]
+
 
 @dataclass(frozen=True, slots=True)
 class Delivery:

@@ -1,7 +1,7 @@
 """Typed decoding of msgpack and JSON from other processes, with one kind of error whatever the bytes.
 
-All decoders of control messages, engine messages and HTTP bodies go through ``TypedDecoder`` or
-``decode_json``, which raise MsgspecError (and UnicodeError for JSON) and nothing else.
+Control messages, messages between fronts and engines, and JSON of clients and nodes are decoded through it.
+``TypedDecoder`` raises MsgspecError alone, ``decode_json`` that or UnicodeError.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
     transfer_protocol: Name = ""
     """The session's protocol, such as "tcp"; empty from a node that does not say."""
     lane: LaneOffer | None = None
-    """Where processes of the same machine can open the memory of the regions; None if they cannot."""
+    """An offer to processes of the same machine to open the memory of the regions; None if they cannot."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
