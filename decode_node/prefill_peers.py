@@ -258,9 +258,9 @@ class PrefillPeers:
     def _handle(self, peer: _Peer, message: ToDecode, now: float) -> None:
         match message:
             case Registered():
-                self._registered(peer, message, now)
+                self._take_registered(peer, message, now)
             case RegistrationRefused():
-                self._refused(peer, message, now)
+                self._take_refusal(peer, message, now)
             case HeartbeatAck():
                 if message.instance_id == peer.instance_id:
                     peer.instance_heard_at = now
@@ -272,21 +272,9 @@ class PrefillPeers:
             case _:
                 assert_never(message)
 
-    def _registered(self, peer: _Peer, message: Registered, now: float) -> None:
-        error = ""
-        if message.protocol_version != PROTOCOL_VERSION:
-            error = (
-                f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
-                f"{PROTOCOL_VERSION}; run the same release on both"
-            )
-        elif (
-            message.geometry.index_rotation != self.geometry.index_rotation
-        ):  # older releases do not check it
-            error = (
-                f"index_rotation: prefill node {peer.address} has {message.geometry.index_rotation!r}, this "
-                f"node {self.geometry.index_rotation!r}; run the same release on both"
-            )
-        if error:
+    def _take_registered(self, peer: _Peer, message: Registered, now: float) -> None:
+        """Note that the peer has registered this node, unless it is another run than was looked up."""
+        if error := self._why_incompatible(peer, message):
             self._reject(peer, error)
             return
         if message.instance_id != peer.found_instance_id:
@@ -303,7 +291,22 @@ class PrefillPeers:
         peer.last_error = ""
         self._events.append(PeerReady(peer.address, message.instance_id))
 
-    def _refused(self, peer: _Peer, message: RegistrationRefused, now: float) -> None:
+    def _why_incompatible(self, peer: _Peer, message: Registered) -> str:
+        if message.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
+                f"{PROTOCOL_VERSION}; run the same release on both"
+            )
+        theirs, ours = message.geometry.index_rotation, self.geometry.index_rotation
+        if theirs != ours:  # prefill nodes of older releases do not check it
+            return (
+                f"index_rotation: prefill node {peer.address} has {theirs!r}, this node {ours!r}; run the "
+                "same release on both"
+            )
+        return ""
+
+    def _take_refusal(self, peer: _Peer, message: RegistrationRefused, now: float) -> None:
+        """Give up a peer that refuses this node for good; register again with one that has forgotten it."""
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
             log.error("%s", error)

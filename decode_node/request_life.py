@@ -152,7 +152,8 @@ class RequestLife:
         return ""
 
     def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
-        """End a request whose client is gone or has its answer. Unknown ids are those of ended requests."""
+        """End a request whose client is gone, or has all that it wanted (``has_finished``), as after a stop
+        string. Unknown ids are those of ended requests."""
         request = self.requests.get_by_id(request_id)
         if request is not None:
             if not has_finished:
@@ -201,6 +202,7 @@ class RequestLife:
         return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
 
     def _start_waiting(self, request: Request, now: float) -> None:
+        """Move a request to WAITING, or fail it if it must be dense and the peer's page size forbids that."""
         page_size = self.peers.page_size(request.peer)
         if page_size != self.limits.page_size:
             request.dense_refusal = (
@@ -223,7 +225,7 @@ class RequestLife:
             match request.state:
                 case RequestState.CONNECTING:
                     latest = self._contact_deadline(request, now)
-                    if latest > now and self.peers.is_opening(request.peer, now):
+                    if latest > now and self.peers.is_opening(request.peer, now):  # which may take long
                         self.requests.queue(request, RequestState.CONNECTING, latest)
                         continue
                     status, error = 503, f"no contact with prefill node {request.peer}: "
@@ -248,7 +250,8 @@ class RequestLife:
     def _report_stuck(self, now: float) -> None:
         """Log once which prefill nodes keep slots in quarantine, and the remedy."""
         stuck = self.requests.quarantine.newly_stuck(now)
-        for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
+        num_rooms_of = Counter((entry.peer, entry.instance_id) for entry in stuck)
+        for (peer, instance_id), num_rooms in num_rooms_of.items():
             log.warning(
                 "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
                 "slots serve nobody until it does, until another run answers in its place, or until you "
@@ -275,6 +278,7 @@ class RequestLife:
             self._admit(admission, now)
 
     def _admit(self, admission: Admission, now: float) -> None:
+        """Reserve slots for a waiting request and send its Bootstrap, or start it if all its KV is held."""
         request = admission.request
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
@@ -301,6 +305,7 @@ class RequestLife:
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
+        """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""
         request.is_filling = True
         self._do_or_fail(self.tables.start, request, "started", now)
 
