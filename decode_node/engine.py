@@ -28,6 +28,7 @@ from hisparse_pd.core.paging.prompt_keys import PromptKeys
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.prefill_events import PrefillEvents
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import PeerAddress, RequestState, RunStage
 from hisparse_pd.decode_node.request_life import RequestLife
@@ -137,6 +138,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             send=socket.send,
             stream_interval=settings.stream_interval,
         )
+        self.prefill_events = PrefillEvents(self.lifecycle)
         socket.send(EngineLoading("kernels and CUDA graphs"))
         self.steps = StepLine(
             make_runner(settings, model, self.tables),
@@ -186,7 +188,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self._last_turn_at = now
         self._hear_fronts(now)
         for event in self.peers.poll(now, self._wanted_peers()):
-            self.lifecycle.peer_event(event, now)
+            self.prefill_events.handle(event, now)
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
         self._follow_grammars(now)

@@ -1,4 +1,8 @@
-"""The decode node's front: it answers clients in text, whole or streamed, with the prompt's logprobs."""
+"""The decode node's front: it answers clients in text, whole or streamed, with the prompt's logprobs.
+
+``hisparse-pd decode`` calls ``run``. ``serving/api/app.py`` turns a body into ``Work``; here its samples go
+to the engine, and what comes back becomes deltas of text, until all have finished or one fails.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +100,7 @@ async def _drain(context: DecodeContext, request: Request) -> Response:
 async def _deltas(
     context: DecodeContext, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
 ) -> AsyncGenerator[Delta, None]:
-    """Run the samples, and yield what comes until all have finished. Fills ``scores``, by prompt.
+    """Run the samples, and yield their deltas until all have finished. Fills ``scores``, by prompt.
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
@@ -138,7 +142,7 @@ def _request_id(output: SampleOutput) -> str:
 
 
 def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
-    """Return ``tokens`` as the client sees them: none if the sample wants none."""
+    """Return ``tokens`` as the client sees them: without ids if the sample wants no output."""
     if not output.sample.is_empty:
         return tokens
     return Tokens(tokens.request_id, (), finish_reason=FinishReason.LENGTH, stats=tokens.stats)

@@ -26,15 +26,16 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.metrics import Metrics
-from hisparse_pd.decode_node.prefill_peers import RoomMessage
+from hisparse_pd.decode_node.peer_events import RoomMessage
+from hisparse_pd.decode_node.prefill_events import PrefillEvents
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_life import RequestLife
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner
-from hisparse_pd.decode_node.scheduler import Limits
 from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.step_line import StepLine
 from hisparse_pd.engine.lockstep import Lockstep
@@ -321,7 +322,7 @@ class Node:
         self._say(RoomQuiet(request.room, False))
 
     def _say(self, message: RoomDone | RoomQuiet) -> None:
-        self.life.peer_event(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
+        PrefillEvents(self.life).handle(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
 
     def is_right(self, pool: Tensor, slots: Tensor, token_ids: Sequence[int]) -> Tensor:
         """Return for each layer and position whether its row is right: bool [num_layers, num_tokens]."""

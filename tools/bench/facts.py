@@ -1,4 +1,7 @@
-"""The facts that a benchmark's numbers depend on: commit, machine, versions, date and command."""
+"""The facts that a benchmark's numbers depend on: commit, machine, versions, date and command.
+
+``report.write_report`` puts them at the head of every file.
+"""
 
 from __future__ import annotations
 

@@ -49,16 +49,18 @@ from tools.bench.streamed_load import (
 )
 
 INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 WARM_UP_TOKENS = 16
+"""Output tokens of requests before a point."""
 METRICS_SETTLE_SECS = 1.0
-"""Nodes publish their counters up to 0.4 s late."""
+"""Wait before counters are read, because nodes publish them up to 0.4 s late."""
 COUNTERS = (
     *(f"swap_in_{name}_total" for name in ("hits", "misses", "bytes", "evictions")),
     *("generation_tokens_total", "retractions_total"),
 )
 """Counters of decode nodes, without their prefix ``hisparse_pd:``."""
 HISPARSE: dict[str, bool | str | None] = {"true": True, "false": False, "auto": "auto", "none": None}
-
+"""Values of the field ``hisparse``, by the words of the option; None omits the field."""
 
 # --- requests ---------------------------------------------------------------------------------------------
 

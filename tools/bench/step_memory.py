@@ -1,4 +1,8 @@
-"""The GPU memory that ``tools.bench.decode_step`` takes, by part, and what a decode node plans for it."""
+"""The GPU memory that ``tools.bench.decode_step`` takes, by part, beside what a decode node plans for each.
+
+It shows whether ``decode_node/sizing.py`` plans enough: ``MemoryByPart`` reads the memory in use at each
+stage.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ CIRCLE_GAIN = 80.0
 SHARED_QUERY = 8.0
 """Element 0 of the query latent, where the others have unit variance."""
 _ROPE_THETA = 10000.0
-_OWN_SETTINGS = ("jitter", "expert_size", "draft_agreement")
+_NOT_IN_CONFIG = ("jitter", "expert_size", "draft_agreement")
+"""Fields of SyntheticShape that config.json does not have, and that may be 0."""
 _CONFIG_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_experts": "n_routed_experts",
@@ -93,7 +94,7 @@ class SyntheticShape:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name not in _OWN_SETTINGS and value < 1:
+            if name not in _NOT_IN_CONFIG and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter is {self.jitter}; expected a share of the variance, 0 to 1")
@@ -185,7 +186,7 @@ def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **c
 
 def _config(shape: SyntheticShape) -> dict[str, Any]:
     draft = {} if shape.draft_agreement is None else {"num_nextn_predict_layers": 1}
-    sizes = {name: value for name, value in asdict(shape).items() if name not in _OWN_SETTINGS}
+    sizes = {name: value for name, value in asdict(shape).items() if name not in _NOT_IN_CONFIG}
     return {
         "dtype": "bfloat16",
         "intermediate_size": 2 * shape.hidden_size,

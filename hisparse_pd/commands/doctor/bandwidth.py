@@ -25,7 +25,7 @@ from hisparse_pd.commands.doctor.channel import (
     DoctorServer,
     Offer,
     Question,
-    Refused,
+    QuestionRefused,
     Reply,
 )
 from hisparse_pd.commands.doctor.lane import lane_to
@@ -149,7 +149,7 @@ def serve(
 
     def answer(question: Question) -> Reply:
         if why := _why_refused(question, engine.transport.protocol, buffer.num_bytes):
-            return Refused(why)
+            return QuestionRefused(why)
         crc32 = buffer.crc32(question.num_bytes)
         return Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane, crc32)
 
@@ -261,6 +261,6 @@ def _why_refused(question: Question, transfer_protocol: str, buffer_bytes: int) 
 def _ask(client: DoctorClient, engine: TransferEngine, num_bytes: int = 0) -> Offer:
     """Ask for the other doctor's offer, with the checksum of its first ``num_bytes``. Raises DoctorError."""
     answer = client.ask(Question(DOCTOR_VERSION, engine.transport.protocol, num_bytes))
-    if isinstance(answer, Refused):
+    if isinstance(answer, QuestionRefused):
         raise DoctorError(f"the other doctor refuses: {answer.error}")
     return answer

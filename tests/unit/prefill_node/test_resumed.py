@@ -19,7 +19,7 @@ from hisparse_pd.kernels.kv_format import KvFormat
 from hisparse_pd.prefill_node.compute import Computed, PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
@@ -53,13 +53,13 @@ class Node:
         self.prefill.kernels = replace(self.prefill.kernels, step_attention=step_attention)
         self.steps.kernels = replace(self.steps.kernels, attention=step_attention)
 
-    def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[RoomRecord, Chunk]:
+    def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[PrefillRequest, Chunk]:
         """Return a chunk of the prompt with this number, and its room."""
         tokens = prompt(number, NUM_TOKENS + 1)
         bootstrap = bootstrap_of(number, tokens, num_resumed_tokens=num_resumed)
-        record = RoomRecord(Peer("", "", b"", PAGE_SIZE, {}, 0.0), bootstrap, 0.0)
-        record.page_ids = list(range(number * self.pages_each, (number + 1) * self.pages_each))
-        return record, Chunk(Room(number), start, stop, admits=start == 0)
+        request = PrefillRequest(Peer("", "", b"", PAGE_SIZE, {}, 0.0), bootstrap, 0.0)
+        request.page_ids = list(range(number * self.pages_each, (number + 1) * self.pages_each))
+        return request, Chunk(Room(number), start, stop, admits=start == 0)
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the KV and the indexer keys of a prompt."""
