@@ -3,7 +3,7 @@
 """Programmatic dependent launch for small Triton kernels: the next kernel becomes resident, and prefetches
 weights into the L2 cache, while the preceding one still runs.
 
-Every Triton kernel of a forward uses it. A kernel that is launched with ``launch_options`` has the constant
+The kernels of a model's layers use it. A kernel that is launched with ``launch_options`` has the constant
 ``OVERLAPS`` and calls ``begin`` before it reads or writes anything but weights, which no kernel writes.
 ``begin`` lets the next kernel start, and waits for the end of the preceding one, and so of all kernels before
 that.

@@ -71,7 +71,7 @@ def linear_parts(
 ) -> Tensor:
     """Return ``x @ values.T`` in parts, float32 [parts, num_tokens, rows], or their sum, bfloat16 [1,
     num_tokens, rows]. Up to FEW_ROWS tokens give the parts; more give the sum, except where
-    ``gluon_linear.is_split``.
+    ``gluon_linear.is_split``. A single part is bfloat16, too.
 
     ``x``: [>= num_tokens, columns]; ``values``: [rows, columns]. Both are fp8 with scales, float32 [blocks
     across, rows of x] and [blocks down, blocks across], or both are bfloat16.

@@ -142,7 +142,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             grace_secs=settings.heartbeat_timeout_secs,
         )
         kv = {PoolKind.DEVICE: self._memory.kv}
-        self._set_books(self._life, self._life.prefixes, kv, self._memory.row_checks)
+        self._set_live_record(self._life, self._life.prefixes, kv, self._memory.row_checks)
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
@@ -215,7 +215,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 self._answer(peer, lane)
         for identity, message in self._control.receive():
             self._on_control(identity, message, now)
-        self._hear_fronts(now)
+        self._receive_from_fronts(now)
         self._end_silent(now)
         self._life.fail_expired(now)
 

@@ -238,7 +238,9 @@ class RoomLife:
             positions.append(its_positions)
             is_known[its_slots] = True
         errors = {
-            item.slot // self._limits.page_size: self.set_aside.found_wrong("cached", PoolKind.DEVICE, item)
+            item.slot // self._limits.page_size: self.set_aside.record_wrong_row(
+                "cached", PoolKind.DEVICE, item
+            )
             for item in self._wrong_items(np.concatenate(slots), np.concatenate(positions))
         }
         for record in list(self.rooms.in_state(RoomState.COMPUTING)) if errors else ():
