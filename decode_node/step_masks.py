@@ -42,7 +42,7 @@ def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
     """Have the request's grammar compiled, if it has one and that is not under way."""
     if request.sampling.grammar and request.grammar is None:
         begun = request.resumed_token_ids.tolist()
-        request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar, begun), now
+        request.grammar, request.grammar_asked_at = compiler.compile(request.sampling.grammar, begun), now
 
 
 def follow(request: Request, compiler: Compiler, now: float) -> None:

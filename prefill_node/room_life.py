@@ -323,7 +323,7 @@ class RoomLife:
         keeps its own copy, which writes read."""
         if record.holding is not None:
             record.prefix = self.prefixes.share(
-                record.holding, record.keys, _CACHED, record.prefix, keeps_known=True
+                record.holding, record.keys, _CACHED, record.prefix, keeps_copies=True
             )
 
     def completed(self, completion: Completion, now_secs: float) -> None:

@@ -78,7 +78,7 @@ class ShortForwards:
             return None
         captured = self._captured[size]
         captured.token_ids[:num_tokens] = token_ids
-        captured.kv.rows.hold(kv.rows, self._memory.scratch_slot)
+        captured.kv.rows.fill(kv.rows, self._memory.scratch_slot)
         captured.graph.replay()
         kv.hints.copy_(captured.kv.hints[:num_requests])
         return captured.hidden[:num_tokens]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import wrong_items
 

@@ -1,4 +1,9 @@
-"""The prefill node's KV access: a forward extends several requests over one paged pool."""
+"""The prefill node's view of its pools in one forward, which extends several requests.
+
+``prefill_node/compute.py`` makes a ``PagedKv`` for each forward and passes it to the model (``dsa.py``),
+which calls ``write``, ``select`` and ``attend`` in each layer (``KvAccess``). ``PagedRows`` has the forward's
+requests and tokens as tensors; for CUDA graphs they stay in place and are filled anew.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,8 @@ from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Queries of one call of attention in a forward with resumed tokens, where each split of a query takes memory
-for its result."""
+"""Most queries of one call of attention in a forward with resumed tokens. Their attention is split, and each
+split of a query takes memory for its result."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class PagedRequest:
     num_new_tokens: int
     num_resumed: int = 0
     """How many of the new tokens, the last ones, were computed before by steps of a decode node. Their
-    queries are split as there, so that their rows have the same bits."""
+    attention is split as in those steps, so that their rows have the same bits."""
 
     @property
     def seq_len(self) -> int:
@@ -62,7 +67,8 @@ class PagedRows:
 
     @classmethod
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
-        """Raises ValueError for a request without new tokens, or with more than its pages hold."""
+        """Return the rows of ``requests``. Raises ValueError for a request without new tokens, or with more
+        than its pages hold."""
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
                 raise ValueError(
@@ -103,7 +109,7 @@ class PagedRows:
     def padding(
         cls, num_requests: int, max_pages: int, num_tokens: int, scratch_slot: int, device: torch.device
     ) -> PagedRows:
-        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``hold``."""
+        """Return rows that are all padding, stored at ``scratch_slot``; ``fill`` puts requests into them."""
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
             torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
@@ -115,7 +121,7 @@ class PagedRows:
             torch.zeros(num_tokens, dtype=torch.bool),
         )
 
-    def hold(self, others: PagedRows, scratch_slot: int) -> None:
+    def fill(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
         ``others`` must not have more tokens, requests or pages, nor resumed tokens.
@@ -166,6 +172,7 @@ class PagedKv:
         self._page_size = page_size
         self._on_written = on_written
         self._resolved: tuple[Tensor, Tensor] | None = None
+        """The last selected positions and their token slots, which layers that share a selection share."""
         self._pieces = _pieces(self.rows, self._kernels) if self.rows.has_resumed else []
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -187,6 +194,7 @@ class PagedKv:
         return self._hints.transpose(0, 1)
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        """Do ``KvAccess.write``: store the new rows, and their row checks."""
         slots, pool = self.rows.slots, self._device_pool
         if kv is not None:
             kv_layer = self._spec.kv_layer_of_layer[layer]
@@ -201,6 +209,7 @@ class PagedKv:
             self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        """Do ``KvAccess.select``, and keep what each request's last token selects."""
         selected = paged_index_topk(
             q_index,
             weights,
@@ -218,7 +227,8 @@ class PagedKv:
         return selected
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        # Layers that share an index get the very tensor of their group's first layer.
+        """Do ``KvAccess.attend``."""
+        # Layers that share a selection pass the same tensor object.
         if self._resolved is None or self._resolved[0] is not positions:
             rows = self.rows
             slots = slots_of(rows.page_table, self._page_size, rows.request_of_token, positions)
@@ -236,9 +246,9 @@ class PagedKv:
 def _pieces(rows: PagedRows, kernels: AttentionKernels) -> list[tuple[Tensor, AttentionBackend]]:
     """Cut a forward's tokens into pieces, int64 [up to QUERIES_AT_ONCE] each, with each piece's attention."""
     pieces = []
-    kinds = (~rows.is_resumed, kernels.attention), (rows.is_resumed, kernels.step_attention)
-    for is_kind, attention in kinds:
-        tokens = is_kind.nonzero().flatten().to(rows.positions.device)
+    backends = (~rows.is_resumed, kernels.attention), (rows.is_resumed, kernels.step_attention)
+    for is_computed_by, attention in backends:
+        tokens = is_computed_by.nonzero().flatten().to(rows.positions.device)
         for start in range(0, len(tokens), QUERIES_AT_ONCE):
             pieces.append((tokens[start : start + QUERIES_AT_ONCE], attention))
     return pieces
