@@ -48,8 +48,9 @@ from hisparse_pd.kernels.cuda_params import (
 )
 from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
-from hisparse_pd.kernels.reference import FilledLayer, Pools, WarmUp
+from hisparse_pd.kernels.reference import Pools
 from hisparse_pd.kernels.swap_in_blocks import NUM_PLANNERS, BlockSplit, round_up, workspace_of
+from hisparse_pd.kernels.warm_up import FilledLayer, WarmUp
 
 MAIN_SOURCE = "swap_in.cu"
 

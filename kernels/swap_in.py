@@ -38,6 +38,7 @@ from hisparse_pd.kernels.hot_state import (
     check_page_ids,
 )
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
 
 class KernelUnavailableError(RuntimeError):
@@ -223,15 +224,13 @@ class RowStart:
             check_at_least("layers_of_group: layers of a group", len(layers), 1)
             for layer in layers:
                 check_range("layers_of_group", layer, 0, k_dev.shape[0])
-        warm_up = reference.plan_warm_up(
-            state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints
-        )
+        warm_up = plan_warm_up(state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints)
         self._state, self._row, self._pools = state, row, pools
         self._hot_slots = hot_slots
         self._pages = host_pages, lookup_pages, index_pages
         self._warm_up = warm_up
         self._layers = [
-            reference.FilledLayer(layer, group, int(layer == layers[0]))
+            FilledLayer(layer, group, int(layer == layers[0]))
             for group, layers in enumerate(layers_of_group)
             for layer in layers
         ]
@@ -246,7 +245,7 @@ class RowStart:
         """Bytes of items that are not copied yet; None when everything was launched."""
         return sum(map(self._num_bytes, self._layers)) if self._layers else None
 
-    def _num_bytes(self, filled: reference.FilledLayer) -> int:
+    def _num_bytes(self, filled: FilledLayer) -> int:
         return self.num_warm[filled.group] * self._item_bytes
 
     def launch_slice(self, most_bytes: int | None) -> int:

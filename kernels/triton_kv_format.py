@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Stores rows of 8- and 16-bit numbers on a GPU in one launch, in the formats of ``kernels.kv_format``."""
+"""``kernels.kv_format``'s ``store`` on a GPU, in one launch, for rows of 8- and 16-bit numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Makes the page of ``rank_page.py`` and hands it, and sockets between all ranks, to the ranks of one
-machine.
+"""Makes the page of ``rank_page.py`` and hands it to the ranks of one machine, with sockets between them.
 
 ``RankGroup`` calls ``share_page`` once, at the start. The page is a memfd, and the socket that hands it out
 has an abstract name: nothing is left when the ranks have ended, in whatever way. A process that finds the
@@ -170,6 +169,7 @@ class PageRequest:
 
 
 def _page_of(rank: int, size: int, fd: int, others: Mapping[int, socket.socket]) -> RankPage:
+    """Map the page. Raises OSError, having closed ``others``."""
     try:
         return RankPage(rank, mmap.mmap(fd, page_bytes(size)), others)
     except OSError:

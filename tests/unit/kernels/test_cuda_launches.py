@@ -11,7 +11,7 @@ import torch
 
 from hisparse_pd.kernels import cuda, cuda_params
 from hisparse_pd.kernels.hot_state import HotBufferState
-from hisparse_pd.kernels.reference import FilledLayer, plan_warm_up
+from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
 NUM_GROUPS, PAGE_SIZE = 61, 64
 
