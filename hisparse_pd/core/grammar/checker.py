@@ -89,12 +89,12 @@ def check(trie: TokenTrie, text: str) -> Verdict:
         if not is_over:
             is_late = True
             os.kill(child, signal.SIGKILL)
-        error = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+        output = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
     finally:
         os.close(reader)
         _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-        return Verdict(error.decode(errors="replace"))
+        return Verdict(output.decode(errors="replace"))
     if is_late:
         return Verdict(f"is not compiled after {MAX_CLOCK_SECS:g} s of a busy machine", is_certain=False)
     if not os.WIFSIGNALED(status):

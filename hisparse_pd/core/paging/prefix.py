@@ -19,7 +19,7 @@ Kinds: TypeAlias = tuple[PoolKind, ...]
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """A run of pages with ``keys``, in order; it continues ``parent``."""
+    """A run of pages with ``keys``, in order, which continues ``parent``."""
 
     kinds: Kinds
     parent: Prefix | None
@@ -30,7 +30,7 @@ class Prefix:
     num_users: int = 0
     """Requests that use this run; each of them uses all ancestors, too."""
     last_used: int = 0
-    """The tree's event count when this run was last added or let go of."""
+    """The tree's event count when pages of this run were last added, or a user last let go of it."""
     children: set[Prefix] = field(default_factory=set)
     is_dropped: bool = False
     """Whether its pages, and those of its descendants, can no longer be found."""

@@ -3,10 +3,11 @@
 Both nodes' schedulers use it: ``find`` looks a prompt up, ``use`` and ``let_go`` count a request as a user,
 ``share`` and ``hold`` put a request's pages in, and ``make_room`` evicts before a reservation.
 
-A prefix is a run of whole pages; it continues its ``parent``, and runs form a tree. A page is found by its
-key (``prompt_keys.py``). A request that begins like a prefix in its pools reads the prefix's pages in place
-and owns only the slots behind them. Pages in the tree are never written again: the caller adds a page once
-all of its bytes are there and no remote write can land in it.
+A ``Prefix`` is a run of whole pages that continues its ``parent``, so that runs form a tree; with its
+ancestors it is the beginning of a sequence. A page is found by its key (``prompt_keys.py``). A request that
+begins like a prefix in its pools reads the prefix's pages in place and owns only the slots behind them. Pages
+in the tree are never written again: the caller adds a page once all of its bytes are there and no remote
+write can land in it.
 
 A request uses a prefix and all of its ancestors, and is counted in each of them. ``make_room`` evicts
 prefixes without users before a reservation fails, from the ends of the least recently used ones.
@@ -33,7 +34,8 @@ from hisparse_pd.core.paging.prefix import Kinds, Match, Prefix, end_of
 from hisparse_pd.core.paging.prompt_keys import PageKey
 
 MAX_RUNS: Final = 64
-"""Most runs of one sequence; each run costs every turn of it some microseconds of the engine's loop."""
+"""Most runs of one sequence: in every turn of a conversation, each run costs some microseconds of the loop.
+"""
 MAX_SIBLINGS: Final = 4
 """Most side branches that are evicted at once so that two runs can be merged."""
 
