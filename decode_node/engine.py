@@ -105,7 +105,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             max_new=settings.speculative_num_steps + 1,
         )
         kv = {PoolKind.HOST: self._memory.k_host, PoolKind.DEVICE: self._memory.k_dev}
-        self._set_books(self.requests, self.requests.held, kv, self._memory.row_checks)
+        self._set_live_record(self.requests, self.requests.held, kv, self._memory.row_checks)
         shared = self._memory.shared_memory()  # for prefill nodes of this machine
         self._lane_host = (
             LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None
@@ -186,14 +186,14 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         if (pause_secs := now - self._last_turn_at - MAX_TURN_SECS) > 0:
             self.requests.quarantine.postpone(pause_secs)
         self._last_turn_at = now
-        self._hear_fronts(now)
+        self._receive_from_fronts(now)
         for event in self.peers.poll(now, self._wanted_peers()):
             self.prefill_events.handle(event, now)
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
         self._follow_grammars(now)
 
-    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
+    def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
         match message:
             case GenerateGroup():
                 self._generate(message, now)

@@ -22,7 +22,7 @@ from hisparse_pd.core.grammar.matcher import Matcher
 from hisparse_pd.core.grammar.token_trie import Grammar
 from hisparse_pd.core.paging.extents import joined
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix
+from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog

@@ -403,7 +403,7 @@ class RequestLife:
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
-        error = self.requests.set_aside.found_wrong(kind, pool, wrong.item)
+        error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
             self.fail(request, 500, error, now, KV_ROW_CORRUPT)
         else:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 
 _ANY = 1 << 60

@@ -30,7 +30,8 @@ from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of

@@ -47,7 +47,7 @@ def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
     """Have the request's grammar compiled, if it has one and that is not under way."""
     if request.sampling.grammar and request.grammar is None:
         resumed = request.resumed_token_ids.tolist()
-        request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar, resumed), now
+        request.grammar, request.grammar_asked_at = compiler.compile(request.sampling.grammar, resumed), now
 
 
 def follow(request: Request, compiler: Compiler, now: float) -> None:

@@ -1,8 +1,9 @@
 """Converts numbers to the bytes of a pool's rows and back: items of the KV pools, rows of the index pools.
 
-``docs/kv-layout.md`` has every format byte by byte. A format stores into one layer of a pool and loads rows
-that were gathered from a layer. It keeps no state and never synchronises with a device, and a CUDA graph may
-capture both directions.
+A node makes a ``KvFormat`` and an ``IndexKeyFormat`` from the model and the cache's dtype. Forwards ``store``
+new rows into one layer of a pool; attention and indexer in torch ``load`` rows that were gathered from a
+layer, while GPU kernels read the bytes themselves. ``docs/kv-layout.md`` has every format byte by byte. A
+format keeps no state and never synchronises with a device, and a CUDA graph may capture both directions.
 """
 
 from __future__ import annotations
@@ -242,8 +243,8 @@ def _store(
     name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int
 ) -> None:
     """Store ``values`` in a format; in fp8, columns from ``num_quantised`` on are bfloat16."""
-    on_gpu = layer_pool.device.type == "cuda" and name != FLOAT32
-    if on_gpu and (kernel := _store_kernel(layer_pool.device)) is not None:
+    has_kernel = layer_pool.device.type == "cuda" and name != FLOAT32
+    if has_kernel and (kernel := _store_kernel(layer_pool.device)) is not None:
         kernel(layer_pool, slots, values, num_quantised if name == FP8_E4M3 else 0, tile)
         return
     if name == FP8_E4M3:

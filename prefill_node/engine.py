@@ -148,7 +148,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         )
         self._verification = RowVerification(self._life, self._limits, self._memory.wrong_items)
         kv = {PoolKind.DEVICE: self._memory.kv}
-        self._set_books(self._life, self._life.prefixes, kv, self._memory.row_checks)
+        self._set_live_record(self._life, self._life.prefixes, kv, self._memory.row_checks)
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
@@ -221,7 +221,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 self._answer_registration(peer, lane)
         for identity, message in self._control.receive():
             self._on_control(identity, message, now)
-        self._hear_fronts(now)
+        self._receive_from_fronts(now)
         self._fail_silent(now)
         self._life.fail_expired(now)
 

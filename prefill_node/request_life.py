@@ -279,7 +279,7 @@ class PrefillLife:
         meanwhile, this one keeps its own copy, which its writes read."""
         if request.holding is not None:
             request.prefix = self.prefixes.share(
-                request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_known=True
+                request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
             )
 
     def batch_returned(self, completion: Completion, now_secs: float) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hisparse_pd.core.paging.pools import Holding, PoolKind
-from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog

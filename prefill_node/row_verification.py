@@ -47,7 +47,7 @@ class RowVerification:
             positions.append(new_positions)
             is_listed[chunk_slots] = True
         errors = {
-            item.slot // self.limits.page_size: self.life.set_aside.found_wrong(
+            item.slot // self.limits.page_size: self.life.set_aside.record_wrong_row(
                 "cached", PoolKind.DEVICE, item
             )
             for item in self.wrong_items(np.concatenate(slots), np.concatenate(positions))

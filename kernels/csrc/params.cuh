@@ -1,4 +1,4 @@
-// Parameters of the kernels: plain structs, passed by value; kernels/cuda.py mirrors them field by field.
+// Parameters of the kernels: plain structs, passed by value; kernels/cuda_params.py mirrors them field by field.
 #pragma once
 
 #ifndef PAGE_SIZE

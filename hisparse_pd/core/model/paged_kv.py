@@ -1,4 +1,9 @@
-"""The prefill node's KV access: a forward extends several requests over one paged pool."""
+"""The prefill node's view of its pools in one forward, which extends several requests.
+
+``prefill_node/compute.py`` makes a ``PagedKv`` for each forward and passes it to the model (``dsa.py``),
+which calls ``write``, ``select`` and ``attend`` in each layer (``KvAccess``). ``PagedRows`` has the forward's
+requests and tokens as tensors; for CUDA graphs they stay in place and are filled anew.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ class PagedRequest:
     num_new_tokens: int
     num_resumed: int = 0
     """How many of the new tokens, the last ones, were computed before by steps of a decode node. Their
-    queries are split as there, so that their rows have the same bits."""
+    attention is split as in those steps, so that their rows have the same bits."""
 
     @property
     def seq_len(self) -> int:
@@ -67,7 +72,8 @@ class PagedRows:
 
     @classmethod
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
-        """Raises ValueError for a request without new tokens, or with more than its pages hold."""
+        """Return the rows of ``requests``. Raises ValueError for a request without new tokens, or with more
+        than its pages hold."""
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
                 raise ValueError(
@@ -115,7 +121,7 @@ class PagedRows:
         device: torch.device,
         max_len: int,
     ) -> PagedRows:
-        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``hold``.
+        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``fill``.
 
         ``max_len``: a bound on the lengths of the requests that it may hold.
         """
@@ -131,7 +137,7 @@ class PagedRows:
             max_len,
         )
 
-    def hold(self, others: PagedRows, scratch_slot: int) -> None:
+    def fill(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
         ``others`` must not have more tokens, requests or pages, nor longer requests, nor resumed tokens.
@@ -211,6 +217,7 @@ class PagedKv:
         return self._hints.transpose(0, 1)
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        """Do ``KvAccess.write``: store the new rows, and their row checks."""
         slots, pool = self.rows.slots, self._device_pool
         if kv is not None:
             kv_layer = self._spec.kv_layer_of_layer[layer]
@@ -225,6 +232,7 @@ class PagedKv:
             self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        """Do ``KvAccess.select``, and keep what each request's last token selects."""
         selected = self._select_unpacked(self._index_pool[group], q_index, weights)
         if selected is None:
             selected = paged_index_topk(

@@ -113,14 +113,14 @@ class ContextPages:
     def padding(
         cls, num_requests: int, max_pages: int, num_tokens: int, most_pages: int, device: torch.device
     ) -> ContextPages:
-        """Return one group of padding with ``num_tokens`` new tokens, to be filled by ``hold``."""
+        """Return one group of padding with ``num_tokens`` new tokens, to be filled by ``fill``."""
         return cls(
             torch.full((most_pages,), -1, dtype=torch.int32, device=device),
             torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
             [Group(slice(0, num_tokens), slice(0, most_pages))],
         )
 
-    def hold(self, others: ContextPages) -> None:
+    def fill(self, others: ContextPages) -> None:
         """Copy ``others``, which must be one group that fits, into this object's tensors; the rest becomes
         padding."""
         num_pages = len(others.page_ids)

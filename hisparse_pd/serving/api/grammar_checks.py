@@ -19,8 +19,8 @@ from pathlib import Path
 
 from hisparse_pd.core import grammar
 from hisparse_pd.core.grammar.checker import MAX_CLOCK_SECS, MAX_CORE_SECS, Verdict
+from hisparse_pd.core.grammar.compile_threads import CompileThreads
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES
-from hisparse_pd.core.grammar.turns import Turns
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 
 MAX_WAITING = 64
@@ -36,7 +36,7 @@ class GrammarChecks:
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_id: int) -> None:
         self._arguments = [str(tokenizer_json), str(vocab_size), str(eos_token_id)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._turns = Turns(1, "grammar-checks")
+        self._threads = CompileThreads(1, "grammar-checks")
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Error of each known grammar, "" if it is fine, by its text's hash; the latest one used is last."""
@@ -68,7 +68,7 @@ class GrammarChecks:
                 "try again",
             )
         self._num_waiting += 1
-        asked = self._turns.submit(len(encoded), self._answer, encoded)
+        asked = self._threads.submit(len(encoded), self._answer, encoded)
         try:
             return await asyncio.wrap_future(asked)
         finally:
@@ -112,7 +112,7 @@ class GrammarChecks:
 
     def close(self) -> None:
         """Wait for the check that runs, and end the helper."""
-        self._turns.close(wait=True)
+        self._threads.close(wait=True)
         self._stop()
 
 

@@ -166,13 +166,13 @@ def test_who_needs_no_grammar_does_not_wait_for_one(
 ) -> None:
     slow: Future[Grammar] = Future()
     compiler = node.engine._grammars
-    ask_compiler = compiler.ask
-    monkeypatch.setattr(compiler, "ask", lambda text, begun: slow if text == WORD else ask_compiler(text))
+    compile_text = compiler.compile
+    monkeypatch.setattr(compiler, "compile", lambda text, begun: slow if text == WORD else compile_text(text))
     waiting = ask(node, PROMPTS[0], grammar=WORD)
     others = [node.generate(PLAIN, 9), ask(node, PROMPTS[1])]
     node.turn_until(lambda: all(other.is_over for other in others))
     assert waiting.token_ids == []
-    slow.set_result(ask_compiler(WORD).result())
+    slow.set_result(compile_text(WORD).result())
     node.finish([waiting])
     assert text_of(waiting, checkpoint)[0] == "{"
 
@@ -181,7 +181,7 @@ def test_who_waits_for_a_grammar_has_no_step_to_make_and_does_not_wait_for_ever(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never: Future[Grammar] = Future()
-    monkeypatch.setattr(node.engine._grammars, "ask", lambda text, begun: never)
+    monkeypatch.setattr(node.engine._grammars, "compile", lambda text, begun: never)
     node.stats = None
     answer = ask(node, PROMPTS[0], grammar=WORD)
 

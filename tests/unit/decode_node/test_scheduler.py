@@ -9,7 +9,7 @@ import pytest
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
-from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests

@@ -17,7 +17,7 @@ import pytest
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.engine import prefix_scrub
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed

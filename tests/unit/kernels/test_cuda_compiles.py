@@ -8,22 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_pd.kernels import cuda, topk
+from hisparse_pd.kernels import cuda, cuda_params, topk
 from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_checks
 
-ENTRIES = {"swap_in", "copy_planned", "check_rows", "fill_row", "backup_newest", "newest_slots"}
+ENTRIES = {
+    "swap_in",
+    "copy_planned",
+    "check_dense_row",
+    "check_rows",
+    "fill_row",
+    "backup_newest",
+    "newest_slots",
+}
 PARAMETERS = {
-    "SwapInParams": cuda._SWAP_IN,
-    "CopyParams": cuda._COPY,
-    "FillParams": cuda._FILL,
-    "BackupParams": cuda._BACKUP,
-    "NewestSlotsParams": cuda._NEWEST_SLOTS,
-    "CheckRowsParams": cuda._CHECK_ROWS,
-    "RowChecks": cuda._CHECKS,
-    "Pool": cuda._POOL,
-    "Tables": cuda._TABLES,
-    "Requests": cuda._REQUESTS,
-    "Plan": cuda._PLAN,
+    "SwapInParams": cuda_params.SWAP_IN,
+    "CopyParams": cuda_params.COPY,
+    "FillParams": cuda_params.FILL,
+    "BackupParams": cuda_params.BACKUP,
+    "NewestSlotsParams": cuda_params.NEWEST_SLOTS,
+    "CheckDenseRowParams": cuda_params.CHECK_DENSE_ROW,
+    "CheckRowsParams": cuda_params.CHECK_ROWS,
+    "RowChecks": cuda_params.CHECKS,
+    "Pool": cuda_params.POOL,
+    "Tables": cuda_params.TABLES,
+    "Requests": cuda_params.REQUESTS,
+    "Plan": cuda_params.PLAN,
 }
 VARIANTS = [
     *((1, True, 64, 1), (2, True, 1, 1), (4, False, 48, 2), (2, True, 64, 8)),

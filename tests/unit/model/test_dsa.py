@@ -176,8 +176,8 @@ def test_rows_of_padding_change_nothing(runner: Runner, prompts: list[Tokens]) -
     pools = runner.device_pool.clone(), runner.index_pool.clone()
     rows = PagedRows.padding(3, 5, 20, scratch_slot, torch.device("cpu"), 5 * PAGE_SIZE)
     others = [PagedRequest(runner.free_pages[4:8], 60, 19), PagedRequest(runner.free_pages[8:9], 0, 1)]
-    rows.hold(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
-    rows.hold(kv.rows, scratch_slot)
+    rows.fill(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
+    rows.fill(kv.rows, scratch_slot)
     new = [*parts[0][2], *parts[1][2]]
     token_ids = torch.tensor(new + [65] * (20 - len(new)))
     padded = PagedKv(runner.spec, runner.device_pool, runner.index_pool, PAGE_SIZE, rows)

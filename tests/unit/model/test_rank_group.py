@@ -29,7 +29,7 @@ import torch
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.kernels.row_math import fix_arithmetic
 from hisparse_pd.core.model.experts import RoutedExperts
-from hisparse_pd.core.model import rank_page
+from hisparse_pd.core.model import page_sharing
 from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
 from hisparse_pd.base.vocabulary import RankPlace
 
@@ -44,7 +44,7 @@ if scenario == "late" and rank == 1:
 if scenario == "apart" and rank == 1:
     def elsewhere(*_):
         raise ConnectionRefusedError("rank 0 is elsewhere")
-    rank_page.PageRequest.__init__ = elsewhere
+    page_sharing.PageRequest.__init__ = elsewhere
 group = RankGroup(RankPlace(rank, size, path), CPU, agree_secs=PATIENCE_SECS, forward_secs=FORWARD_SECS)
 
 def filled(ranks, is_fp8):

@@ -109,8 +109,8 @@ def test_padding_holds_one_group_after_another(prompts: Prompts) -> None:
         kv = prompts.kv(requests, 12)
         assert kv.contexts is not None
         assert padded.contexts is not None
-        rows.hold(kv.rows, scratch_slot=0)
-        padded.contexts.hold(kv.contexts)
+        rows.fill(kv.rows, scratch_slot=0)
+        padded.contexts.fill(kv.contexts)
     assert torch.equal(prompts.attended(padded, padding=4), expected)
 
 
