@@ -6,7 +6,7 @@
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code. Every request of a batch
 gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
-timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
+timed by kernel with torch's profiler. The JSON is written after every row. Kernels overlap: each counts with the time by which it makes the step
 longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens" are
 those of a request in a step, "misses" those of a token; the other columns are of a step. With
 ``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses.
@@ -629,6 +629,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 of_row = (prompt, Mode(mode), batch, num_drafts, grammar)
                 row = measure(model, arguments, *of_row, chooses_drafts=chooses)
                 report["rows"].append(row)
+                write_json(arguments.out.with_suffix(".json"), report)
                 console.print(
                     f"{mode} {batch}, {'up to ' if chooses else ''}{num_drafts} drafts"
                     f"{', grammar' if grammar else ''}: {row['step_ms']:.3f} ms, "
@@ -636,7 +637,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     highlight=False,
                 )
     print_report(report, console)
-    write_json(arguments.out.with_suffix(".json"), report)
     return 0
 
 
