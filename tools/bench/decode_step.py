@@ -6,10 +6,11 @@
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code. Every request of a batch
 gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
-timed by kernel with torch's profiler. The JSON is written after every row. Kernels overlap: each counts with the time by which it makes the step
+timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
 longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens" are
 those of a request in a step, "misses" those of a token; the other columns are of a step. With
-``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses.
+``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses. The JSON is
+written after every line.
 
 ``--grammar`` measures each line once more with all requests bound to endless JSON: the difference is the cost
 of masks. It is realistic with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py

@@ -144,7 +144,7 @@ def pack(site: Path, out: Path) -> int:
     if shutil.which("xz") is None:
         raise CarryError("xz: not found; install xz-utils")
     with out.open("wb") as file:
-        process = subprocess.Popen(["xz", "-9", "--threads=0"], stdin=subprocess.PIPE, stdout=file)
+        process = subprocess.Popen(["xz", "-6", "--threads=0"], stdin=subprocess.PIPE, stdout=file)
         with tarfile.open(fileobj=process.stdin, mode="w|") as archive:
             archive.add(site, ".", filter=_plain)
         assert process.stdin is not None

@@ -18,6 +18,7 @@ Two things are not stock, and hold in the engine's own processes as well, which 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -114,10 +115,10 @@ def draw_weights(model: Any) -> None:
 def adapt_sglang() -> None:
     """Change in this process what the module's docstring names."""
     import psutil
-    import sglang.srt.entrypoints.engine  # noqa: F401: the order of imports in SGLang's own start
-    from sglang.srt.model_loader import loader
 
-    loader.initialize_dummy_weights = draw_weights
+    importlib.import_module("sglang.srt.entrypoints.engine")  # first, as in SGLang's own start
+    loader = importlib.import_module("sglang.srt.model_loader.loader")
+    vars(loader)["initialize_dummy_weights"] = draw_weights
     if host_bytes := int(os.environ.get(HOST_BYTES, "0")):
         measured = psutil.virtual_memory
 

@@ -30,23 +30,24 @@ JIT_MODULES: Final[tuple[Job, ...]] = (
     ("attention.clamp_position", "_jit_clamp_position_module", "int64"),
     ("attention.concat_mla", "_jit_concat_mla_absorb_q_module"),
     ("attention.concat_mla", "_jit_concat_mla_k_module"),
+    ("attention.dsv4.elementwise", "_jit_main_q_indexer_rope_first_quant_module", "bfloat16"),
+    ("attention.dsv4.topk", "_jit_topk_v2_module"),
+    ("attention.fused_metadata_copy", "_jit_fused_metadata_copy_module", 0, True, True),
     ("attention.fused_store_index_cache", "_jit_dsa_fused_store_module", "bfloat16", "int64", 64),
     ("attention.rope", "_jit_fused_rope_module", False, 64, "bfloat16", "bfloat16"),
     ("attention.rope", "_jit_rotary_embedding_module"),
     ("kvcache.set_mla_kv_buffer", "set_mla_kv_buffer_module", 528, 128, True),
     ("moe.moe_align", "_jit_moe_align_module", "int32"),
     ("moe.moe_fused_gate", "_jit_moe_fused_gate_module"),
+    ("quantization.dsv32.elementwise", "_jit_k_indexer_norm_rope_module", "bfloat16"),
+    ("quantization.dsv32.elementwise", "_jit_k_indexer_norm_rope_store_module", "bfloat16", 64),
     ("quantization.hadamard", "_jit_hadamard_module", "bfloat16"),
-    (
-        "quantization.per_token_group_quant_8bit_v2",
-        "_jit_module",
-        "bfloat16",
-        "float8_e4m3fn",
-        True,
-    ),
+    ("quantization.per_token_group_quant_8bit_v2", "_jit_module", "bfloat16", "float8_e4m3fn", True),
 )
 """Modules below ``sglang.kernels.ops``, the functions that load them, and their arguments; a name of a dtype
 stands for it."""
+SWAP_IN_THREADS: Final = 960
+"""Threads of a block of SGLang's swap-in kernel, its default."""
 _DTYPES: Final = ("bfloat16", "float8_e4m3fn", "int32", "int64")
 
 
@@ -85,7 +86,7 @@ def products(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 def jobs_of(warming: Warming, config: Mapping[str, Any]) -> list[Job]:
     """Return the jobs, those that take longest first."""
     swap_in = ("kvcache.hisparse", "_jit_sparse_module", warming.item_bytes)
-    sizes = (1024, config["index_topk"], warming.buffer, True)
+    sizes = (SWAP_IN_THREADS, config["index_topk"], warming.buffer, True)
     jobs: list[Job] = [("norm",), ("jit", *swap_in, *sizes), *(("jit", *job) for job in JIT_MODULES)]
     most = max(warming.rows)
     jobs.append(("prompt logits", most, 2 * most))
