@@ -36,8 +36,8 @@ def decode_line(running: int, rate: float, time: str = "08:00:01") -> str:
 def prefill_line(new: int, rate: float) -> str:
     return (
         f"[2026-11-28 08:00:00] Prefill batch, #new-seq: 1, #new-token: {new}, #cached-token: 0, token "
-        f"usage: 0.10, #running-req: 0, #queue-req: 3, #pending-token: 0, cuda graph: False, input throughput "
-        f"(token/s): {rate:.2f}"
+        f"usage: 0.10, #running-req: 0, #queue-req: 3, #pending-token: 0, cuda graph: False, input "
+        f"throughput (token/s): {rate:.2f}"
     )
 
 
