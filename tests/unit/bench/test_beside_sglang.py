@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -98,8 +99,9 @@ def test_turns_go_by_context_mode_and_engine() -> None:
         Turn("ours", "dense", 65536, (1, 16)),
     ]
     most = {"sglang": 100.0, "ours": 50.0}
-    assert [secs for _, secs in limits(turns, most, 260.0)] == [100.0, 50.0, 100.0, 0.0]
-    assert [secs for _, secs in limits(turns, most, 180.0)] == [100.0, 50.0, 30.0, 0.0]
+    assert [secs for _, secs in limits(turns, most, 300.0)] == [100.0, 50.0, 100.0, 50.0]
+    assert [secs for _, secs in limits(turns, most, 240.0)] == [100.0, 50.0, 40.0, 50.0]
+    assert [secs for _, secs in limits(turns, most, 220.0)] == [100.0, 50.0, 0.0, 50.0]
 
 
 def cell(engine: str, batch: int, step_ms: float) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def test_kernels_are_compiled_for_every_batch_and_for_chunks() -> None:
     assert sum(job[0] == "product" for job in jobs) == 3 * len(products(config))
     assert json.loads(json.dumps(jobs)) == [list(job) for job in jobs]
     lines = "a warning\ncompiled ['norm'] in 3.0 s\nfailed OSError: 'x' ['jit'] in 1.0 s\n"
-    assert [ok for ok, _ in outcomes(lines)] == [True, False]
+    assert outcomes(lines) == (1, ["failed OSError: 'x' ['jit'] in 1.0 s"])
 
 
 def test_a_missing_guest_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +230,18 @@ def test_an_archive_is_the_same_for_the_same_files(site: Path, tmp_path: Path) -
     assert first.read_bytes() == second.read_bytes()
     with lzma.open(first) as file, tarfile.open(fileobj=file) as archive:
         assert "./sglang/srt/kept.py" in archive.getnames()
+
+
+def test_our_packages_are_links_into_the_archive(site: Path) -> None:
+    for name in carry.OUR_PACKAGES:
+        (site / name).mkdir(exist_ok=True)
+    carry.link_ours(site)
+    links = {path.name: path.resolve() for path in (site / carry.OURS).iterdir()}
+    assert links == {name: (site / name).resolve() for name in carry.OUR_PACKAGES}
+    shutil.rmtree(site / carry.OURS)
+    (site / "zmq").rmdir()
+    with pytest.raises(carry.CarryError, match="zmq: not in these wheels"):
+        carry.link_ours(site)
 
 
 def test_wheels_are_unpacked_into_one_folder(tmp_path: Path) -> None:

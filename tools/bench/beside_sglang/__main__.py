@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from tools.bench.beside_sglang.carry import CACHE
 from tools.bench.beside_sglang.comparison import (
     beside,
     our_cells,
@@ -47,7 +47,7 @@ from tools.bench.beside_sglang.environment import (
 )
 from tools.bench.beside_sglang.guest import CHUNK, GuestTurn
 from tools.bench.beside_sglang.model import add_shape_options
-from tools.bench.beside_sglang.prewarm import Warming
+from tools.bench.beside_sglang.prewarm import Warming, outcomes
 from tools.bench.beside_sglang.scheduler_log import read_cells
 from tools.bench.beside_sglang.turns import Turn, limits, plan
 from tools.bench.facts import OUT, ROOT, gpus
@@ -203,7 +203,11 @@ def prepare(run: Run) -> None:
             secs=options.prewarm_secs - 2,
         )
         command = guest_command("prewarm", json.dumps(asdict(warming)))
-        run.process("prewarm", command, options.prewarm_secs, _guest_environment(options))
+        text = run.process("prewarm", command, options.prewarm_secs, _guest_environment(options))
+        num_compiled, failed = outcomes(text)
+        run.console.print(f"compiled {num_compiled} kernels", highlight=False)
+        for line in failed:
+            run.note(line)
 
 
 def show(run: Run) -> None:
@@ -222,7 +226,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--guest", type=Path, required=True, help="folder with SGLang and what it needs")
     add("--model", type=Path, default=Path("/dev/shm/beside-sglang"), help="model folder, made when missing")
-    add("--cache", type=Path, default=Path(tempfile.gettempdir(), "beside-sglang"), help="compiled kernels")
+    add("--cache", type=Path, help="compiled kernels; default: the folder of them in --guest")
     add("--dense", type=int, nargs="*", default=[1, 16, 64, 128], help="batches of dense requests")
     add("--hisparse", type=int, nargs="*", default=[16, 128], help="batches of hisparse requests")
     add("--context", type=int, nargs="+", default=[32768], help="tokens of each prompt")
@@ -231,14 +235,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--host-gb", type=float, default=100, help="main memory that SGLang may take, in GB")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that compile kernels")
     add("--seconds", type=float, default=400, help="limit of everything")
-    add("--model-secs", type=float, default=40, help="limit of writing the model")
-    add("--prewarm-secs", type=float, default=70, help="limit of compiling kernels; 0: compile none before")
-    add("--sglang-secs", type=float, default=120, help="limit of one turn of SGLang")
-    add("--our-secs", type=float, default=60, help="limit of one turn of ours")
+    add("--model-secs", type=float, default=35, help="limit of writing the model")
+    add("--prewarm-secs", type=float, default=60, help="limit of compiling kernels; 0: compile none before")
+    add("--sglang-secs", type=float, default=130, help="limit of one turn of SGLang")
+    add("--our-secs", type=float, default=50, help="limit of one turn of ours")
     add("--out", type=Path, default=OUT / "beside_sglang", help="JSON file, without its suffix")
     add("--logs", type=Path, default=OUT / "beside_sglang_logs", help="folder of the processes' output")
     add_shape_options(parser)
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.cache = options.cache or options.guest / CACHE
+    return options
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -258,8 +264,8 @@ def main(words: Sequence[str] | None = None) -> int:
     turns = plan(options.context, {"dense": options.dense, "hisparse": options.hisparse})
     for turn, planned in limits(turns, most, run.secs_left):
         console.print(f"{turn.name}: at most {planned:.0f} s planned", highlight=False)
-    for turn in turns:
-        (_, secs), *_ = limits([turn], most, run.secs_left)
+    for number in range(len(turns)):
+        turn, secs = next(limits(turns[number:], most, run.secs_left))
         if not secs:
             run.note(f"{turn.name}: no time left")
             continue

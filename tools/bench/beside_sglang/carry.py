@@ -60,8 +60,16 @@ PACKAGES: Final = (
     "distro==1.9.0",
     "sniffio==1.3.1",
     "easydict==1.14",
+    "llguidance==1.9.1",
 )
 """Versions that start together; SGLang 0.5.17 is the newest for torch 2.11."""
+OURS: Final = "_ours"
+"""Folder of the archive with links to what our own benchmark needs, for PYTHONPATH."""
+OUR_PACKAGES: Final = (
+    *("annotated_types", "llguidance", "msgspec", "pydantic", "pydantic_core", "typing_inspection"),
+    *("zmq", "pyzmq.libs", "sgl_kernel", "sglang_kernel-0.4.5.dist-info"),
+)
+"""Packages that ``tools.bench.decode_step`` imports and a machine with PyTorch lacks."""
 DROPPED: Final = {
     "sgl_kernel/flash_ops*": "FlashAttention 3: fp8 KV is attended by FlashMLA",
     "sgl_kernel/sm100": "kernels of Blackwell GPUs",
@@ -131,6 +139,15 @@ def strip(site: Path) -> Iterator[tuple[str, int]]:
         path.write_text(text)
 
 
+def link_ours(site: Path) -> None:
+    """Make the folder of our own packages, as links. Raises CarryError where one is absent."""
+    (site / OURS).mkdir()
+    for name in OUR_PACKAGES:
+        if not (site / name).exists():
+            raise CarryError(f"{name}: not in these wheels; look at OUR_PACKAGES")
+        (site / OURS / name).symlink_to(Path("..", name))
+
+
 def strip_symbols(site: Path) -> None:
     """Remove the symbols of the largest library, which are most of it."""
     library = site / "xgrammar" / "libxgrammar_bindings.so"
@@ -170,6 +187,7 @@ def carry(out: Path, work: Path, cache: Path | None) -> int:
     for pattern, num_bytes in strip(site):
         print(f"without {pattern} ({DROPPED[pattern]}): {num_bytes / 2**20:.1f} MiB")
     strip_symbols(site)
+    link_ours(site)
     if cache is not None:
         shutil.copytree(cache, site / CACHE)
     return pack(site, out)

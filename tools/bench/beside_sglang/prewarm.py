@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import signal
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -74,13 +74,18 @@ def products(config: Mapping[str, Any]) -> list[tuple[int, int]]:
         (query + latent, hidden),
         (heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]), query),
         (hidden, heads * config["v_head_dim"]),
-        (config["index_n_heads"] * config["index_head_dim"], query),
+        indexer_queries(config),
         (config["index_head_dim"], hidden),
         (2 * dense, hidden),
         (hidden, dense),
         (2 * shared, hidden),
         (hidden, shared),
     ]
+
+
+def indexer_queries(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return outputs and inputs of the indexer's queries."""
+    return config["index_n_heads"] * config["index_head_dim"], config["q_lora_rank"]
 
 
 def jobs_of(warming: Warming, config: Mapping[str, Any]) -> list[Job]:
@@ -93,6 +98,7 @@ def jobs_of(warming: Warming, config: Mapping[str, Any]) -> list[Job]:
     for rows in warming.rows:
         if rows < most:
             jobs.append(("paged logits", rows))
+            jobs.append(("half product", rows, *indexer_queries(config)))
         jobs += [("product", rows, *sizes) for sizes in products(config)]
     return jobs
 
@@ -111,13 +117,17 @@ def run_job(job: Job) -> None:
 
             row = torch.ones(1, 7168, device="cuda", dtype=torch.bfloat16)
             rmsnorm(row, row[0])
-        case ("product", rows, outputs, inputs):
+        case ("product" | "half product" as kind, rows, outputs, inputs):
             import deep_gemm
 
+            num_sms = deep_gemm.get_num_sms()
+            if kind == "half product":  # queries are computed beside keys, each on half of the GPU
+                deep_gemm.set_num_sms(8 * math.ceil(num_sms // 2 / 8))
             left = _fp8(rows, inputs), torch.ones(rows, inputs // 128, device="cuda")
             scales = torch.ones(-(-outputs // 128), inputs // 128, device="cuda")
             out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
             deep_gemm.fp8_gemm_nt(left, (_fp8(outputs, inputs), scales), out)
+            deep_gemm.set_num_sms(num_sms)
         case ("paged logits", rows):
             _paged_logits(rows)
         case ("prompt logits", rows, num_keys):
@@ -153,41 +163,25 @@ def _fp8(*sizes: int) -> Any:
     return torch.zeros(*sizes, device="cuda", dtype=torch.float8_e4m3fn)
 
 
-def outcomes(output: str) -> Iterator[tuple[bool, str]]:
-    """Yield of each job whether it was compiled, and its line."""
-    for line in output.splitlines():
-        if line.startswith(("compiled ", "failed ")):
-            yield line.startswith("compiled "), line
+def outcomes(output: str) -> tuple[int, list[str]]:
+    """Return how many kernels were compiled, and the lines of those that failed."""
+    lines = output.splitlines()
+    failed = [line for line in lines if line.startswith("failed ")]
+    return sum(line.startswith("compiled ") for line in lines), failed
 
 
 def warm(warming: Warming) -> int:
-    """Compile everything within the limit, and print what failed. Returns the exit status."""
+    """Compile everything within the limit; what still runs then ends with this process's group."""
     config = json.loads((Path(warming.model) / "config.json").read_text())
     jobs = jobs_of(warming, config)
     deadline = time.monotonic() + warming.secs
     shares = [jobs[number :: warming.num_processes] for number in range(warming.num_processes)]
     processes = [
-        subprocess.Popen(
-            guest_command("prewarm", "--jobs", json.dumps(share)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for share in shares
-        if share
+        subprocess.Popen(guest_command("prewarm", "--jobs", json.dumps(share))) for share in shares if share
     ]
-    found: list[tuple[bool, str]] = []
     for process in processes:
-        try:
-            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        found += outcomes(output)
-    for _, line in found:
-        print(line)
-    print(f"compiled {sum(ok for ok, _ in found)} of {len(jobs)} kernels")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
     return 0
 
 

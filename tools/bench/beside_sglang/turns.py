@@ -46,8 +46,13 @@ def plan(contexts: Sequence[int], batches: Mapping[Mode, Sequence[int]]) -> list
 def limits(
     turns: Sequence[Turn], most_secs: Mapping[Engine, float], secs_left: float
 ) -> Iterator[tuple[Turn, float]]:
-    """Yield the turns with their limits where each takes all of its own; later ones get what is left."""
-    for turn in turns:
-        limit = min(most_secs[turn.engine], secs_left)
-        yield turn, limit if limit >= LEAST_SECS else 0.0
+    """Yield the turns with their limits where each takes all of its own.
+
+    A turn of SGLang leaves later turns of ours their time, so that what it measures has something beside it.
+    """
+    for number, turn in enumerate(turns):
+        reserved = sum(most_secs["ours"] for later in turns[number + 1 :] if later.engine == "ours")
+        limit = min(most_secs[turn.engine], secs_left - reserved)
+        limit = limit if limit >= LEAST_SECS else 0.0
+        yield turn, limit
         secs_left -= limit
