@@ -1,7 +1,7 @@
 """Measures decode steps and prefill of SGLang's whole engine and of ours on one GPU, by turns.
 
     python -m tools.bench.beside_sglang --guest FOLDER [--out STEM]
-        [--dense 1 16 64 128] [--hisparse 16 128] [--context 32768] [--seconds 400]
+        [--dense 1 16 64] [--hisparse 16 128] [--context 32768] [--seconds 400]
 
 Each turn is one process that has the GPU alone. ``--guest`` is the folder in which the archive of
 ``carry.py`` was unpacked. The JSON is written after every turn, and everything ends within ``--seconds``: a
@@ -227,7 +227,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--guest", type=Path, required=True, help="folder with SGLang and what it needs")
     add("--model", type=Path, default=Path("/dev/shm/beside-sglang"), help="model folder, made when missing")
     add("--cache", type=Path, help="compiled kernels; default: the folder of them in --guest")
-    add("--dense", type=int, nargs="*", default=[1, 16, 64, 128], help="batches of dense requests")
+    add("--dense", type=int, nargs="*", default=[1, 16, 64], help="batches of dense requests")
     add("--hisparse", type=int, nargs="*", default=[16, 128], help="batches of hisparse requests")
     add("--context", type=int, nargs="+", default=[32768], help="tokens of each prompt")
     add("--output-tokens", type=int, default=160, help="tokens of each of SGLang's answers")
