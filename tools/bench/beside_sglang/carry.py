@@ -66,8 +66,9 @@ PACKAGES: Final = (
 OURS: Final = "_ours"
 """Folder of the archive with links to what our own benchmark needs, for PYTHONPATH."""
 OUR_PACKAGES: Final = (
-    *("annotated_types", "llguidance", "msgspec", "pydantic", "pydantic_core", "typing_inspection"),
-    *("zmq", "pyzmq.libs", "sgl_kernel", "sglang_kernel-0.4.5.dist-info"),
+    *("annotated_types", "llguidance", "llguidance-1.9.1.dist-info", "msgspec", "pydantic"),
+    *("pydantic_core", "typing_inspection", "zmq", "pyzmq.libs"),
+    *("sgl_kernel", "sglang_kernel-0.4.5.dist-info"),
 )
 """Packages that ``tools.bench.decode_step`` imports and a machine with PyTorch lacks."""
 DROPPED: Final = {
