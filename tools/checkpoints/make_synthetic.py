@@ -143,9 +143,7 @@ def write_synthetic(
 
     if stale := sorted(out_dir.glob("*.safetensors")):
         raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
-    write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
-    _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
-
+    write_synthetic_config(out_dir, shape, in_fp8=in_fp8)
     maker = _Maker(shape, seed, torch.device(device))
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -164,6 +162,12 @@ def write_synthetic(
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     return num_bytes
+
+
+def write_synthetic_config(out_dir: Path, shape: SyntheticShape, *, in_fp8: bool = False) -> None:
+    """Write only configuration and tokenizer to ``out_dir``, made when missing."""
+    write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
+    _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
 
 
 def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **changes: Any) -> None:
