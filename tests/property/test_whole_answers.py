@@ -92,7 +92,9 @@ def messages_of(data: st.DataObject, num_logprobs: int | None) -> Iterator[Token
         part = tuple(token_ids[start : start + step])
         logprobs: tuple[TokenLogprob, ...] = ()
         if num_logprobs is not None:
-            top = tuple(((other + start + rank) % 256, logprob - start - rank) for rank in range(num_logprobs))
+            top = tuple(
+                ((other + start + rank) % 256, logprob - start - rank) for rank in range(num_logprobs)
+            )
             logprobs = tuple(TokenLogprob(token_id, logprob - start, top) for token_id in part)
         finish = matched = None
         if start + step > len(token_ids):
