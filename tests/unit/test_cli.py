@@ -240,8 +240,6 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     ("command", "words"),
     [
         ("pair --model-path m", "hisparse-pd serves m at http://127.0.0.1:"),
-        ("keygen {tmp_path}/a.key", "wrote "),
-        ("doctor --json", '{\n  "ok": '),
         ("doctor", "check "),
     ],
 )
@@ -258,7 +256,7 @@ def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, comman
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, str(script), *command.format(tmp_path=tmp_path).split()],
+            [sys.executable, str(script), *command.split()],
             cwd=REPO,
             env={**os.environ, "PYTHONPATH": str(REPO)},
             stdout=full,

@@ -149,7 +149,6 @@ def test_links_are_measured_on_cpus_and_a_process_that_fails_is_a_row(
 
 def test_what_there_is_no_time_for_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "measure_host", lambda *_: [])
-    monkeypatch.setattr(links, "write_report", lambda *_: None)
     seen: list[int] = []
     monkeypatch.setattr(links, "print_report", lambda report, _: seen.append(report["num_left_out"]))
     assert links.main(["--devices", "cpu", "--seconds", "0", "--out", str(tmp_path / "links")]) == 0

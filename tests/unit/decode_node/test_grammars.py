@@ -121,10 +121,9 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
 
 def test_any_number_of_drafts_gives_the_same_tokens(node: EngineHarness) -> None:
     without = with_drafts(node, 0)
-    for numbers in [(1, 2), (3, 3, 0, 1, 0, 2)]:
-        answers = with_drafts(node, *numbers)
-        assert tokens(answers) == tokens(without), numbers
-        assert num_drafts(*answers)[1] > 0, "no draft was right: nothing was tried"
+    answers = with_drafts(node, 3, 3, 0, 1, 0, 2)
+    assert tokens(answers) == tokens(without)
+    assert num_drafts(*answers)[1] > 0, "no draft was right: nothing was tried"
 
 
 def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -310,11 +311,16 @@ def test_index_queries_and_keys_are_rotated_where_keys_are_rounded_to_fp8(
     """Both by the same orthogonal matrix, to the same bits alone and among others; elsewhere not at all."""
     path, token_ids, positions = tiny_checkpoint(variant), torch.arange(65, 97), torch.arange(32)
 
-    def indexed(index_format: str, rows: slice) -> list[tuple[Tensor, Tensor]]:
+    @functools.cache
+    def loaded(index_format: str) -> tuple[ModelSpec, DsaModel]:
         spec = load_spec(path, indexer_cache_dtype=index_format)
+        return spec, load_model(path, spec)
+
+    def indexed(index_format: str, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        spec, model = loaded(index_format)
         kv = _NoKv(spec)
         some = positions[rows]
-        load_model(path, spec).forward(token_ids[rows], some, kv, torch.arange(len(some)))
+        model.forward(token_ids[rows], some, kv, torch.arange(len(some)))
         return list(zip(kv.queries, kv.keys, strict=True))
 
     plain, found = (indexed(name, slice(None)) for name in ("float32", index_format))

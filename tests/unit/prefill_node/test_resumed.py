@@ -85,11 +85,15 @@ def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
 
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    "bounds",
-    [(0, 400), (0, 60, 400), (0, 61, 190, 399, 400), (0, 48, 112, 113, 400)],
-    ids=["one forward", "cut there", "few rows", "cut before"],
+    ("bounds", "has_neighbour"),
+    [
+        pytest.param((0, 400), False, id="alone"),
+        pytest.param((0, 400), True, id="one forward"),
+        pytest.param((0, 60, 400), True, id="cut there"),
+        pytest.param((0, 61, 190, 399, 400), True, id="few rows"),
+        pytest.param((0, 48, 112, 113, 400), True, id="cut before"),
+    ],
 )
-@pytest.mark.parametrize("has_neighbour", [False, True])
 def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
     node: Node,
     undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
