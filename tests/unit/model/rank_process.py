@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import RankPlace
-from hisparse_pd.core.model import rank_page
+from hisparse_pd.core.model import page_sharing
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
@@ -140,7 +140,7 @@ def main(rank: int, size: int, path: Path, scenario: str) -> None:
         def elsewhere(*_: Any) -> None:
             raise ConnectionRefusedError("rank 0 is elsewhere")
 
-        rank_page.PageRequest.__init__ = elsewhere  # type: ignore[method-assign]
+        page_sharing.PageRequest.__init__ = elsewhere  # type: ignore[method-assign]
     group = RankGroup(
         RankPlace(rank, size, str(path)), CPU, agree_secs=patience_secs, forward_secs=forward_secs
     )
