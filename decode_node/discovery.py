@@ -1,6 +1,8 @@
-"""Asks bootstrap endpoints where prefill nodes are, in threads.
+"""Looks prefill nodes up at their bootstrap endpoints, in threads beside the engine's loop.
 
-An answer is as old as its question, and says nothing of a run with which this node has registered since.
+``Discovery`` owns the threads of one engine. Each peer of ``PrefillPeers`` has ``LookUps``, which asks its
+endpoint from time to time and keeps at most one result. A look-up tells what was so when it began: its result
+says nothing about a run with which this node has registered since.
 """
 
 from __future__ import annotations
@@ -15,22 +17,24 @@ from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, 
 from hisparse_pd.protocol.channels import ControlKeys
 
 LOOKUP_RETRY_SECS = 0.5
+"""Time between two look-ups of one endpoint."""
 _MAX_THREADS = 16
-"""Threads for look-ups. A host that drops packets blocks one for seconds, again and again while a request
-wants it."""
+"""Most look-ups at a time. A host that drops packets blocks a thread for seconds, again and again while a
+request needs it."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An endpoint's answer, or why there is none."""
+class LookUpResult:
+    """The result of one look-up."""
 
     instance_id: str
-    """The run with which this node was registered when it asked; empty: none."""
+    """The run with which this node was registered when the look-up began; empty for none."""
     info: BootstrapInfo | BootstrapLookupError
+    """The endpoint's answer, or why there is none."""
 
 
 class Discovery:
-    """Owns the threads of all look-ups. ``on_answer`` is called in one of them at the end of each look-up."""
+    """Owns the threads of all look-ups. ``on_answer`` is called in such a thread at the end of each one."""
 
     def __init__(
         self, keys: ControlKeys | None, allowed: PeerList | None, on_answer: Callable[[], None]
@@ -42,9 +46,9 @@ class Discovery:
 
     def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
         """Begin a look-up. Its future raises BootstrapLookupError."""
-        asked = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
-        asked.add_done_callback(lambda _: self._on_answer())
-        return asked
+        future = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
+        future.add_done_callback(lambda _: self._on_answer())
+        return future
 
     def close(self) -> None:
         """End the threads, without waiting for look-ups that are under way."""
@@ -63,17 +67,18 @@ class LookUps:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a look-up was begun whose answer has not been taken."""
+        """Whether a look-up was begun whose result has not been taken."""
         return self._future is not None
 
     def ask(self, now: float, instance_id: str) -> None:
-        """Begin a look-up, unless one is under way, or the last answer was taken just now."""
+        """Begin a look-up, unless one is under way or the last result was taken just now. ``instance_id``:
+        the run with which this node is registered, if any."""
         if self._future is None and now >= self._next_at:
             self._instance_id = instance_id
             self._future = self._discovery.ask(self._address)
 
-    def take(self, now: float) -> Answer | None:
-        """Return an answer that has come, once; None before."""
+    def take(self, now: float) -> LookUpResult | None:
+        """Return the result of a finished look-up, once; None otherwise."""
         if self._future is None or not self._future.done():
             return None
         future, self._future = self._future, None
@@ -82,4 +87,4 @@ class LookUps:
             info: BootstrapInfo | BootstrapLookupError = future.result()
         except BootstrapLookupError as error:
             info = error
-        return Answer(self._instance_id, info)
+        return LookUpResult(self._instance_id, info)

@@ -1,4 +1,7 @@
-"""The drafts of a step: the draft layer's first guess for each request, and those that follow from it.
+"""Makes the drafts of the next step: the draft layer's first guess for each request, and one from the other.
+
+``Forwards`` calls ``draft_chain`` at the end of a step, after the draft layer's pass over the step's
+positions.
 
 Some draft layers were trained to share (``index_share_for_mtp_iteration``, GLM-5.2): a request's later drafts
 attend to what its first guess selected, and to nothing that drafts have made.

@@ -1,10 +1,11 @@
 """Decides how many drafts a step verifies: the number that has brought most tokens a second. Pure.
 
-It measures the seconds of a step by size of the batch and number of drafts, and for each place in the chain
-how often a draft was right when those before it were. Numbers that a size of batch has not tried come first,
-and neighbours of the best one are tried again from time to time. The rate of a place is forgotten while no
-step tries it: text whose drafts are wrong does not decide for good. The choice changes no token, only when it
-comes.
+``StepLine`` calls ``choose`` before it launches a step, ``verified`` for each request of a step that it has
+read, and ``turn`` at the end of each turn. From these, ``DraftChoice`` knows the seconds of a step by size of
+the batch and number of drafts, and for each place in the chain of drafts how often a draft was right when
+those before it were. Numbers that a size of batch has not tried come first, and neighbours of the best one
+are tried again from time to time. The rate of a place is forgotten while no step tries it, so that text whose
+drafts are wrong does not decide for good. The choice changes no token, only when it comes.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FIRST_STEPS = 6
-"""Steps with a number of drafts at a size of batch before that number is judged."""
+"""Steps with a number of drafts, at a size of batch, before that number is judged."""
 PROBE_EVERY = 400
 """Steps at a size of batch between two trials of another number than the best."""
 PROBE_STEPS = 4
 """Steps of a trial: the first has no drafts to verify when the best number was 0."""
 MIN_GAIN = 1.03
-"""How many times as fast a larger number has to be as the present one: two that are alike do not take
-turns."""
+"""How many times as fast as the present number a larger one has to be, so that two that are alike do not
+alternate."""
 _OLD_SHARE = 0.9
-"""The share of an average that the next value leaves."""
+"""Weight of the old average of a step's seconds against the next value."""
 _MAX_JUMP = 1.25
-"""A step counts as this many averages at most, and as an average divided by it at least. A longer one did
-something else, too, while the next one ran, so that neither of the two decides anything alone."""
-_CLOCK_SECS = 1e-6
-"""A lower bound of a step's time."""
+"""Bound of a step's seconds, up and down, relative to their average: a longer step did other work too, and
+the one after it looks short for that, so that neither decides anything alone."""
+_MIN_STEP_SECS = 1e-6
+"""Lower bound of a step's seconds, above 0 since speeds are divided by it."""
 _OLD_TRIES = 0.999
-"""The share of a place's counts that the next try leaves."""
+"""Factor of a place's counts at each try."""
 _UNTRIED = 0.995
-"""The share of a place's counts that a step without a try leaves."""
+"""Factor of a place's counts at each step without a try."""
 _FIRST_GUESS = 0.7
-"""The rate of a place before any try; it counts as one try."""
+"""Rate of a place before any try; it counts as one try."""
 
 
 def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
     """Return the tokens that a step with ``num_drafts`` is expected to bring a request. ``rates``: how often
-    the draft at each place is right where those before it are."""
+    the draft at each place is right when those before it are."""
     tokens = all_right = 1.0
     for rate in rates[:num_drafts]:
         all_right *= rate
@@ -64,11 +65,14 @@ class _Size:
     first_secs: list[list[float]]
     """Seconds of the first FIRST_STEPS steps, by number of drafts."""
     present: int
-    """The number that is chosen outside trials."""
+    """The number of drafts that is chosen outside trials."""
     until_probe: int = PROBE_EVERY
+    """Steps until the next trial of another number."""
     probe: int = 0
+    """The number of drafts that is tried, for ``probe_steps`` more steps."""
     probe_steps: int = 0
     probes_up: bool = False
+    """Whether the last trial was of a larger number; trials go up and down by turns."""
 
 
 class DraftChoice:
@@ -78,7 +82,9 @@ class DraftChoice:
         self._max_drafts = max_drafts
         self._sizes: dict[int, _Size] = {}
         self._tries = [0.0] * max_drafts
+        """Verified drafts at each place whose predecessors were right, fading."""
         self._rights = [0.0] * max_drafts
+        """How many of ``_tries`` were right."""
         self._last: tuple[int, int] | None = None
         """Numbers of requests and of drafts of the step that ended at ``_last_at``."""
         self._last_at = 0.0
@@ -133,14 +139,14 @@ class DraftChoice:
 
     def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         """Record that a step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
-        size, secs = self._size(num_reqs), max(secs, _CLOCK_SECS)
+        size, secs = self._size(num_reqs), max(secs, _MIN_STEP_SECS)
         average, first = size.secs[num_drafts], size.first_secs[num_drafts]
         if len(first) < FIRST_STEPS:  # one of which may have compiled something
             first.append(secs)
             size.secs[num_drafts] = statistics.median(first)
         else:
-            usual = min(max(secs, average / _MAX_JUMP), average * _MAX_JUMP)
-            size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * usual
+            bounded = min(max(secs, average / _MAX_JUMP), average * _MAX_JUMP)
+            size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * bounded
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Record that ``num_accepted`` of a request's ``num_drafts`` were accepted."""

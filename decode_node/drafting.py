@@ -1,7 +1,8 @@
-"""How many drafts of a request a step can verify.
+"""How many drafts of a request a step can verify, and the hot buffers that this takes. Pure.
 
 A draft is accepted if the model itself draws it, with that position's own random number, and all drafts
-before it are accepted. So the tokens are those of steps without drafts, at any temperature.
+before it are accepted. So the tokens are those of steps without drafts, at any temperature. A step with
+drafts runs several positions of a request, and its hot buffer must hold what all of them select.
 """
 
 from __future__ import annotations

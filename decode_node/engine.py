@@ -15,7 +15,7 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import TokenTrie
@@ -28,6 +28,7 @@ from hisparse_pd.core.paging.prompt_keys import PromptKeys
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.prefill_events import PrefillEvents
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import PeerAddress, RequestState, RunStage
 from hisparse_pd.decode_node.request_life import RequestLife
@@ -104,7 +105,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             max_new=settings.speculative_num_steps + 1,
         )
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
-        self._set_books(self.requests, self.requests.held, kv, self.memory.row_checks)
+        self._set_live_record(self.requests, self.requests.held, kv, self.memory.row_checks)
         shared = self.memory.shared_memory()  # for prefill nodes of this machine
         self._lane_host = (
             LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None
@@ -137,6 +138,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             send=socket.send,
             stream_interval=settings.stream_interval,
         )
+        self.prefill_events = PrefillEvents(self.lifecycle)
         socket.send(EngineLoading("kernels and CUDA graphs"))
         self.steps = StepLine(
             make_runner(settings, model, self.tables),
@@ -184,14 +186,14 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         if (pause_secs := now - self._last_turn_at - MAX_TURN_SECS) > 0:
             self.requests.quarantine.postpone(pause_secs)
         self._last_turn_at = now
-        self._hear_fronts(now)
+        self._receive_from_fronts(now)
         for event in self.peers.poll(now, self._wanted_peers()):
-            self.lifecycle.peer_event(event, now)
+            self.prefill_events.handle(event, now)
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
         self._follow_grammars(now)
 
-    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
+    def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
         match message:
             case GenerateGroup():
                 self._generate(message, now)

@@ -1,4 +1,6 @@
-"""Owns the memory behind the pools and its registration with the transport.
+"""Owns the memory behind a decode engine's pools, and registers it with the transport.
+
+Which slots belong to whom is decided elsewhere (``core/paging/pools.py``); here are the bytes:
 
 ==========  ===================================================  ======================
 pool        layout                                               written by
@@ -10,16 +12,13 @@ row checks  int32 [num_kv_layers, slots of the index pool]       prefill nodes, 
 aux         uint8 [num_slots, aux slot bytes]                    prefill nodes
 ==========  ===================================================  ======================
 
-Remote writes land at any time in slots of landing and quarantined rooms, and nowhere else.
-
-There are row checks only where the spec has ``has_row_checks``.
-
-The device and the index pool end with a page that the allocators do not know of: the scratch page, where
-padding of a batch writes.
+Remote writes land at any time in slots of landing and quarantined rooms, and nowhere else. There are row
+checks only where the spec has ``has_row_checks``. The device and the index pool end with a page that the
+allocators do not know: the scratch page, where padding of a batch writes.
 
 Prefill nodes of this machine may map main memory through memfds (``transfer/lane.py``). With a GPU the host
-pool and the aux slots are pinned. In the end the transport lets go of the memory first, then CUDA
-(``close``); then it is unmapped.
+pool and the aux slots are pinned. At shutdown the transport unregisters the memory first, then ``close``
+unregisters it with CUDA and unmaps it.
 """
 
 from __future__ import annotations

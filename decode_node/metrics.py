@@ -1,4 +1,8 @@
-"""Owns the engine's counters, and puts them and the current gauges into EngineStats for the front."""
+"""Owns a decode engine's counters, and joins them with the present gauges into EngineStats for the front.
+
+``RequestLife``, ``PrefillEvents`` and ``StepLine`` count as things happen; the engine calls ``stats`` for
+each of its reports.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,10 @@ class Metrics:
         self.num_dropped: Counter[str] = Counter()
         """Control messages that had no use here, by reason."""
         self._last_drafts = 0.0, 0.0
+        """Verifying steps and accepted drafts at the last ``stats``."""
         self._num_tokens = 0
         self._last_num_tokens = 0
+        """Value of ``_num_tokens`` at the last ``stats``."""
         self._last_at: float | None = None
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:

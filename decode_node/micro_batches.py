@@ -1,5 +1,8 @@
-"""One step in micro-batches, each in a stream of its own: while one copies its misses of a layer over PCIe,
-by which a large hisparse batch is bound, the others compute theirs.
+"""Runs a step in micro-batches, each in a stream of its own, so that copies of misses hide behind computing.
+
+A large hisparse batch is bound by the copies of its misses over PCIe. While one micro-batch copies those of a
+layer, the others compute theirs. ``Forwards`` uses ``MicroBatches`` for the batch sizes for which
+``split_choice.py`` has found it fastest.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class MicroBatches:
 
     def _forward(self, token_ids: Tensor, new: NewPositions) -> tuple[Tensor, Tensor | None]:
         num_parts = len(self._parts)
-        planning = _InOrder(token_ids.device)
+        planning = _OneAtATime(token_ids.device)
         forwards = []
         for number, part in enumerate(self._parts):
             with part.stream.behind_current():
@@ -73,12 +76,12 @@ class MicroBatches:
         if spec.num_draft_layers:
             hidden = token_ids.new_empty((len(token_ids), spec.hidden_size), dtype=spec.dtype)
         running = list(range(num_parts))
-        while running:  # a layer of each micro-batch in turn
+        while running:  # launch a layer of each micro-batch in turn
             for number in list(running):
                 with self._parts[number].stream.use():
                     try:
                         next(forwards[number])
-                    except StopIteration as end:
+                    except StopIteration as end:  # its value is what the forward returns
                         logits[number::num_parts], hidden_of_part = end.value
                         if hidden is not None:
                             hidden[number::num_parts] = hidden_of_part
@@ -99,15 +102,15 @@ class _Resources:
 
 
 @dataclass
-class _InOrder:
-    """Lets streams of ``device`` do something one after the other, in the order in which they ask."""
+class _OneAtATime:
+    """Makes streams of ``device`` do some work one after the other, in the order of the calls of ``turn``."""
 
     device: torch.device
     _last: torch.cuda.Event | None = field(default=None, init=False)
 
     @contextmanager
-    def next(self) -> Iterator[None]:
-        """Let the current stream do what it gets within behind what others got within before."""
+    def turn(self) -> Iterator[None]:
+        """Queue work that the current stream gets within this context behind that of all earlier turns."""
         if self.device.type != "cuda":  # where everything happens in order
             yield
             return
@@ -131,7 +134,7 @@ class _MicroBatchStep(DeviceStep):
         tables: RequestTables,
         resources: _Resources,
         new: NewPositions,
-        planning: _InOrder,
+        planning: _OneAtATime,
         copies: MissCopies,
         backup: SideStream,
     ) -> None:
@@ -142,7 +145,7 @@ class _MicroBatchStep(DeviceStep):
 
     def page_in(self, layer: int, positions: Tensor) -> Tensor:
         if self._is_first_of_group(layer):
-            with self._planning.next():
+            with self._planning.turn():
                 self._device_slots = plan_misses(
                     positions, self._requests, group=self._hot_group(layer), miss_plan=self._miss_plan
                 )

@@ -1,7 +1,7 @@
-"""Asks the scheduler for the next plan, and remembers in which situation it could admit no waiting request.
-Pure.
+"""Asks the scheduler for the plan of each step, with the queue only if it may have moved. Pure.
 
-A queue that could not move costs nothing until the situation has changed.
+``StepLine`` calls ``NextPlan.make`` before each step. It remembers the last situation in which the plan was
+empty although requests waited: until that changes, the queue is not looked at again and costs nothing.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request import Request, RequestState
-from hisparse_pd.decode_node.scheduler import Limits, StepPlan, plan_step
+from hisparse_pd.decode_node.scheduler import StepPlan, plan_step
 
 
 class _Situation(NamedTuple):
-    """All that the queue's next moves depend on."""
+    """All that decides whether a waiting request can be admitted."""
 
     num_pool_changes: int
     first: Request | None
     """The first request of the queue."""
     stuck: SlotCounts
     num_queue_changes: int
-    """0 without stuck slots: only beside those, requests that do not fit are overtaken."""
+    """Changes of the queue behind its first request, which matter only while slots are stuck: otherwise
+    nobody overtakes it. 0 without stuck slots."""
 
 
 class NextPlan:
@@ -31,7 +33,8 @@ class NextPlan:
     def __init__(self, limits: Limits, requests: LiveRequests) -> None:
         self.limits = limits
         self._requests = requests
-        self._nothing_to_do_in: _Situation | None = None
+        self._last_empty: _Situation | None = None
+        """The last situation in which the plan was empty although requests waited."""
 
     def make(self, now: float) -> StepPlan:
         """Return the plan for the present situation, and change no request."""
@@ -42,12 +45,12 @@ class NextPlan:
             self._requests.available,
             self._requests.select(RequestState.RUNNING),
             self._requests.select(RequestState.LANDING),
-            self._requests.waiting() if situation != self._nothing_to_do_in else None,
+            self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
         )
         if plan == StepPlan() and situation.first is not None:
-            self._nothing_to_do_in = situation
+            self._last_empty = situation
         return plan
 
     def _situation(self, stuck: SlotCounts) -> _Situation:

@@ -1,13 +1,16 @@
 """Owns the connections to prefill nodes: it finds and registers with them, and notices when they are lost.
 
-A peer is named by its bootstrap endpoint. It is found through that again whenever it comes back, as the same
-run or another, on the same control port or another (``discovery.py``).
+``RequestLife`` names the peers that requests need (``use``) and sends to those that are registered. The
+engine calls ``poll`` in each turn of its loop; it never waits, and returns what happened as events
+(``peer_events.py``), oldest first.
+
+A peer is one rank of a prefill node, named by the node's bootstrap endpoint and its number. It is found
+through the endpoint again whenever it comes back, as the same run or another, on the same control port or
+another (``discovery.py``).
 
 A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has
 ``REGISTER_TIMEOUT_SECS`` to come back with its rooms; meanwhile its endpoint is asked whether it is gone. An
 engine that hangs does not answer heartbeats, which are messages, although ZMQ itself still answers.
-
-``poll`` never waits and reports what happened as events, oldest first.
 """
 
 from __future__ import annotations
@@ -17,10 +20,20 @@ from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
+from hisparse_pd.decode_node.peer_events import (
+    InstanceGone,
+    PeerEvent,
+    PeerLost,
+    PeerReady,
+    PeerRefused,
+    RanksChanged,
+    RoomMessage,
+    WriterGone,
+)
 from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import PeerLane
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
@@ -30,10 +43,10 @@ from hisparse_pd.protocol.messages import (
     Geometry,
     Heartbeat,
     HeartbeatAck,
-    Refused,
     Region,
     Register,
     Registered,
+    RegistrationRefused,
     RoomDone,
     RoomFailed,
     RoomQuiet,
@@ -47,13 +60,19 @@ from hisparse_pd.transfer.lane_host import LaneHost
 log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_SECS = 5.0
+"""Longest time without an answer to Register before the peer counts as lost."""
 REGISTER_REPEAT_SECS = 1.0
+"""Time between two Registers that are not answered."""
 IDLE_CLOSE_SECS = 300.0
-LAST_WORDS_SECS = 0.1
-"""Time between the end of a run's lane and its loss: what it said before, such as RoomDone, may yet come."""
+"""Time after which the connection of a peer that nobody needs is closed."""
+LATE_MESSAGE_SECS = 0.1
+"""Time between the end of a run's lane and its loss: a message that it sent before, such as RoomDone, may yet
+arrive."""
 
 
 class PeerPhase(StrEnum):
+    """The state of the connection to a peer."""
+
     AWAY = "away"
     """No connection. A look-up may be under way."""
     REGISTERING = "registering"
@@ -62,79 +81,20 @@ class PeerPhase(StrEnum):
     """Registered; heartbeats are exchanged."""
 
 
-@dataclass(frozen=True)
-class PeerReady:
-    """The peer is registered: for the first time, again, or as another run of the node."""
-
-    address: PeerAddress
-    instance_id: str
-
-
-@dataclass(frozen=True)
-class PeerRefused:
-    """The peer refuses this node, or this node refuses the peer; trying again changes nothing."""
-
-    address: PeerAddress
-    error: str
-
-
-@dataclass(frozen=True)
-class PeerLost:
-    """A registered peer is gone or hangs. ``last_heard_at`` is a time of ``time.monotonic``, in seconds."""
-
-    address: PeerAddress
-    instance_id: str
-    last_heard_at: float
-    error: str
-
-
-@dataclass(frozen=True)
-class InstanceGone:
-    """The run ``instance_id`` of a prefill node has ended for certain. May be reported more than once."""
-
-    instance_id: str
-
-
-@dataclass(frozen=True)
-class WriterGone:
-    """The run ``instance_id`` wrote through shared memory only, and has let go of it: nothing more lands. A
-    PeerLost came before."""
-
-    instance_id: str
-
-
-@dataclass(frozen=True)
-class RoomMessage:
-    """A message about a room from the registered run; the receiver checks it against its own rooms."""
-
-    address: PeerAddress
-    instance_id: str
-    message: RoomDone | RoomFailed | RoomQuiet | RoomScores
-
-
-@dataclass(frozen=True)
-class RanksChanged:
-    """The number of this prefill node's ranks has changed, and with it the answers of ``address_for``."""
-
-    node: tuple[str, int]
-
-
-PeerEvent: TypeAlias = (
-    PeerReady | PeerRefused | PeerLost | InstanceGone | WriterGone | RanksChanged | RoomMessage
-)
-
-
 @dataclass(eq=False)
 class _Peer:
+    """What is known of one peer. Times are those of ``time.monotonic``."""
+
     address: PeerAddress
     node_id: str
+    """The name under which this node registers with it; every peer gets another one."""
     lookups: LookUps
     phase: PeerPhase = PeerPhase.AWAY
     client: ControlClient | None = None
     instance_id: str = ""
     """The run that was registered with. It is kept when it is lost, until it is known to have ended."""
     found_instance_id: str = ""
-    """The run that a look-up found and that this connection was made to."""
+    """The run that a look-up found, to which ``client`` was connected."""
     instance_heard_at: float = 0.0
     """When the run ``instance_id`` itself was last heard, and not a successor."""
     page_size: int = 0
@@ -147,6 +107,7 @@ class _Peer:
     heard_at: float = 0.0
     """When its last message came."""
     beat_at: float = 0.0
+    """When the last heartbeat was sent to it."""
     num_unanswered: int = 0
     """Heartbeats sent since ``heard_at``. Counting them, and not time, leaves out this node's own pauses."""
 
@@ -186,7 +147,7 @@ class PrefillPeers:
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
 
-    # --- what others ask --------------------------------------------------------------------------
+    # --- for requests -----------------------------------------------------------------------------
 
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
         """Return the rank of a prefill node that serves the room; the first one until the node is found."""
@@ -204,7 +165,7 @@ class PrefillPeers:
             )
         peer.last_used_at = now
 
-    def may_entrust(self, address: PeerAddress) -> bool:
+    def is_registered(self, address: PeerAddress) -> bool:
         """Return whether the peer is connected and registered with, so that it may be given rooms."""
         peer = self._peers.get(address)
         return peer is not None and peer.phase is PeerPhase.READY
@@ -225,7 +186,7 @@ class PrefillPeers:
         return self._peers[address].page_size
 
     def last_error(self, address: PeerAddress) -> str:
-        """Return why the peer is not there, for the error that a client gets."""
+        """Return why the peer is not registered with, for the error that a client gets."""
         peer = self._peers.get(address)
         return peer.last_error if peer is not None and peer.last_error else "no answer yet"
 
@@ -257,7 +218,7 @@ class PrefillPeers:
         self._discovery.close()
         self._wakeup.close()
 
-    # --- the loop's part --------------------------------------------------------------------------
+    # --- for the engine's loop --------------------------------------------------------------------
 
     def poll(self, now: float, wanted: Container[PeerAddress]) -> list[PeerEvent]:
         """Receive messages, do what is due, and return what happened. ``wanted``: peers that are needed."""
@@ -269,15 +230,16 @@ class PrefillPeers:
                 peer.connected_at = now
                 self._register(peer, now)
             self._take_lookup(peer, now)
-            self._keep_up(peer, now, peer.address in wanted)
+            self._do_what_is_due(peer, now, peer.address in wanted)
         if self.lane_host is not None:
-            self._take_ended(self.lane_host, now)
+            self._take_ended_lanes(self.lane_host, now)
         events, self._events = self._events, []
         return events
 
-    def _take_ended(self, lane_host: LaneHost, now: float) -> None:
+    def _take_ended_lanes(self, lane_host: LaneHost, now: float) -> None:
+        """Give up the peers whose runs have closed this node's memory, once their last messages have come."""
         self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
-        while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
+        while self._ended and now - self._ended[0][1] >= LATE_MESSAGE_SECS:
             instance_id, _ = self._ended.popleft()
             for peer in self._peers.values():
                 if peer.instance_id == instance_id:  # the run has died, or has given this node up
@@ -296,9 +258,9 @@ class PrefillPeers:
     def _handle(self, peer: _Peer, message: ToDecode, now: float) -> None:
         match message:
             case Registered():
-                self._registered(peer, message, now)
-            case Refused():
-                self._refused(peer, message, now)
+                self._take_registered(peer, message, now)
+            case RegistrationRefused():
+                self._take_refusal(peer, message, now)
             case HeartbeatAck():
                 if message.instance_id == peer.instance_id:
                     peer.instance_heard_at = now
@@ -310,26 +272,14 @@ class PrefillPeers:
             case _:
                 assert_never(message)
 
-    def _registered(self, peer: _Peer, message: Registered, now: float) -> None:
-        error = ""
-        if message.protocol_version != PROTOCOL_VERSION:
-            error = (
-                f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
-                f"{PROTOCOL_VERSION}; run the same release on both"
-            )
-        elif (
-            message.geometry.index_rotation != self.geometry.index_rotation
-        ):  # older releases do not check it
-            error = (
-                f"index_rotation: prefill node {peer.address} has {message.geometry.index_rotation!r}, this "
-                f"node {self.geometry.index_rotation!r}; run the same release on both"
-            )
-        if error:
+    def _take_registered(self, peer: _Peer, message: Registered, now: float) -> None:
+        """Note that the peer has registered this node, unless it is another run than was looked up."""
+        if error := self._why_incompatible(peer, message):
             self._reject(peer, error)
             return
         if message.instance_id != peer.found_instance_id:
             # The socket has reconnected by itself. A look-up tells whether the number of ranks has changed.
-            self._run_is_over(peer, f"prefill node {peer.address} was restarted")
+            self._end_run(peer, f"prefill node {peer.address} was restarted")
             return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
             log.info("registered with prefill node %s (instance %s)", peer.address, message.instance_id)
@@ -341,37 +291,53 @@ class PrefillPeers:
         peer.last_error = ""
         self._events.append(PeerReady(peer.address, message.instance_id))
 
-    def _refused(self, peer: _Peer, message: Refused, now: float) -> None:
+    def _why_incompatible(self, peer: _Peer, message: Registered) -> str:
+        if message.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
+                f"{PROTOCOL_VERSION}; run the same release on both"
+            )
+        theirs, ours = message.geometry.index_rotation, self.geometry.index_rotation
+        if theirs != ours:  # prefill nodes of older releases do not check it
+            return (
+                f"index_rotation: prefill node {peer.address} has {theirs!r}, this node {ours!r}; run the "
+                "same release on both"
+            )
+        return ""
+
+    def _take_refusal(self, peer: _Peer, message: RegistrationRefused, now: float) -> None:
+        """Give up a peer that refuses this node for good; register again with one that has forgotten it."""
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
             log.error("%s", error)
             self._reject(peer, error)
         elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
-            # The peer does not know this node any more: it gave up, or was restarted behind the same port.
+            # The peer has forgotten this node: it gave the node up, or was restarted behind the same port.
             self._register(peer, now)
 
     def _take_lookup(self, peer: _Peer, now: float) -> None:
-        answer = peer.lookups.take(now)
-        if answer is None or (peer.instance_id and peer.instance_id != answer.instance_id):
-            return
-        info = answer.info
+        """Take the result of a look-up: connect to the peer, or learn that its run is over."""
+        found = peer.lookups.take(now)
+        if found is None or (peer.instance_id and peer.instance_id != found.instance_id):
+            return  # a result from before this run registered says nothing about it
+        info = found.info
         if isinstance(info, BootstrapLookupError):
             peer.last_error = str(info)
             if info.refused and peer.instance_id:
-                self._run_is_over(peer, f"prefill node {peer.address} is gone: {info}")
+                self._end_run(peer, f"prefill node {peer.address} is gone: {info}")
             elif info.rejected and peer.phase is PeerPhase.AWAY:
                 self._events.append(PeerRefused(peer.address, peer.last_error))
             return
         self._note_num_ranks(peer.address.node, info.num_ranks)
-        of_rank = info.of_rank(peer.address.rank)
-        if of_rank is None:
+        rank_info = info.of_rank(peer.address.rank)
+        if rank_info is None:
             error = f"prefill node {peer.address} is gone: the node has {info.num_ranks} ranks now"
-            self._run_is_over(peer, error)
+            self._end_run(peer, error)
             return
-        if peer.instance_id and of_rank.instance_id != peer.instance_id:
-            self._run_is_over(peer, f"prefill node {peer.address} was restarted")
+        if peer.instance_id and rank_info.instance_id != peer.instance_id:
+            self._end_run(peer, f"prefill node {peer.address} was restarted")
         if peer.phase is PeerPhase.AWAY:
-            self._connect(peer, of_rank, now)
+            self._connect(peer, rank_info, now)
 
     def _note_num_ranks(self, node: tuple[str, int], num_ranks: int) -> None:
         if num_ranks == self._num_ranks.get(node, 1):
@@ -417,7 +383,8 @@ class PrefillPeers:
         )
         self.send(peer.address, register)
 
-    def _keep_up(self, peer: _Peer, now: float, is_wanted: bool) -> None:
+    def _do_what_is_due(self, peer: _Peer, now: float, is_wanted: bool) -> None:
+        """Look the peer up, register again, send a heartbeat, or close a connection that nobody needs."""
         match peer.phase:
             case PeerPhase.AWAY:
                 if is_wanted:
@@ -445,6 +412,7 @@ class PrefillPeers:
                 self._num_ranks.pop(peer.address.node, None)
 
     def _beat(self, peer: _Peer, now: float) -> None:
+        """Send a heartbeat when it is due, or give up a peer that has left too many unanswered."""
         interval_secs = self.heartbeats.interval_secs
         if now - peer.beat_at < interval_secs:
             return
@@ -470,7 +438,7 @@ class PrefillPeers:
         self._give_up(peer, error)
         self._events.append(PeerRefused(peer.address, error))
 
-    def _run_is_over(self, peer: _Peer, error: str) -> None:
+    def _end_run(self, peer: _Peer, error: str) -> None:
         """Give the peer up, and report that the run that was registered with has ended."""
         self._give_up(peer, error)
         if peer.instance_id:

@@ -1,6 +1,7 @@
 """Owns the holdings of rooms that ended while the prefill node might still write to them (I1). Pure.
 
-The slots of such a room are free again when it is known that nothing can land there:
+``LiveRequests.release`` adds a room; ``PrefillEvents`` and an operator report what is known of it since. Its
+slots are free again when it is known that nothing can land there:
 
 =====================================================  ================================================
 what is known                                          the slots are free
@@ -38,9 +39,13 @@ class Quarantined:
     holding: Holding
     peer: PeerAddress
     instance_id: str
+    """The run of the prefill node that got the room."""
     since: float
+    """When its request ended."""
     batch_failed: bool = False
+    """Whether a batch of the room failed, so that bytes of it may still sit in the transport."""
     free_at: float = _NEVER
+    """When the slots are safe to reuse."""
     was_reported: bool = False
     """Whether the log has named it as stuck."""
 
@@ -53,7 +58,7 @@ class Quarantined:
 class Quarantine:
     """Keeps holdings until their slots are safe to reuse, and hands them to ``release`` then.
 
-    Times are of ``time.monotonic``.
+    Times are those of ``time.monotonic``.
     """
 
     def __init__(self, quarantine_secs: float, release: Callable[[Holding], None]) -> None:

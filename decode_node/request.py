@@ -1,6 +1,8 @@
-"""The record of one request on the decode node, and the states it may go through.
+"""The decode node's record of one request (one sample of one prompt), and the states that it goes through.
 
-A record holds no tensors and knows no pool; only ``live_requests.py`` moves it between states.
+``RequestLife.generate`` makes a record. ``live_requests.py`` alone changes its state and slots; the
+scheduler, the tables and the runner read it, and steps note their tokens in it. It holds no tensors and knows
+no pool.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from hisparse_pd.core.grammar.matcher import Matcher
 from hisparse_pd.core.grammar.token_trie import Grammar
 from hisparse_pd.core.paging.extents import joined
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix
+from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
-from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone
+from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone, first_stepped
 from hisparse_pd.protocol.prompt_scores import WantedScores
 
 KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.HISPARSE: (PoolKind.HOST, PoolKind.INDEX),
     Mode.DENSE: (PoolKind.DEVICE, PoolKind.INDEX),
 }
-"""Pools that hold the KV and the indexer keys of a request, and of the prefix that it leaves."""
+"""The pools in which a request of each mode, or the prefix that it leaves, has KV and indexer keys."""
 
 
 class RequestState(StrEnum):
@@ -75,7 +77,7 @@ class RunStage(StrEnum):
     LAST = "last"
     """No token may follow those in flight."""
     SITS_OUT = "sits out"
-    """It has no slot for its next token."""
+    """It has no slot for its next token, and is in no step until others end."""
     READY = "ready"
     """It gets a token in the next step."""
 
@@ -85,7 +87,7 @@ class IllegalMove(Exception):
 
 
 class PeerAddress(NamedTuple):
-    """The bootstrap endpoint of a prefill node, and one of the node's ranks."""
+    """The address of one rank of a prefill node: the node's bootstrap endpoint and the rank's number."""
 
     host: str
     port: int
@@ -108,20 +110,20 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     flag: HisparseFlag
-    """The mode that the request asks for, or the node's policy if it does not say."""
+    """The mode that the request asks for, or the node's policy if it asks for none."""
     peer: PeerAddress
     arrived_at: float
     prompt: bytes
     """The prompt's token ids, packed by ``pack_token_ids``; only the last one once its KV is here."""
     root: PageKey = NO_ISOLATION
-    """The key of its isolation, from which the keys of its pages follow."""
+    """The key from which the keys of its pages follow; only requests with the same root share pages."""
     scores: WantedScores | None = None
     """The logprobs of prompt tokens that its prefill node must send."""
     arrived_seq: int = -1
     """Order of arrival."""
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
-    """The time at which its present state has lasted too long; infinite while it runs."""
+    """When its present state has lasted too long; infinite while it runs."""
     prompt_keys: PromptKeys | None = None
     """Keys that find held pages for it, and its own pages once they are held; None turns off both."""
     dense_refusal: str = ""
@@ -137,7 +139,8 @@ class Request:
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
     held_prefix_tokens: int = 0
-    """Tokens of the prompt, in whole pages, whose KV and indexer keys were held: nothing lands there."""
+    """Leading tokens of the prompt, in whole pages, whose KV and indexer keys were held: nothing lands
+    there."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
@@ -159,8 +162,10 @@ class Request:
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the output that, like ``unsent_token_ids``, the front has not got yet."""
     grammar: Future[Grammar] | None = None
-    """The grammar that its output must follow; None without one, until it is asked for, and at its end."""
+    """The grammar that its output must follow, while it is compiled and after; None without a grammar, before
+    ``ask_for_grammar``, and at its end."""
     grammar_asked_at: float = 0.0
+    """When ``grammar`` was given to the compiler."""
     matcher: Matcher | None = None
     """The output's place in the grammar, without steps in flight; None until the grammar is compiled."""
     is_filling: bool = False
@@ -171,10 +176,11 @@ class Request:
     """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts left
     out. At most one when a step is planned."""
     num_drafts_in_flight: int = 0
-    """Most drafts that launched steps verify: as many tokens more may come."""
+    """Most drafts that launched steps verify: they may yield as many tokens more."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Tokens that the draft layer guesses to follow the newest one; the next step takes them."""
     num_drafted: int = 0
+    """Drafts that its steps have verified."""
     num_accepted: int = 0
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
@@ -190,15 +196,8 @@ class Request:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
     @property
-    def first_resumed(self) -> int:
-        """First position of the prompt that is output already, of a resumed stream; else the prompt's end."""
-        return self.num_prompt_tokens - self.sampling.num_resumed_tokens
-
-    @property
     def first_stepped(self) -> int:
-        """First position whose KV is computed, or rounded, as in a decode step: the last one before the
-        output. On a GPU the KV of the same tokens inside a prompt has other bits."""
-        return self.first_resumed - 1
+        return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens)
 
     @property
     def num_landing_tokens(self) -> int:
@@ -206,9 +205,9 @@ class Request:
         return self.num_prompt_tokens - 1
 
     @property
-    def lacks_nothing(self) -> bool:
-        """Whether it needs no prefill node: all KV but the last token's is held, and no score is wanted."""
-        return self.held_prefix_tokens == self.num_landing_tokens and self.scores is None
+    def needs_prefill_node(self) -> bool:
+        """Whether KV is missing beside the last token's, or scores of the prompt are wanted."""
+        return self.held_prefix_tokens != self.num_landing_tokens or self.scores is not None
 
     @property
     def newest_token_id(self) -> int:
@@ -227,7 +226,7 @@ class Request:
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether its tokens have to be counted; cached, since each step asks."""
+        """Whether its tokens have to be counted for penalties or biases; cached, because each step asks."""
         return self.sampling.changes_logits
 
     @property
@@ -328,7 +327,7 @@ class Request:
     def take_drafts(self, max_drafts: int) -> list[int]:
         """Return the drafts that its next step verifies, and forget all of them.
 
-        These are at most ``max_drafts``, and none behind the last token that was asked for.
+        These are at most ``max_drafts``, and none behind the last token that the request may have.
         """
         drafts, self.draft_token_ids = self.draft_token_ids, []
         num_left = self.sampling.max_new_tokens - self.next_index
@@ -336,12 +335,13 @@ class Request:
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether it is dense and may become hisparse to free its device pages: not if it shares pages."""
+        """Whether it may give its device pages up and become hisparse: if it is dense and shares none."""
         return self.mode is Mode.DENSE and self.prefix is None
 
     @property
     def may_share(self) -> bool:
-        """Whether others may use its prompt's pages while it runs: not if it may have to give them up."""
+        """Whether others may use its prompt's pages while it runs: unless it may have to give them up, as a
+        dense request without pages for its whole life may."""
         return self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
 
     @property
@@ -370,6 +370,7 @@ class Request:
         self.state = state
 
     def stats(self) -> RequestStats:
+        """Return the figures of the request so far, for its client."""
         hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
         # Without a prefill node nothing was computed but the last token.
         delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)

@@ -1,8 +1,12 @@
-"""Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
+"""Moves a decode node's requests from state to state, with all that belongs to each move.
 
-Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``RequestTables``), and the message to the front or the prefill node. A request that ends in the middle of a
-step stays ENDING until that step is over; no handler waits for a step.
+A move has up to three parts, which one method of ``RequestLife`` does together: the books (``LiveRequests``),
+the memory and tables (``RequestTables``), and a message to the front or the prefill node. The engine calls it
+for front messages and deadlines, ``PrefillEvents`` for what prefill nodes say, and ``StepLine`` for plans and
+for the tokens of steps. In order: ``generate``, ``refresh_queue``, ``carry_out``, ``start``, ``fill_rows``,
+``emit``, and ``fail`` or ``abort`` at any time.
+
+A request that ends in the middle of a step stays ENDING until that step is over; no method waits for a step.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import (
     KV_ROW_CORRUPT,
     PREFILL_NODE_FAILED,
@@ -31,27 +35,16 @@ from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
+from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
-from hisparse_pd.decode_node.prefill_peers import (
-    InstanceGone,
-    PeerEvent,
-    PeerLost,
-    PeerReady,
-    PeerRefused,
-    PrefillPeers,
-    RanksChanged,
-    RoomMessage,
-    WriterGone,
-)
-from hisparse_pd.decode_node.quarantine import Quarantined
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
-    PromptScores,
     RequestFailed,
     Tokens,
     num_packed_tokens,
@@ -64,21 +57,12 @@ from hisparse_pd.protocol.messages import (
     AbortRoom,
     Bootstrap,
     Room,
-    RoomDone,
-    RoomFailed,
-    RoomQuiet,
-    RoomScores,
 )
-from hisparse_pd.protocol.prompt_scores import score_dtype
-from hisparse_pd.transfer.aux_record import AuxMismatch
 
 log = logging.getLogger(__name__)
 
 CONTACT_TIMEOUT_SECS = 10.0
 """Longest time that a request waits for its prefill node to be found and registered with."""
-
-_OTHERS_MAY_DO_BETTER = (429, 502, 503)
-"""Statuses of failed rooms that another prefill node may serve: this one is full, cut off or stopping."""
 
 _DEFAULT_FLAG = {
     HisparsePolicy.AUTO: HisparseFlag.AUTO,
@@ -89,14 +73,16 @@ _DEFAULT_FLAG = {
 
 @dataclass
 class RequestLife:
-    """Handlers of what happens to requests. Times are those of ``time.monotonic``.
+    """The moves of all requests of one engine. Times are those of ``time.monotonic``.
 
     ``send`` takes messages to the front.
     """
 
     limits: Limits
     policy: HisparsePolicy
+    """The mode of requests that ask for none."""
     room_timeout_secs: float
+    """Longest time that a request waits for slots, and again for its KV."""
     requests: LiveRequests
     tables: RequestTables
     peers: PrefillPeers
@@ -142,14 +128,7 @@ class RequestLife:
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
             first_sample=first_sample,
         )
-        error = ""
-        if not 1 <= num_prompt_tokens <= self.limits.max_context:
-            error = f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
-        elif num_prompt_tokens != num_packed_tokens(prompt):
-            error = f"{num_packed_tokens(prompt)} of the prompt's {num_prompt_tokens} tokens have come"
-        elif max_new_tokens < 1:
-            error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
-        error = error or refusal(self.limits, request)
+        error = self._why_malformed(request) or refusal(self.limits, request)
         try:
             if not error:
                 self.requests.open(request)
@@ -162,186 +141,39 @@ class RequestLife:
         self.peers.use(request.peer, now)
         return request
 
+    def _why_malformed(self, request: Request) -> str:
+        num_prompt_tokens, num_packed = request.num_prompt_tokens, num_packed_tokens(request.prompt)
+        if not 1 <= num_prompt_tokens <= self.limits.max_context:
+            return f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
+        if num_prompt_tokens != num_packed:
+            return f"{num_packed} of the prompt's {num_prompt_tokens} tokens have come"
+        if request.sampling.max_new_tokens < 1:
+            return f"max_new_tokens is {request.sampling.max_new_tokens}; it must be at least 1"
+        return ""
+
     def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
-        """End a request whose client is gone or has its answer. Unknown ids are those of ended requests."""
+        """End a request whose client is gone, or has all that it wanted (``has_finished``), as after a stop
+        string. Unknown ids are those of ended requests."""
         request = self.requests.get_by_id(request_id)
         if request is not None:
             if not has_finished:
                 self.metrics.add("aborted_requests_total")
-            self._tell_peer(request, "the client is gone")
+            self.abort_at_peer(request, "the client is gone")
             self._end(request, now, is_sound=True)
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
         """Release the rooms of a run that an operator declares over, unless that run still answers."""
         peers = {entry.peer for entry in self.requests.quarantine if entry.instance_id == instance_id}
         for peer in peers:
-            if self.peers.may_entrust(peer) and self.peers.instance_id(peer) == instance_id:
+            if self.peers.is_registered(peer) and self.peers.instance_id(peer) == instance_id:
                 log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
                 return
         log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
         self.requests.quarantine.instance_gone(instance_id, now)
 
-    # --- from the prefill nodes -------------------------------------------------------------------
+    # --- the start ----------------------------------------------------------------------------------
 
-    def peer_event(self, event: PeerEvent, now: float) -> None:
-        match event:
-            case PeerReady():
-                self._repeat_messages(event)
-            case PeerRefused():
-                for request in self.requests.of_peer(event.address):
-                    if request.state in (RequestState.CONNECTING, RequestState.WAITING):
-                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
-            case PeerLost():
-                self._peer_lost(event, now)
-            case InstanceGone():
-                self.requests.quarantine.instance_gone(event.instance_id, now)
-            case WriterGone():
-                self.requests.quarantine.writer_gone(event.instance_id)
-            case RanksChanged():
-                self._readdress(event, now)
-            case RoomMessage():
-                self._room_message(event, now)
-            case _:
-                assert_never(event)
-
-    def _readdress(self, event: RanksChanged, now: float) -> None:
-        """Move requests that no rank has been given yet to the rank that serves their room now."""
-        for request in self.requests.select(RequestState.CONNECTING, RequestState.WAITING):
-            if request.peer.node != event.node:
-                continue
-            address = self.peers.address_for(*event.node, request.room)
-            if address != request.peer:
-                until = now + self.contact_timeout_secs
-                self.requests.queue(request, RequestState.CONNECTING, until, address)
-                self.peers.use(address, now)
-
-    def _repeat_messages(self, event: PeerReady) -> None:
-        """Repeat what the same run may have missed before it registered this node; repetition is harmless."""
-        for request in self.requests.of_peer(event.address):
-            if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
-                self.peers.send(event.address, _bootstrap(request))
-        for entry in self.requests.quarantine:
-            if (
-                entry.peer == event.address
-                and entry.instance_id == event.instance_id
-                and entry.is_unacknowledged
-            ):
-                self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
-
-    def _peer_lost(self, event: PeerLost, now: float) -> None:
-        """Fail the requests that need the lost peer. Running ones do not; those that came after its last word
-        go on waiting for it."""
-        for request in self.requests.of_peer(event.address):
-            match request.state:
-                case RequestState.LANDING:
-                    if request.instance_id == event.instance_id:
-                        self.metrics.add("kv_transfer_failures_total")
-                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
-                case RequestState.CONNECTING | RequestState.WAITING:
-                    if request.arrived_at <= event.last_heard_at:
-                        self.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
-                case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
-                    pass
-                case _:
-                    assert_never(request.state)
-
-    def _room_message(self, event: RoomMessage, now: float) -> None:
-        """Take a message only from the run that was given the room: its successor knows nothing of writes in
-        flight."""
-        message = event.message
-        room = Room(message.room)
-        request = self.requests.get(room)
-        sender = (event.address, event.instance_id)
-        was_landing = False
-        if (
-            request is not None
-            and (request.peer, request.instance_id) == sender
-            and request.state is RequestState.LANDING
-        ):
-            was_landing = True
-            match message:
-                case RoomScores():
-                    self._scored(request, message, now)
-                case RoomDone():
-                    self.landed(request, message, now)
-                case RoomFailed():
-                    self.metrics.add("kv_transfer_failures_total")
-                    code = PREFILL_NODE_FAILED if message.status in _OTHERS_MAY_DO_BETTER else ""
-                    self.fail(request, message.status, message.error, now, code)
-                case RoomQuiet():
-                    self.metrics.drop("late")
-                case _:
-                    assert_never(message)
-        entry = self.requests.quarantine.get(room)  # just entered if the message has ended the request
-        if entry is not None and (entry.peer, entry.instance_id) == sender:
-            self._quarantined_message(entry, message, now)
-        elif not was_landing:
-            self.metrics.drop("late" if request is not None else "unknown_room")
-
-    def _quarantined_message(
-        self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet | RoomScores, now: float
-    ) -> None:
-        match message:
-            case RoomScores():
-                pass  # nobody waits for them any more
-            case RoomDone():
-                self.requests.quarantine.quiet(entry.room, batch_failed=False, now=now)
-            case RoomQuiet():
-                self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
-            case RoomFailed():
-                if message.batch_failed:
-                    self.requests.quarantine.failed(entry.room)
-                if message.quiet:
-                    self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
-            case _:
-                assert_never(message)
-
-    def _scored(self, request: Request, message: RoomScores, now: float) -> None:
-        """Pass logprobs of prompt tokens on to the front."""
-        row_bytes = score_dtype(message.num_top).itemsize
-        wanted = request.scores
-        if (
-            wanted is None
-            or message.first != wanted.first + request.num_scored
-            or message.num_top > wanted.num_top
-            or len(message.rows) % row_bytes
-        ):
-            error = f"scores of its prompt from position {message.first} on, which it does not wait for"
-            self._scores_wrong(request, error, now)
-            return
-        request.num_scored += len(message.rows) // row_bytes
-        self.send(PromptScores(request.request_id, message.num_top, message.rows))
-
-    def _scores_wrong(self, request: Request, error: str, now: float) -> None:
-        self.metrics.add("kv_transfer_failures_total")
-        self._tell_peer(request, error)
-        self.fail(request, 502, f"prefill node {request.peer} sent {error}", now, PREFILL_NODE_FAILED)
-
-    def landed(self, request: Request, message: RoomDone, now: float) -> None:
-        """Take the aux record of a request all of whose KV is here, and start it."""
-        if request.scores is not None:
-            num_wanted = max(0, request.num_prompt_tokens - request.scores.first)
-            if request.num_scored != num_wanted:
-                error = f"the scores of {request.num_scored} of {num_wanted} positions; the others are lost"
-                self._scores_wrong(request, error, now)
-                return
-        self.metrics.add("kv_transfer_bytes_total", message.num_bytes)
-        self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
-        try:
-            aux_slot = request.owned.only_slot(PoolKind.AUX)
-            record = self.tables.memory.take_aux(aux_slot, request.room)
-        except AuxMismatch as error:
-            self.metrics.add("kv_transfer_failures_total")
-            unusable = f"the transfer from {request.peer} is unusable: {error}"
-            self.fail(request, 500, unusable, now)
-            return
-        self.metrics.add("cached_tokens_total", message.num_cached_tokens)
-        request.delivery = message
-        if record.hint is not None:
-            request.hot_positions = self.tables.by_hot_group(record.hint)
-        self._start(request, now)
-
-    def _start(self, request: Request, now: float) -> None:
+    def start(self, request: Request, now: float) -> None:
         """Start a request: all its KV is here but the last token's, which its first step computes."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
@@ -354,22 +186,23 @@ class RequestLife:
     # --- deadlines --------------------------------------------------------------------------------
 
     def refresh_queue(self, now: float) -> None:
-        """Queue the requests whose prefill node may be entrusted with a room, and only those."""
+        """Queue the requests whose prefill node is registered with, and take the others out of the queue."""
         for peer in self.requests.queued_at(RequestState.WAITING):
-            if not self.peers.may_entrust(peer):
+            if not self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
                     self.requests.queue(
                         request, RequestState.CONNECTING, self._contact_deadline(request, now)
                     )
         for peer in self.requests.queued_at(RequestState.CONNECTING):
-            if self.peers.may_entrust(peer):
+            if self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.CONNECTING, peer)):
-                    self._may_be_admitted(request, now)
+                    self._start_waiting(request, now)
 
     def _contact_deadline(self, request: Request, now: float) -> float:
         return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
 
-    def _may_be_admitted(self, request: Request, now: float) -> None:
+    def _start_waiting(self, request: Request, now: float) -> None:
+        """Move a request to WAITING, or fail it if it must be dense and the peer's page size forbids that."""
         page_size = self.peers.page_size(request.peer)
         if page_size != self.limits.page_size:
             request.dense_refusal = (
@@ -378,11 +211,12 @@ class RequestLife:
             )
         self.requests.queue(request, RequestState.WAITING, request.arrived_at + self.room_timeout_secs)
         if error := refusal(self.limits, request):
-            self._tell_peer(request, error)
+            self.abort_at_peer(request, error)
             self.fail(request, 400, error, now)
 
     def expire(self, now: float) -> None:
-        """End requests that have taken too long, and free slots that nothing uses any more."""
+        """Fail requests that have been in their state for too long, and free slots that nothing uses any
+        more. Registering with a peer and waiting for a first sample may go on past the deadline."""
         self.release_ended(now)
         self.requests.quarantine.expire(now)
         self._report_stuck(now)
@@ -391,7 +225,7 @@ class RequestLife:
             match request.state:
                 case RequestState.CONNECTING:
                     latest = self._contact_deadline(request, now)
-                    if latest > now and self.peers.is_opening(request.peer, now):
+                    if latest > now and self.peers.is_opening(request.peer, now):  # which may take long
                         self.requests.queue(request, RequestState.CONNECTING, latest)
                         continue
                     status, error = 503, f"no contact with prefill node {request.peer}: "
@@ -410,12 +244,14 @@ class RequestLife:
                     continue
                 case _:
                     assert_never(request.state)
-            self._tell_peer(request, error)
+            self.abort_at_peer(request, error)
             self.fail(request, status, error, now, code)
 
     def _report_stuck(self, now: float) -> None:
+        """Log once which prefill nodes keep slots in quarantine, and the remedy."""
         stuck = self.requests.quarantine.newly_stuck(now)
-        for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
+        num_rooms_of = Counter((entry.peer, entry.instance_id) for entry in stuck)
+        for (peer, instance_id), num_rooms in num_rooms_of.items():
             log.warning(
                 "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
                 "slots serve nobody until it does, until another run answers in its place, or until you "
@@ -429,6 +265,8 @@ class RequestLife:
     # --- from the scheduler -----------------------------------------------------------------------
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
+        """Do what the scheduler has planned. Held prefixes are in use before anything else makes room by
+        evicting them."""
         for admission in plan.admissions:
             self.requests.use_held(admission)
         for exchange in plan.exchanges:
@@ -440,15 +278,16 @@ class RequestLife:
             self.admit(admission, now)
 
     def admit(self, admission: Admission, now: float) -> None:
+        """Reserve slots for a waiting request and send its Bootstrap, or start it if all its KV is held."""
         request = admission.request
-        instance_id = "" if request.lacks_nothing else self.peers.instance_id(request.peer)
+        instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.tables.prepare_landing(request)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
-        if request.lacks_nothing:
-            self._start(request, now)
-        elif not self.peers.send(request.peer, _bootstrap(request)):
+        if not request.needs_prefill_node:
+            self.start(request, now)
+        elif not self.peers.send(request.peer, bootstrap_of(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, now, PREFILL_NODE_FAILED)
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
@@ -460,14 +299,15 @@ class RequestLife:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
         self.requests.grow(request, exchange.need)
-        if self._on_device(self.tables.retract, request, "retracted", now):
+        if self._do_or_fail(self.tables.retract, request, "retracted", now):
             self.requests.replace_device_slots(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
+        """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""
         request.is_filling = True
-        self._on_device(self.tables.start, request, "started", now)
+        self._do_or_fail(self.tables.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
         """Launch the next slices of rows that are being filled, and note which rows are filled."""
@@ -481,12 +321,13 @@ class RequestLife:
             else:
                 request.is_filling = not self.tables.is_ready(request)
 
-    def _on_device(
+    def _do_or_fail(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
     ) -> bool:
         """Apply ``action`` to a running request, and return whether that worked.
 
-        If not, the request fails and its slots are freed at once, as the rest of the plan needs them.
+        If not, the request fails and its slots are freed at once, because the rest of the plan counts on
+        them. ``participle``: the action's name in error texts.
         """
         try:
             action(request)
@@ -538,6 +379,8 @@ class RequestLife:
             self._send_tokens(request, reason, matched)
 
     def _send_tokens(self, request: Request, reason: FinishReason | None, matched: int | None) -> None:
+        """Send the unsent tokens to the front. ``reason``, ``matched``: why the request ends, if it does, and
+        the stop token that ended it."""
         is_first = len(request.unsent_token_ids) == len(request.output_token_ids)
         self.send(
             Tokens(
@@ -555,14 +398,12 @@ class RequestLife:
         request.unsent_logprobs.clear()
 
     def row_is_wrong(self, request: Request, now: float) -> None:
-        """Stop using the KV of a request for which a row was read that is not what was written.
-
-        Its tokens until then are right.
-        """
+        """Fail a request for which a row was read that is not what was written, or keep the KV of an ENDING
+        one from being held. The tokens that it has emitted are right."""
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.num_landing_tokens)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
-        error = self.requests.set_aside.found_wrong(kind, pool, wrong.item)
+        error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
             self.fail(request, 500, error, now, KV_ROW_CORRUPT)
         else:
@@ -583,16 +424,17 @@ class RequestLife:
         self.send(RequestFailed(request.request_id, status, error, code, request.phases.take()))
 
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
-        """Take a request out of steps, tables and books: the one way out of every state."""
+        """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
+        is right and may be held."""
         request.grammar = None  # no other request may need it
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
             return
         self.tables.stop_filling(request)
         self.requests.start_ending(request, is_sound=is_sound)
-        self._let_go(request, now)
+        self._release_if_unused(request, now)
 
-    def _let_go(self, request: Request, now: float, *, waits: bool = False) -> None:
+    def _release_if_unused(self, request: Request, now: float, *, waits: bool = False) -> None:
         """Release what an ENDING request owns, unless a step in flight or the filling of its row uses any of
         it (I1). ``waits``: wait for the filling to end; a step is never waited for."""
         if not request.num_in_flight and (waits or self.tables.is_ready(request)):
@@ -600,12 +442,13 @@ class RequestLife:
             self.requests.release(request, now)
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:
-        """Release what ENDING requests own, where nothing uses it any more. ``waits``: see ``_let_go``."""
+        """Release what ENDING requests own, where nothing uses it any more. ``waits``: see
+        ``_release_if_unused``."""
         for request in self.requests.select(RequestState.ENDING):
-            self._let_go(request, now, waits=waits)
+            self._release_if_unused(request, now, waits=waits)
 
-    def _tell_peer(self, request: Request, reason: str) -> None:
-        """Tell the prefill node of a LANDING request that the room ends, so that it stops its work."""
+    def abort_at_peer(self, request: Request, reason: str) -> None:
+        """Tell the prefill node of a LANDING request to stop its work; does nothing in other states."""
         if request.state is RequestState.LANDING:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 
@@ -622,7 +465,7 @@ def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
     return "landing" if wrong.read_at is ReadAt.START else "page-in"
 
 
-def _bootstrap(request: Request) -> Bootstrap:
+def bootstrap_of(request: Request) -> Bootstrap:
     """Return the message that says which KV of the prompt is missing, and where it is to land."""
     start, stop = request.held_prefix_tokens, request.num_landing_tokens
     return Bootstrap(

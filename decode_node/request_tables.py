@@ -27,7 +27,13 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.side_stream import SideStream
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
-from hisparse_pd.kernels.row_check import WrongRow, check_in_place, void_row_checks, wrong_row
+from hisparse_pd.kernels.row_check import (
+    WrongRow,
+    check_dense_row,
+    check_in_place,
+    void_row_checks,
+    wrong_row,
+)
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
@@ -127,28 +133,13 @@ class RequestTables:
                     self._pages(request, kind) for kind in (PoolKind.DEVICE, PoolKind.INDEX)
                 )
                 start_dense_row(self.state, request.req_row, pages=pages, index_pages=index_pages)
-                if self.state.row_checks is not None and request.num_kv_tokens:
-                    self._check_dense(request)
+                if self.state.row_checks is not None:
+                    check_dense_row(self.state, request.req_row, self.memory.k_dev, request.num_kv_tokens)
             return
         is_next = not self.filling and self._is_slice_over()
         self.filling[request.req_row] = self._row_start(request)
         if is_next:
             self._launch_slice(request.req_row, self.slice_bytes)
-
-    def _check_dense(self, request: Request) -> None:
-        """Enqueue a check of all items of a dense request, in its pages."""
-        positions = torch.arange(request.num_kv_tokens, device=self.device)
-        page_ids = self.state.page_table[request.req_row, positions // self.page_size].long()
-        slots = page_ids * self.page_size + positions % self.page_size
-        check_in_place(
-            self.state,
-            request.req_row,
-            self.memory.k_dev,
-            slots,
-            positions,
-            torch.ones_like(positions, dtype=torch.bool),
-            read_at=ReadAt.START,
-        )
 
     def check_hot(self, request: Request, group: int) -> None:
         """Enqueue a check of a request's hot buffer in all layers of one hot group. The next row results say

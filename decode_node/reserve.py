@@ -1,9 +1,10 @@
-"""Tells which slots can be given away so that every admitted request can still end. Pure.
+"""Tells the scheduler which slots it can give away so that every admitted request can still end. Pure.
 
-Requests get slots step by step, and together they may need more than there are. Slots are therefore granted
-only while there is an order in which all requests can end, one after the other, if each gets the most that it
-may still ask for: it uses what is free then, including what the requests before it owned. This is the
-banker's algorithm, for the host, device, index and lookup pools together.
+``Reserve`` and ``HeldMatches`` live as long as one plan. Requests get slots step by step, and together they
+may need more than there are. Slots are therefore granted only while there is an order in which all requests
+can end, one after the other, if each gets the most that it may still ask for: it uses what is free then,
+including what the requests before it owned. This is the banker's algorithm, for the host, device, index and
+lookup pools together.
 
 - The first request in the order never sits out. When it ends, the next one is the first. Nobody is admitted
   while a request sits out, so each request becomes the first in time.
@@ -23,7 +24,8 @@ from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 
 _ANY = 1 << 60
@@ -71,17 +73,17 @@ class Reserve:
     ) -> None:
         """``pinned``: see ``HeldMatches.pinned``."""
         self._available = slots_of(free)
-        """What is free when all requests in ``order`` have ended, once that is made."""
+        """Slots that are free when all requests in ``order`` have ended, once that is made."""
         self._pinned = pinned
         self._page_size = page_size
         self.is_safe = True
         """Whether such an order exists. If not, the requests that cannot end come last in ``order``."""
         self.order = tuple(self._order(running))
         self._spare: _Slots | None = None
-        """What the kept requests with one way to end can do without; None if there are none."""
+        """Slots that no kept request with one way to end needs; None if there are no such requests."""
         self._spare_by_way: list[list[_Slots]] = []
-        """What each kept request with two ways to end can do without, for each way; negative where that way
-        is closed."""
+        """Slots that each way of a kept request with two ways to end leaves; negative where that way is
+        closed."""
 
     def _order(self, running: Iterable[tuple[Request, Claim]]) -> Iterator[Place]:
         """Yield the requests in an order in which they can end, those that lack least first.
@@ -91,7 +93,7 @@ class Reserve:
         pending = sorted(running, key=_lack)
         num_users = Counter(part for _, claim in pending if claim.prefix for part in claim.prefix.chain())
         while pending:
-            left = []
+            blocked = []
             for request, claim in pending:
                 if self._can_end(claim):
                     yield Place(request, claim, self._available)
@@ -101,14 +103,15 @@ class Reserve:
                         if not num_users[part]:
                             self._available = _sum(self._available, self._unpinned(part))
                 else:
-                    left.append((request, claim))
-            if len(left) == len(pending):
+                    blocked.append((request, claim))
+            if len(blocked) == len(pending):
                 self.is_safe = False
-                yield from (Place(request, claim, self._available) for request, claim in left)
+                yield from (Place(request, claim, self._available) for request, claim in blocked)
                 return
-            pending = left
+            pending = blocked
 
     def _unpinned(self, part: Prefix) -> _Slots:
+        """Return the slots of a prefix that are free when its last running user has ended."""
         num_pages = len(part.keys) - self._pinned.get(part, 0)
         return slots_of(SlotCounts.of(part.kinds, num_pages * self._page_size))
 
@@ -129,6 +132,7 @@ class Reserve:
             self._keep(claim, self._available)
 
     def _keep(self, claim: Claim, available: _Slots) -> None:
+        """Keep what a request needs to end when ``available`` is free."""
         if len(claim.ways) > 1:
             self._spare_by_way.append([_rest(available, way) for way in claim.ways])
             return
@@ -231,6 +235,7 @@ class HeldMatches:
                 self.pinned[part] = len(part.keys)
 
     def find(self, request: Request, mode: Mode) -> HeldMatch:
+        """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
         kinds = KV_POOLS[mode]
         match = self._held.find(request.usable_keys, kinds)
         if match is None:
@@ -249,4 +254,5 @@ class HeldMatches:
         return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in match.parts}
 
     def take(self, match: HeldMatch) -> None:
+        """Note that an admitted request shares ``match``."""
         self.pinned = self.pinned_with(match)

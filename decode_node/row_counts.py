@@ -1,8 +1,8 @@
-"""Owns the counts of tokens by req_row, and knows whose a row's counts are and how much output is in them.
+"""Owns the counts of tokens, by req_row, from which penalties and biases are computed.
 
-When a step is launched, a request is counted up to its newest token: the tokens that the host has read, and
-from the device a token that is still in flight. A row that has changed its request shows here, so nobody has
-to report it.
+The runner calls ``count`` before it launches a step. It brings the rows of the step's requests up to their
+newest tokens: those that the host has read, and from the device a token that is still in flight. A row whose
+request has changed since its last step is noticed here and starts anew.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class RowCounts:
         self._device = device
         self._table = TokenCounts.create(num_rows, vocab_size, device)
         self._counted: dict[int, tuple[str, int]] = {}
-        """For each row, the request that was counted and the number of its output tokens that were."""
+        """The request that was counted in each row, and the number of its output tokens that were."""
 
     def count(self, batch: Sequence[Request], in_flight: Tensor) -> None:
         """Bring the rows of a step's requests up to date, before the step is launched.
 
-        ``in_flight``: int64 by req_row, the token that each row's last step sampled, for rows whose step was
-        not read. Not for requests whose steps in flight verify drafts. Enqueues on the current stream.
+        ``in_flight``: int64 by req_row, the token that each row's last step sampled; read for rows whose step
+        the host has not read. No step in flight may verify drafts of a counted request. Enqueues on the
+        current stream.
         """
         rows: list[int] = []
         token_ids: list[int] = []

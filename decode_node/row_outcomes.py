@@ -1,5 +1,9 @@
-"""What each row goes on with after its last step: written and kept on the device, where the next step may
-have it before the host has read it."""
+"""The device's memory of what each request's last step came to: newest token, length and next drafts.
+
+``Forwards`` writes it at the end of a step and reads it at the start of the next one, so that the next step
+can be launched before the host has read the last. Where the host has read a value, ``StepInputs`` has it
+instead of FROM_DEVICE.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ class DraftsToVerify(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOutcomes:
-    """int64 tensors, by req_row; the last entry is for padding."""
+    """The outcomes of all rows: int64 tensors, by req_row. The last entry takes what padding writes."""
 
     tokens: Tensor
     """[num_rows + 1]: the newest token."""
     seq_lens: Tensor
-    """[num_rows + 1]: the sequence's length with that token. Like ``drafts`` only of rows whose last step
-    verified drafts: other steps yield one token, which the host can count."""
+    """[num_rows + 1]: the sequence's length with that token. Steps without drafts do not write it, nor
+    ``drafts``: they yield one token, which the host can count."""
     drafts: Tensor
     """[num_rows + 1, max_new - 1]: what the draft layer guesses to follow, or NO_DRAFT."""
 
@@ -42,18 +46,18 @@ class RowOutcomes:
         return cls(tokens=zeros(), seq_lens=zeros(), drafts=zeros(max_new - 1))
 
     def newest_tokens(self, given: Tensor, req_rows: Tensor) -> Tensor:
-        """[num_reqs]: the tokens that the host has ``given``, or the rows' own."""
+        """Return the newest tokens, [num_reqs]: those that the host has ``given``, else the rows' own."""
         return torch.where(given == FROM_DEVICE, self.tokens[req_rows], given)
 
     def lengths(self, inputs: StepInputs, num_reqs: int) -> Tensor:
-        """[num_reqs]: lengths of the sequences, the newest token included."""
+        """Return the lengths of the sequences, the newest token included: [num_reqs]."""
         given = inputs.seq_lens[:num_reqs]
         if not self.drafts.shape[1]:
             return given  # no step verifies drafts
         return torch.where(given == FROM_DEVICE, self.seq_lens[inputs.req_rows[:num_reqs]], given)
 
     def drafts_to_verify(self, inputs: StepInputs, seq_lens: Tensor, num_new: int) -> DraftsToVerify:
-        """Return the drafts that there are, that the host allows, and that have slots.
+        """Return each request's drafts, cut to the number that the host allows and that have slots.
 
         ``seq_lens``: as ``lengths`` returns them.
         """
@@ -82,6 +86,6 @@ class RowOutcomes:
         self.drafts[rows] = torch.nn.functional.pad(drafts, (0, missing), value=NO_DRAFT)
 
     def _rows_of(self, inputs: StepInputs, num_reqs: int) -> Tensor:
-        """int64 [num_reqs]: the rows of the step's requests; for padding the last entry."""
+        """Return the rows of the step's requests, and the last entry for padding: int64 [num_reqs]."""
         is_real = torch.arange(num_reqs, device=self.tokens.device) < inputs.num_real_reqs
         return torch.where(is_real, inputs.req_rows[:num_reqs], self.tokens.shape[0] - 1)

@@ -1,6 +1,7 @@
 """Plans a step: which requests are admitted and in which mode, which get slots, and whose hot buffer changes.
 
-``plan_step`` looks at requests and at counts of free slots, and changes nothing. Its rules:
+``NextPlan`` calls ``plan_step`` before each step, and ``RequestLife.carry_out`` does what it returns. It
+looks at requests and at counts of free slots, and changes nothing. Its rules:
 
 - A request is admitted with slots for its prompt, except for the pages that are held, and for
   ``growth_tokens`` more; it gets as many again before the step that needs them. No grant takes away a
@@ -28,14 +29,16 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import SlotCounts, round_up
-from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
-from hisparse_pd.decode_node.drafting import smallest_buffer
-from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.decode_node.limits import Limits, refusal
+from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
 
 MAX_LOOKED_AT = 256
-"""Requests of the queue that one step looks at; it passes some over only while slots are stuck."""
+"""Most requests of the queue that one plan looks at: those that it admits, and those that are overtaken
+because they wait for stuck slots or for a first sample."""
 
 _NONE = SlotCounts()
 
@@ -44,79 +47,9 @@ AUTO_DENSE_MARGIN = 0.25
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The sizes of pools and buffers, in tokens unless a name says otherwise."""
-
-    totals: SlotCounts
-    page_size: int
-    max_context: int
-    index_topk: int
-    device_buffer_size: int
-    growth_tokens: int
-    """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
-    max_drafts: int = 0
-    """Most drafts that a step verifies behind a request's newest token."""
-
-    @property
-    def max_life_hisparse(self) -> int:
-        """Most tokens that a hisparse request can have in its whole life."""
-        bound = min(self.totals.host, self.totals.index)
-        if self.totals.device < round_up(self.smallest_hot_buffer, self.page_size):
-            bound = min(bound, max(0, self.totals.device - self.max_drafts))
-        return bound
-
-    @property
-    def max_life_dense(self) -> int:
-        """Most tokens that a dense request can have in its whole life."""
-        return min(self.totals.device, self.totals.index)
-
-    @property
-    def smallest_hot_buffer(self) -> int:
-        """Entries that suffice for a request of any length."""
-        return smallest_buffer(self.max_drafts, self.index_topk)
-
-    def min_capacity(self, request: Request) -> int:
-        """Return the entries of the smallest hot buffer that works.
-
-        One that holds the whole life, with the drafts of the last step, always works.
-        """
-        return min(self.smallest_hot_buffer, request.life_tokens + self.max_drafts)
-
-    def max_capacity(self, request: Request) -> int:
-        """Return the entries of the largest hot buffer that is of use."""
-        whole_life = request.life_tokens + self.max_drafts
-        return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
-
-    def in_pages(self, num_tokens: int) -> int:
-        """Return the slots of as many whole pages as ``num_tokens`` take."""
-        return round_up(num_tokens, self.page_size)
-
-    def kv_slots(self, mode: Mode, num_tokens: int, num_shared_pages: int = 0) -> SlotCounts:
-        """Return the slots, in whole pages, for ``num_tokens`` of KV that begin with shared pages."""
-        in_pages = self.in_pages(num_tokens)
-        own = in_pages - num_shared_pages * self.page_size
-        lookup = in_pages if mode is Mode.HISPARSE else 0
-        return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
-
-    def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
-        """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages."""
-        life = self.in_pages(request.life_tokens)
-        own = life - num_shared_pages * self.page_size
-        lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
-        in_hot_buffer = lacks_host, 0, lacks_index, max(0, life - owned.lookup)
-        if mode is Mode.HISPARSE:
-            return Claim(slots_of(owned), (in_hot_buffer,), request.prefix)
-        in_pages = 0, max(0, own - owned.device), lacks_index, 0
-        if num_shared_pages:
-            return Claim(slots_of(owned), (in_pages,), request.prefix)
-        lacks_hot_buffer = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
-        host, _, index, lookup = in_hot_buffer
-        return Claim(slots_of(owned), (in_pages, (host, lacks_hot_buffer, index, lookup)))
-
-
-@dataclass(frozen=True)
 class Admission:
-    """Reserve ``need``, and ask for the KV. ``hot_capacity`` is 0 when dense."""
+    """An order to reserve ``need`` for a waiting request and to ask for its KV. ``hot_capacity``: entries of
+    its hot buffer, 0 when dense."""
 
     request: Request
     mode: Mode
@@ -128,7 +61,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Growth:
-    """More slots for the next tokens of a running request."""
+    """An order to give a running request ``need`` more slots, for its next tokens."""
 
     request: Request
     need: SlotCounts
@@ -136,10 +69,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Give up all device slots, and go on as hisparse with a hot buffer of ``hot_capacity`` entries.
-
-    ``need``: further host, index and lookup slots, which a dense request needs for that.
-    """
+    """An order to a running request to give up all device slots, and to go on as hisparse with a hot buffer
+    of ``hot_capacity`` entries. ``need``: the host, index and lookup slots that a dense request lacks for
+    that."""
 
     request: Request
     hot_capacity: int
@@ -153,35 +85,6 @@ class StepPlan:
     exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()
-
-
-def refusal(limits: Limits, request: Request) -> str:
-    """Return why ``request`` can never be admitted, with bound and remedy; empty if it can."""
-    life = request.life_tokens
-    hisparse = dense = ""
-    if life > limits.max_life_hisparse:
-        hisparse = (
-            f"{life} tokens of KV exceed the {limits.max_life_hisparse} that a hisparse request can hold "
-            f"here (host pool {limits.totals.host}, index pool {limits.totals.index}, device pool "
-            f"{limits.totals.device} tokens); shorten the prompt or max_tokens"
-        )
-    if request.dense_refusal:
-        dense = request.dense_refusal
-    elif life > limits.max_life_dense:
-        dense = (
-            f"{life} tokens of KV exceed the {limits.max_life_dense} that a dense request can hold here "
-            f"(device pool {limits.totals.device}, index pool {limits.totals.index} tokens); shorten the "
-            "prompt or max_tokens, or allow hisparse"
-        )
-    match request.flag:
-        case HisparseFlag.TRUE:
-            return hisparse
-        case HisparseFlag.FALSE:
-            return dense
-        case HisparseFlag.AUTO:
-            return f"{hisparse}; {dense}" if hisparse and dense else ""
-        case _:
-            assert_never(request.flag)
 
 
 def plan_step(
@@ -208,9 +111,11 @@ def plan_step(
 
 @dataclass
 class _Planner:
+    """One plan in the making. ``grow`` comes first, then ``admit``, then ``enlarge_hot_buffers``."""
+
     limits: Limits
     available: SlotCounts
-    """What is free besides everything that the plan has given away so far."""
+    """Slots that are free and that the plan has not given away so far."""
     running: Sequence[Request]
     landing: Sequence[Request]
     stuck: SlotCounts
@@ -221,30 +126,34 @@ class _Planner:
     is_short: bool = False
     """Whether a request sits the step out."""
     _reserve: Reserve | None = None
-    """None until there is something to give away; in most steps there is not."""
-    _growth_room: SlotCounts = _NONE
+    """What can be given away so that all can still end. None until there is something to give away, which in
+    most steps there is not."""
+    _kept_for_growth: SlotCounts = _NONE
     """A page for each request that will grow; admissions leave it free."""
     _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
     """Mode and slots, under this plan, of running requests that it grows or exchanges."""
     _num_held_pages: dict[Request, int] = field(default_factory=dict)
-    """Admitted requests whose pages others may share, with the number of pages that were held for each."""
+    """Requests that the plan admits and whose pages others may share, with the number of pages that were held
+    for each."""
     _admitted_claims: list[Claim] = field(default_factory=list)
+    """Claims of the requests that the plan admits."""
 
     def grow(self) -> None:
         """Give slots to requests that have none left for their next step."""
         # A request without a next step needs no slot, and may have none left: its life can fill its pages.
-        short = {r for r in self.running if r.has_next_step and r.reserved_tokens < self._with_drafts(r)}
+        short = {r for r in self.running if r.has_next_step and r.reserved_tokens < self._len_with_drafts(r)}
         if short:
             self._make_reserve(short)
 
     def _make_reserve(self, short: set[Request]) -> Reserve:
-        """Return the plan's reserve. The first call makes it, and grows the ``short`` requests meanwhile."""
+        """Return the plan's reserve. The first call makes it, and grows the ``short`` requests while it does:
+        a request's growth must be decided in its place of the reserve's order (``Reserve.keep_all``)."""
         if self._reserve is None:
             self._reserve = self._new_reserve(self.matches.pinned, short)
             growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
             num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
             num_hisparse = len(growing) - num_dense
-            self._growth_room = SlotCounts(
+            self._kept_for_growth = SlotCounts(
                 num_hisparse * page, num_dense * page, len(growing) * page, num_hisparse * page
             )
         return self._reserve
@@ -254,7 +163,7 @@ class _Planner:
         reserve = Reserve(self.available, claims, pinned, self.limits.page_size)
 
         def grown(place: Place) -> Claim:
-            return self._grown(place, reserve) if place.request in short else place.claim
+            return self._grow_one(place, reserve) if place.request in short else place.claim
 
         landing = [self._claim(request) for request in self.landing]
         reserve.keep_all(landing + self._admitted_claims, grown)
@@ -264,13 +173,13 @@ class _Planner:
         mode, owned = self._changed.get(request, (request.mode, request.owned_slots))
         return self.limits.claim(request, mode, owned, request.num_shared_pages)
 
-    def _grown(self, place: Place, reserve: Reserve) -> Claim:
+    def _grow_one(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or a hot buffer for its pages, and return its claim.
 
         Growth leaves the claim as it is: the request lacks fewer slots, and as many fewer are free.
         """
         request, owned = place.request, place.request.owned_slots
-        for num_tokens in self._lengths(request):
+        for num_tokens in self._grown_lengths(request):
             need = _missing(self.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages), owned)
             if self._may_give(need, reserve):
                 self.growths.append(Growth(request, need))
@@ -283,35 +192,35 @@ class _Planner:
             # The hot buffer takes no more than its own pages, unless its minimum is larger.
             own = min(self.limits.max_capacity(request), owned.device)
             capacity = max(own, self.limits.min_capacity(request))
-            for num_tokens in self._lengths(request):
+            for num_tokens in self._grown_lengths(request):
                 need = _missing(self.limits.kv_slots(Mode.HISPARSE, num_tokens), owned)
                 given = need + SlotCounts(device=self.limits.in_pages(capacity) - owned.device)
                 if self._may_give(given, reserve):
                     self.exchanges[request] = Exchange(request, capacity, need)
                     self._changed[request] = Mode.HISPARSE, owned + given
                     self._give(given, reserve)
-                    return Claim(place.claim.owned, place.claim.ways[1:])
+                    return Claim(place.claim.owned, place.claim.ways[1:])  # it can end in a hot buffer only
         self.is_short = True
         return place.claim
 
-    def _lengths(self, request: Request) -> Iterator[int]:
-        """Yield to how many tokens a request's slots may grow, first choice first."""
+    def _grown_lengths(self, request: Request) -> Iterator[int]:
+        """Yield the lengths, in tokens, to which a request's slots may grow, first choice first."""
         with_growth = min(request.next_seq_len - 1 + self.limits.growth_tokens, request.life_tokens)
-        yield max(with_growth, self._with_drafts(request))
+        yield max(with_growth, self._len_with_drafts(request))
         if not request.has_slots_for_next:
             yield request.next_seq_len
 
-    def _with_drafts(self, request: Request) -> int:
+    def _len_with_drafts(self, request: Request) -> int:
         """Return the length of the sequence in the next step, drafts included.
 
         With drafts it is one more, for the step after: it is launched before it is known how many are right.
         """
-        behind = self.limits.max_drafts + 1 if self.limits.max_drafts else 0
-        return min(request.next_seq_len + behind, self.limits.max_context)
+        num_behind = self.limits.max_drafts + 1 if self.limits.max_drafts else 0
+        return min(request.next_seq_len + num_behind, self.limits.max_context)
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Admit requests that wait. Returns whether only requests that lack stuck slots still wait."""
-        others_will_share = False
+        some_will_share = False
         usable = replace(self.limits, totals=self.limits.totals - self.stuck)
         for number, request in enumerate(waiting):
             if number == MAX_LOOKED_AT:
@@ -319,7 +228,7 @@ class _Planner:
             if self.stuck != _NONE and refusal(usable, request):
                 continue  # it fits only if stuck slots become free, which may never be
             if self._will_share(request):
-                others_will_share = True
+                some_will_share = True
                 continue
             admission = self._place(request)
             if admission is None:
@@ -328,10 +237,10 @@ class _Planner:
             num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
             covers_life = num_reserved >= request.life_tokens
             if not covers_life:
-                self._growth_room += self.limits.kv_slots(admission.mode, 1)
+                self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)
             if admission.mode is Mode.HISPARSE or covers_life:  # as in Request.may_share, once it lands
                 self._num_held_pages[request] = admission.num_shared_pages
-        return not others_will_share
+        return not some_will_share
 
     def _will_share(self, request: Request) -> bool:
         """Return whether the first sample of the same prompt awaits pages that ``request`` can share."""
@@ -344,6 +253,7 @@ class _Planner:
         return num_held is not None and num_held < request.num_usable_pages
 
     def _place(self, request: Request) -> Admission | None:
+        """Admit ``request`` in a mode that it allows; None if it fits in none."""
         if not (self.available.aux and self.available.req_row):
             return None
         match request.flag:
@@ -365,22 +275,25 @@ class _Planner:
                 assert_never(request.flag)
 
     def _place_hisparse(self, request: Request) -> Admission | None:
+        """Admit ``request`` with as large a hot buffer as is spare. If that is too small, others shrink, but
+        only if nothing but device slots is missing."""
         num_tokens = request.num_prompt_tokens + self.limits.growth_tokens
         min_capacity = self.limits.min_capacity(request)
         held = self.matches.find(request, Mode.HISPARSE)
-        elsewhere = self._need(request, Mode.HISPARSE, num_tokens, held)
-        if not self._may_land(request, Mode.HISPARSE, elsewhere, held):
+        beside_device = self._need(request, Mode.HISPARSE, num_tokens, held)
+        if not self._may_land(request, Mode.HISPARSE, beside_device, held):
             return None
-        if not self._hot_capacity(request):
+        if not self._spare_capacity(request):
             self._shrink_hot_buffers(self.limits.in_pages(min_capacity))
-        for capacity in (self._hot_capacity(request), min_capacity):
-            need = elsewhere + SlotCounts(device=self.limits.in_pages(capacity))
+        for capacity in (self._spare_capacity(request), min_capacity):
+            need = beside_device + SlotCounts(device=self.limits.in_pages(capacity))
             if capacity and (reserve := self._may_land(request, Mode.HISPARSE, need, held)):
                 return self._land(Admission(request, Mode.HISPARSE, need, capacity), held, reserve)
         return None
 
     def _place_dense(self, request: Request, lengths: Iterable[int]) -> Admission | None:
-        """Admit ``request`` with pages for the first of ``lengths``, in tokens, that it may have."""
+        """Admit ``request`` with pages for the first of ``lengths``, in tokens, for which it may have
+        them."""
         held = self.matches.find(request, Mode.DENSE)
         for num_tokens in lengths:
             need = self._need(request, Mode.DENSE, num_tokens, held)
@@ -389,6 +302,7 @@ class _Planner:
         return None
 
     def _need(self, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:
+        """Return the slots, without a hot buffer's, that an admission with ``num_tokens`` of KV takes."""
         kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), held.num_pages)
         return kv + SlotCounts(aux=1, req_row=1)
 
@@ -398,7 +312,7 @@ class _Planner:
         if not taken.fits_in(self.available):
             return None
         reserve = self._make_reserve(set())
-        if not (taken + self._growth_room).fits_in(self.available):
+        if not (taken + self._kept_for_growth).fits_in(self.available):
             return None
         if self.matches.is_counted_on(held):
             reserve = self._new_reserve(self.matches.pinned_with(held))
@@ -431,7 +345,7 @@ class _Planner:
     def _device_margin(self) -> float:
         return AUTO_DENSE_MARGIN * self.limits.totals.device
 
-    def _hot_capacity(self, request: Request) -> int:
+    def _spare_capacity(self, request: Request) -> int:
         """Return how many entries the spare device slots allow; 0 if they are fewer than the minimum."""
         spare = self._spare_device() // self.limits.page_size * self.limits.page_size
         capacity = min(self.limits.max_capacity(request), spare)
@@ -458,11 +372,11 @@ class _Planner:
             self.available += freed
 
     def _with_large_hot_buffers(self) -> list[Request]:
-        """Return running requests whose hot buffers are larger than the smallest and stay as they are in the
-        plan so far; those admitted last come first."""
+        """Return running requests whose hot buffers are larger than the smallest and which the plan leaves as
+        they are so far; those admitted last come first."""
         smallest = self.limits.smallest_hot_buffer
         large = [r for r in self.running if r.hot_capacity > smallest and r not in self.exchanges]
-        return sorted(large, key=_admitted, reverse=True)
+        return sorted(large, key=_admission_order, reverse=True)
 
     def enlarge_hot_buffers(self) -> None:
         """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
@@ -471,7 +385,7 @@ class _Planner:
             return
         full_size = self.limits.device_buffer_size
         small = [r for r in self.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
-        for request in sorted(small, key=_admitted):
+        for request in sorted(small, key=_admission_order):
             capacity = self.limits.max_capacity(request)
             gain = SlotCounts(device=self.limits.in_pages(capacity) - request.num_device_slots)
             if capacity > request.hot_capacity and request.has_next_step:
@@ -491,7 +405,7 @@ class _Planner:
     def _spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""
         self._make_reserve(set())
-        return max(0, self.available.device - self._growth_room.device)
+        return max(0, self.available.device - self._kept_for_growth.device)
 
 
 def _missing(wanted: SlotCounts, owned: SlotCounts) -> SlotCounts:
@@ -503,5 +417,5 @@ def _missing(wanted: SlotCounts, owned: SlotCounts) -> SlotCounts:
     )
 
 
-def _admitted(request: Request) -> int:
+def _admission_order(request: Request) -> int:
     return request.admitted_seq

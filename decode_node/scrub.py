@@ -1,7 +1,8 @@
 """Verifies rows of hot buffers in place, whether or not a step reads them.
 
-Every few steps one request's hot buffer is verified in one hot group, before a step that the request is in.
-That step's results report wrong rows.
+``StepLine`` calls ``before_step``. Every ``STEPS_BETWEEN`` steps one request's hot buffer is verified in one
+hot group, before a step that the request is in, and that step's results report wrong rows. By turns, all
+requests and hot groups get verified.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
 
 STEPS_BETWEEN: Final = 32
+"""Steps from one verified hot buffer to the next."""
 
 
 class Scrubber:

@@ -1,4 +1,8 @@
-"""The decode node's front: it answers clients in text, whole or streamed, with the prompt's logprobs."""
+"""The decode node's front: it answers clients in text, whole or streamed, with the prompt's logprobs.
+
+``hisparse-pd decode`` calls ``run``. ``serving/api/app.py`` turns a body into ``Work``; here its samples go
+to the engine, and what comes back becomes deltas of text, until all have finished or one fails.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, RankPlace
 from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body
@@ -26,7 +30,7 @@ from hisparse_pd.serving.api.node import run_front
 from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.prompt_scores import Scores, with_lists, write_lists
-from hisparse_pd.serving.api.requests import grouped
+from hisparse_pd.serving.api.requests import engine_groups
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http.http_errors import RequestFailedError
 from hisparse_pd.serving.http.off_loop import off_loop
@@ -96,7 +100,7 @@ async def _drain(context: DecodeContext, request: Request) -> Response:
 async def _deltas(
     context: DecodeContext, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
 ) -> AsyncGenerator[Delta, None]:
-    """Run the samples, and yield what comes until all have finished. Fills ``scores``, by prompt.
+    """Run the samples, and yield their deltas until all have finished. Fills ``scores``, by prompt.
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
@@ -105,8 +109,8 @@ async def _deltas(
     num_live = sum(output.finish is None for output in outputs)
     journal = work.request.journal
     may_move = journal is not None and journal.may_move
-    with context.link.open(grouped(work.samples), may_move=may_move) as group:
-        work.timeline.sent(group.ranks)
+    with context.link.open(engine_groups(work.samples), may_move=may_move) as group:
+        work.timeline.note_sent(group.ranks)
         while num_live:
             event = await group.next_event()
             output = by_request_id[event.request_id]
@@ -117,17 +121,17 @@ async def _deltas(
                     scores[output.sample.prompt_index].add(event)
                     continue
                 case RequestFailed():
-                    work.timeline.failed(output.index, event.phases, event.error)
+                    work.timeline.note_failed(output.index, event.phases, event.error)
                     raise RequestFailedError(event.status, event.error, code=event.code or None)
                 case Tokens():
-                    work.timeline.note(output.index, event.phases, event.stats, event.prefill)
+                    work.timeline.note_phases(output.index, event.phases, event.stats, event.prefill)
                 case _:
                     assert_never(event)
             delta = output.feed(_shown(output, event))
             output.is_behind = group.has_more_tokens(event.request_id)
             clock.note(output.index, delta.last_token - delta.first_token)
             if delta.finish is not None:
-                work.timeline.finished(output.index, len(output.token_ids), delta.finish.reason)
+                work.timeline.note_finished(output.index, len(output.token_ids), delta.finish.reason)
                 num_live -= 1
                 group.finish(event.request_id)  # the engine does not know of stop strings
             yield delta
@@ -138,7 +142,7 @@ def _request_id(output: SampleOutput) -> str:
 
 
 def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
-    """Return ``tokens`` as the client sees them: none if the sample wants none."""
+    """Return ``tokens`` as the client sees them: without ids if the sample wants no output."""
     if not output.sample.is_empty:
         return tokens
     return Tokens(tokens.request_id, (), finish_reason=FinishReason.LENGTH, stats=tokens.stats)
@@ -159,7 +163,7 @@ class _TokenClock:
         last = self._last_at.get(index)
         self._last_at[index] = now
         if last is None:
-            self._metrics.time_to_first_token.observe(self._timeline.first_token())
+            self._metrics.time_to_first_token.observe(self._timeline.note_first_token())
             return
         for _ in range(num_tokens):
             self._metrics.inter_token_latency.observe((now - last) / num_tokens)

@@ -1,7 +1,8 @@
 """Computes how large a decode node's pools are, from settings, model and free GPU memory. Pure.
 
-The host's sizes follow from settings alone, so that the transport can be chosen before the model is loaded.
-The device pool may get what the model leaves of the GPU.
+The engine calls it at its start: ``make_limits`` once before the model is loaded, to count main memory for
+the choice of the transport, and again with the size of the device pool. The host's sizes follow from settings
+alone; the device pool may get what the model leaves of the GPU (``size_device_pool``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.core.model.spec import ModelSpec
@@ -17,7 +18,7 @@ from hisparse_pd.core.model.token_counts import TokenCounts
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
 from hisparse_pd.decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
-from hisparse_pd.decode_node.scheduler import Limits
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.split_choice import MIN_REQS
 from hisparse_pd.kernels.gpu_sizes import check_swap_in_sizes
 from hisparse_pd.kernels.hot_state import HotBufferState

@@ -1,5 +1,8 @@
-"""Chooses, by measuring at a node's start, how large hisparse batches are split, and from how many requests
-on.
+"""Chooses how large hisparse batches are split, and from how many requests on, by measuring at a node's
+start.
+
+``Forwards`` calls ``choose_splits`` with a function that times the steps of one size, over ``TrialRequests``
+in the still empty pools.
 
 A split batch hides copies behind computing. Parts within each layer hide them behind selection and attention
 alone, and read weights once. Micro-batches hide them behind everything, and read every matrix and expert
@@ -35,7 +38,8 @@ class Split(Enum):
 
 SPLITS: Final = (Split.PARTS, Split.MICRO_BATCHES)
 MIN_REQS: Final = 32
-"""Smaller batches are not split, as they have too little to copy: 16 of V3.2's size lost 3% on an H200."""
+"""Fewest requests of a batch that is split. Smaller ones have too little to copy: 16 of V3.2's size lost 3%
+on an H200."""
 MIN_GAIN: Final = 1.02
 """How many times as long a whole step has to take for splitting to be worth it."""
 NUM_STEPS: Final = 5
@@ -46,6 +50,7 @@ paper)."""
 MOST_CONTEXT: Final = 32768
 """The context of a trial's requests, if pools and model allow as much."""
 _KEYS_AT_ONCE: Final = 1 << 16
+"""Indexer keys that are drawn once and stored again and again."""
 
 Secs = Mapping[Split, float]
 """Seconds of a step of one size, by how it runs."""
@@ -125,7 +130,7 @@ class TrialRequests:
         self._inputs = inputs
         self._generator = generator
 
-    def lose_some(self) -> None:
+    def drop_entries(self) -> None:
         """Free a share MISS_SHARE of the entries, at random, so that the next step misses as large a
         share."""
         state = self._tables.state
@@ -153,7 +158,7 @@ def time_by_turns(
     secs: dict[Split, list[float]] = {split: [] for split in steps}
     for turn in range(NUM_STEPS + 1):
         for split, step in steps.items():
-            requests.lose_some()
+            requests.drop_entries()
             start, end = _event(), _event()
             start.record()
             step()

@@ -1,5 +1,9 @@
-"""A step's inputs on both sides, and the host's memory for what comes back. All addresses are fixed, since
-CUDA graphs and copies that are under way have them."""
+"""The memory by which host and device exchange a step's inputs and results.
+
+``StepInputs`` are the inputs, on either side; ``StepBuffers`` is the host's memory of one step, with its
+inputs, grammar masks and results. The runner fills and sends the inputs at a step's launch, and reads the
+results a step later. All addresses are fixed, because CUDA graphs and copies under way have them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class StepEntry:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step gets from the host: views of one int64 tensor, ``values``."""
+    """Inputs of a step: views of one int64 tensor, ``values``, so that one copy sends them all."""
 
     values: Tensor
     tokens: Tensor
@@ -114,19 +118,13 @@ class StepBuffers:
             tokens.append(FROM_DEVICE if request.num_in_flight else request.newest_token_id)
             tokens += (*entry.drafts, *[NO_DRAFT] * (num_new - 1 - len(entry.drafts)))
         inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
+        seq_lens = [FROM_DEVICE if entry.is_unread else entry.request.next_seq_len for entry in entries]
+        slot_ends = [min(each.reserved_tokens, max_context, each.life_tokens) for each in requests]
         for values, of_requests, of_padding in (
-            (
-                inputs.seq_lens,
-                [FROM_DEVICE if entry.is_unread else entry.request.next_seq_len for entry in entries],
-                1,
-            ),
+            (inputs.seq_lens, seq_lens, 1),
             (inputs.req_rows, [request.req_row for request in requests], 0),
             (inputs.most_drafts, [entry.most_drafts for entry in entries], 0),
-            (
-                inputs.slot_ends,
-                [min(each.reserved_tokens, max_context, each.life_tokens) for each in requests],
-                1,
-            ),
+            (inputs.slot_ends, slot_ends, 1),
         ):
             values.numpy()[:] = of_requests + [of_padding] * num_padding
         inputs.num_real.numpy()[0] = len(entries)
@@ -136,12 +134,12 @@ class StepBuffers:
         self.results[: results.numel()].view_as(results).copy_(results, non_blocking=True)
 
     def mark_end(self) -> None:
-        """Let ``wait`` wait for what has been enqueued by now."""
+        """Make ``wait`` wait for everything that has been enqueued by now."""
         if self.end is not None:
             self.end.record()
 
     def read(self, num_reqs: int, columns: int) -> list[list[int]]:
-        """Wait, and return what ``receive`` was given."""
+        """Wait for the step's end, and return the rows that ``receive`` copied."""
         self.wait()
         rows: list[list[int]] = self.results[: num_reqs * columns].view(num_reqs, columns).tolist()
         return rows

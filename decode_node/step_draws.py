@@ -1,7 +1,7 @@
-"""The draws of a step in which some request does not just take the likeliest tokens.
+"""Draws the tokens of a step in which some request does not just take the likeliest ones.
 
-They are planned when the step is launched, and enqueued behind its forward. Their number and kind change from
-step to step, so they are in no CUDA graph.
+The runner calls ``StepDraws.plan`` when it launches the step, before the requests enter it, and ``enqueue``
+behind the forward. Number and kind of draws change from step to step, so they are in no CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What grammars allow in a step: the masks of its rows, and who follows which grammar."""
+"""Grammars in a decode engine: requests wait for their compilation, and steps get masks of allowed tokens.
+
+The engine calls ``ask_for_grammar`` for landing requests and ``follow`` for running ones in each turn;
+``StepDraws`` calls ``masks_of`` for each step that has a request with a grammar. The grammar's state is in
+the request: ``grammar`` while it is compiled, then ``matcher``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from hisparse_pd.decode_node.request import Request, RequestState
 
 
 class GrammarLate(Exception):
-    """A grammar was not compiled in time, since others came first."""
+    """A grammar was not compiled in time, because others were compiled before it."""
 
 
 def has_grammar(batch: Sequence[Request]) -> bool:
@@ -26,28 +31,28 @@ def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: T
     All tokens that a request had before have to be read. A request that has ended since the launch, or whose
     ``matcher`` has an ``error`` afterwards, may draw anything: its tokens are dropped.
     """
-    wanted = []
+    to_fill = []
     num_rows = 0
-    for request, of_req in zip(batch, drafts, strict=True):
+    for request, own_drafts in zip(batch, drafts, strict=True):
         if request.matcher is not None and request.state is RequestState.RUNNING:
-            wanted.append((request.matcher, num_rows, of_req))
+            to_fill.append((request.matcher, num_rows, own_drafts))
         else:
-            masks[num_rows : num_rows + 1 + len(of_req)] = ALL_ALLOWED
-        num_rows += 1 + len(of_req)
-    fill_masks(masks.numpy(), wanted)
+            masks[num_rows : num_rows + 1 + len(own_drafts)] = ALL_ALLOWED
+        num_rows += 1 + len(own_drafts)
+    fill_masks(masks.numpy(), to_fill)
     return masks[:num_rows]
 
 
 def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
     """Have the request's grammar compiled, if it has one and that is not under way."""
     if request.sampling.grammar and request.grammar is None:
-        begun = request.resumed_token_ids.tolist()
-        request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar, begun), now
+        resumed = request.resumed_token_ids.tolist()
+        request.grammar, request.grammar_asked_at = compiler.compile(request.sampling.grammar, resumed), now
 
 
 def follow(request: Request, compiler: Compiler, now: float) -> None:
-    """Let a running request follow its grammar, from its first token on, once that is compiled. Raises
-    GrammarError and GrammarLate."""
+    """Give a running request the matcher of its grammar, once that is compiled. Raises GrammarError, and
+    GrammarLate after ``MAX_WAIT_SECS``."""
     ask_for_grammar(request, compiler, now)
     assert request.grammar is not None
     if not request.grammar.done():

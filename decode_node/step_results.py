@@ -1,6 +1,7 @@
-"""What the host reads of a step: how the device joins it to one tensor, and what is made of its rows.
+"""The results of a step: one tensor with a row for each request, which the host reads in one copy.
 
-Columns: error flags, hits, misses and evictions of the row, then
+The forward joins it on the device (``join_plain``, ``join_verified``), and the runner turns its rows into
+``StepResult`` (``read_results``). Its columns: error flags, hits, misses and evictions of the row, then
 
 - the token, after a step without drafts;
 - the number of drafts, the number of accepted ones, ``num_new`` drawn tokens and ``num_new - 1`` next drafts,
@@ -25,7 +26,8 @@ TOKEN_COLUMN = 4
 
 
 def num_columns(num_new: int) -> int:
-    """Columns of a step with ``num_new`` positions of each request; 1: without drafts."""
+    """Return the columns of a step with ``num_new`` positions of each request; 1 for a step without
+    drafts."""
     return TOKEN_COLUMN + (1 if num_new == 1 else 2 + num_new + num_new - 1)
 
 
@@ -46,26 +48,26 @@ def join_verified(
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step made of one request."""
+    """The result of a step for one request."""
 
     token_ids: list[int]
-    """The request goes on with these: the accepted drafts, and one token more."""
+    """Its new tokens: the accepted drafts, and one token more."""
     logprobs: list[TokenLogprob | None]
-    """One for each of these tokens; None where nobody asked."""
+    """One for each of these tokens; None where none were wanted."""
     error: str
     """What the kernels found wrong; empty for nothing."""
     has_wrong_row: bool
-    """Whether an item that was read for it is not what was written: ``token_ids`` may be anything."""
+    """Whether an item that was read for it is not what was written, so that ``token_ids`` may be anything."""
     counters: tuple[int, int, int]
     """Hits, misses and evictions of its row so far."""
     num_drafted: int
     """Drafts that were verified."""
     drafts: list[int]
-    """What the draft layer guesses to follow; nothing after a step without drafts."""
+    """Guesses of the draft layer for the next step; empty after a step without drafts."""
 
 
 class _Row(NamedTuple):
-    """One row of what is read."""
+    """One parsed row of the results."""
 
     flags: int
     counters: tuple[int, int, int]

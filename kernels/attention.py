@@ -47,15 +47,28 @@ class AttentionBackend(Protocol):
         """One of ``BACKEND_NAMES``."""
 
     @property
+    def kv_format(self) -> KvFormat:
+        """The format of the items that it reads."""
+
+    @property
     def reason(self) -> str:
         """Why this backend was chosen, for a log."""
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention of absorbed MLA queries over the selected items of one layer.
 
         ``q``: float32 or bfloat16 [num_tokens, num_heads, item_dim]; the latent part first, then RoPE.
         ``layer_pool``: uint8 [num_slots, item_bytes], one layer of a pool, contiguous.
         ``device_slots``: int32 [num_tokens, top_k], rows of ``layer_pool``; -1 in any column is masked out.
+        ``num_columns``: int32 [num_tokens]; if given, the columns from this one on are all -1, which some
+        backends need not look at. No bit depends on whether it is given.
         No argument is changed. Returns [num_tokens, num_heads, kv_lora_rank] of ``q``'s dtype:
         softmax(q·item * scale) over each query's items, times their latents; zeros where nothing is selected.
         """
@@ -69,7 +82,14 @@ class TorchAttention:
     reason: str = ""
     name: str = TORCH
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
         kv_format, kv_lora_rank = self.kv_format, self.kv_format.kv_lora_rank

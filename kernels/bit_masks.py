@@ -1,4 +1,8 @@
-"""Masks logits by int32 words with one bit for each token; token 0 is the lowest bit of the first word."""
+"""Masks logits by int32 words with one bit for each token; token 0 is the lowest bit of the first word.
+
+The masks are those of grammars (``hisparse_pd.core.grammar.matcher``); sampling applies them before each
+draw.
+"""
 
 from __future__ import annotations
 

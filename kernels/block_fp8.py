@@ -18,7 +18,7 @@ from hisparse_pd.kernels.fp8 import FP8_MAX
 BLOCK: Final = 128
 DTYPE: Final = torch.float8_e4m3fn
 SMALLEST_PEAK: Final = 1e-12
-"""Lower bound of a block's largest magnitude, so that the scale of a block of zeros is a number too."""
+"""Lower bound of a block's largest magnitude, so that a block of zeros has a finite scale above 0."""
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:

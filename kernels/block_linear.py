@@ -3,8 +3,12 @@
 For fp8, activations are rounded too, each row in blocks of 128 columns with their own scales, as the
 reference implementations of DeepSeek-V3 and its successors do. Products of blocks are float32, and are scaled
 before they are added up. On a GPU ``kernels.triton_linear`` cuts the columns into parts by the matrix's shape
-alone, so that a row has the same bits among any number of rows. Where the columns are one part, torch's
-``scaled_mm`` or cuBLAS multiplies many rows: both fill a GPU without parts, and add up in the same order.
+alone (split-K), so that a row has the same bits among any number of rows. Where the columns are one part,
+torch's ``scaled_mm`` or cuBLAS multiplies many rows: both fill a GPU without parts, and add up in the same
+order.
+
+The model's layers call ``block_product`` or ``dense_product``, whose parts the next kernel adds up
+(``add_norm``, ``finish_latents``, ...), which saves a launch.
 """
 
 from __future__ import annotations
@@ -100,8 +104,9 @@ def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = Fal
 
 
 def gated(gate_up: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> Activations:
-    """Return ``silu(gate) * up`` for a product: in ``dtype``, or with ``rounding`` in fp8 only. Both are
-    rounded from float32. ``gate_up``: [parts, num_tokens, 2 * columns]."""
+    """Return ``silu(gate) * up``, the operand of the down projection: in ``dtype``, or with ``rounding`` in
+    fp8 only. Either is rounded from float32 once. ``gate_up``: [parts, num_tokens, 2 * columns], gates first.
+    """
     num_tokens = gate_up.shape[1]
     if rounding is None:
         return Activations(gated_rows(gate_up, dtype))

@@ -45,5 +45,6 @@ def check_range(name: str, value: int, start: int, stop: int) -> None:
 
 
 def check_at_least(name: str, value: int, bound: int) -> None:
+    """Raise KernelArgumentError unless ``value >= bound``."""
     if value < bound:
         raise KernelArgumentError(f"{name}: expected at least {bound}, got {value}")

@@ -1,6 +1,8 @@
-"""Sources and launches of the CUDA C++ kernels.
+"""Sources and launches of the CUDA C++ kernels in ``csrc/``, for the Python module that each of them has.
 
-Only torch is imported before the first launch.
+A module compiles its ``translation_unit`` with cupy, fills a struct of parameters and calls ``launch``. cupy
+and the CUDA driver's bindings are imported on first use, so that modules can be imported on a machine without
+a GPU.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def launch(
     """Launch a kernel on torch's current stream. Where the GPU supports it, the blocks may become resident
     while the preceding kernel still runs; they wait for its end before they read anything.
 
+    ``parameters``: the struct that is the kernel's only argument. ``shared_bytes``: dynamic shared memory.
     ``cluster_size``: blocks that run together and share their memory; more than 1 on Hopper and later only.
     """
     driver = _driver()
@@ -73,8 +76,8 @@ def launch(
 def max_resident_clusters(
     kernel: Any, device: torch.device, num_threads: int, shared_bytes: int, cluster_size: int
 ) -> int:
-    """Return how many clusters an idle GPU runs at a time. They are fewer than its size suggests, because
-    each cluster must lie within one part of the GPU."""
+    """Return how many clusters an idle GPU runs at a time. They are fewer than multiprocessors /
+    cluster_size, because each cluster must lie within one part of the GPU (a GPC)."""
     driver = _driver()
     config = _config(device, cluster_size, num_threads, shared_bytes, cluster_size)
     with torch.cuda.device(device):
@@ -126,7 +129,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def max_block_shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a block may ask for."""
+    """Return the most shared memory that a block may use."""
     with torch.cuda.device(device):
         return int(cupy_module().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
 

@@ -1,4 +1,8 @@
-"""Chooses each token's experts: those with the best scores, and among equal scores the lowest ids."""
+"""Chooses each token's experts: those with the best scores, and among equal scores the lowest ids.
+
+The router of a layer (``hisparse_pd.core.model.feed_forward``) computes logits by ``narrow_product`` and
+passes them to ``ExpertChoice.choose``.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ class ExpertChoice:
         scores = total.softmax(dim=1) if self.is_softmax else sigmoid(total)
         biased = scores + self.bias
         if self.num_chosen_groups < self.num_groups:
-            biased = self._in_best_groups(biased)
+            biased = self._with_best_groups_only(biased)
         ids = ranked_topk(biased, self.top_k)[1]
         weights = scores.gather(1, ids)
         if self.normalizes:
@@ -83,7 +87,7 @@ class ExpertChoice:
             ids = torch.cat((ids, ids.new_full((len(ids), 1), biased.shape[1])), dim=1)
         return weights, ids
 
-    def _in_best_groups(self, biased: Tensor) -> Tensor:
+    def _with_best_groups_only(self, biased: Tensor) -> Tensor:
         """Return ``biased`` with ``score_outside`` in the groups that are not chosen."""
         grouped = biased.view(len(biased), self.num_groups, -1)
         groups = ranked_topk(grouped.topk(2, dim=2).values.sum(dim=2), self.num_chosen_groups)[1]

@@ -1,7 +1,8 @@
-"""The plan of a layer of routed experts, and the matrices of the experts that one rank holds.
+"""The plan of a layer of routed experts, and the matrices of the experts that one rank has.
 
-``Routing`` sorts the pairs of a token and one of its experts, so that each expert's rows are adjacent and
-make one matrix product.
+``hisparse_pd.core.model.experts`` keeps ``ExpertMatrices`` and makes a ``Routing`` in every layer, which
+``kernels.experts`` carries out. ``Routing`` sorts the pairs of a token and one of its experts, so that each
+expert's rows are adjacent and make one matrix product.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class Routing:
         if in_bfloat16 and num_rows >= 2 * MANY_TILE_ROWS * num_experts:
             tile_rows = MANY_TILE_ROWS
         elif not (is_rounded or in_bfloat16):
-            # An expert's weights are read once for each of its tiles, so tiles are large enough that most
-            # experts have one. They are no larger, because each is padded to its full size.
+            # An expert's weights are read once for each of its tiles, so a tile has at least twice the rows
+            # of an average expert: most experts then have one tile. Larger tiles would only have more
+            # padding.
             large_enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
             tile_rows = min(large_enough, default=TILE_ROWS[-1])
         num_tiles = most_tiles(num_rows, num_experts, tile_rows)

@@ -1,6 +1,7 @@
 """Routed experts: every token goes through its top-k of many small gated MLPs, whose results are added up.
 
-``run_experts`` computes the experts that one rank holds: by Triton on a GPU, in torch on a CPU.
+``hisparse_pd.core.model.experts`` calls ``run_experts`` in every layer, after ``Routing.plan``. It computes
+the experts that one rank has: by Triton on a GPU, in torch on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def run_experts(
     *,
     has_others: bool = True,
 ) -> Tensor:
-    """Return what these experts add to each token; the first matrices belong to ``first_expert``.
+    """Return the weighted results of these experts for each token; the first matrices are ``first_expert``'s.
 
     ``hidden``: [num_tokens, hidden_size], not changed. An expert is ``down(silu(gate(x)) * up(x))``: two
     matrices in ``gate_up``, one in ``down``. Where ``routing.is_rounded``, activations are rounded to fp8;
@@ -58,7 +59,8 @@ def _run_reference(
 
 
 def _products(x: Tensor, sizes: list[int], matrices: ExpertMatrices, is_rounded: bool) -> Tensor:
-    """Multiply the next ``sizes[i]`` rows of ``x`` with expert i's matrices, whose results are adjacent."""
+    """Multiply the rows of ``x``, of which expert i has ``sizes[i]`` in turn, by their expert's matrices. The
+    results of several matrices are adjacent columns."""
     values, scales = matrices.values, matrices.scales
     products = [x.new_empty((0, values.shape[1] * values.shape[2]))]
     for expert, rows in enumerate(torch.split(x, sizes)):

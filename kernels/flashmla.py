@@ -86,7 +86,14 @@ class FlashMlaSparseAttention:
     """Slots in one split of a query; 0: queries are not split."""
     name: str = FLASHMLA_SPARSE
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
         num_tokens, num_heads, _ = q.shape
@@ -101,6 +108,7 @@ class FlashMlaSparseAttention:
             device_slots.view(num_tokens * num_splits, 1, -1),
             scale,
             KV_LORA_RANK,
+            topk_length=num_columns if num_splits == 1 else None,
         )
         if num_splits == 1:
             result: Tensor = results.to(q.dtype)
@@ -136,7 +144,14 @@ class FlashMlaKvAttention:
     _schedules: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """Schedules by the shape of a call: how its work is spread over the GPU."""
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
         num_tokens, num_heads, _ = q.shape

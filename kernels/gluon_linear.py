@@ -2,13 +2,14 @@
 # mypy: disallow_untyped_calls=False
 """Products of many rows of activations with a matrix on Hopper, both in fp8 or both in bfloat16.
 
-A program has three kinds of warps. One warp loads tiles of both operands, as far ahead as shared memory
-allows. Two groups of four warps multiply them, each half of the tile's tokens, and add up: while one group
-scales a block of fp8, the other can use the tensor cores. There are as many programs as multiprocessors. They
-take tiles one after the other, in an order in which concurrent programs share data in L2.
+``kernels.triton_linear`` calls it where it pays, and computes fewer rows by a Triton kernel with the same
+bits: both add up a part's columns in order (split-K), and then the parts.
 
-A part's columns are added up in order, and then the parts, as in ``kernels.triton_linear``, which gives the
-same bits for few rows.
+A tile of the result is 128 tokens by 128 rows of the matrix. A program is persistent: there are as many as
+multiprocessors, and each takes tiles one after the other, in an order in which concurrent programs share data
+in L2. Its warps are specialised. One warp loads blocks of both operands by TMA, STAGES blocks ahead. Two
+groups of four warps multiply them (wgmma), each with half of the tile's tokens: while one group scales a
+block of fp8, the other can use the tensor cores.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 HALF: Final = 64
-"""Tokens of a group of warps: half of a tile's."""
+"""Tokens of one group of multiplying warps: half of a tile's."""
 BLOCK_ROWS: Final = 128
 """Rows of the matrix in a tile."""
 TOGETHER: Final = 16
-"""Tiles of tokens that are consecutive for the same rows of the matrix."""
+"""Tiles of tokens that come one after the other in the order of tiles, with the same rows of the matrix."""
 STAGES: Final = 5
-"""Blocks of columns in shared memory."""
+"""Blocks of columns, of both operands, that shared memory holds."""
 SHORT_BLOCKS: Final = 16
 """Most blocks of columns that one program adds up as fast as several programs do in parts."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
+"""Registers of a thread of the multiplying warps, and of the loading warp, which needs few."""
 
 
 def takes_groups(x: Tensor, values: Tensor) -> bool:
-    """Return whether the kernel takes these operands: on Hopper, with rows aligned to 16 bytes."""
+    """Return whether ``many_rows_parts`` takes these operands: on Hopper, with rows aligned to 16 bytes,
+    which TMA requires."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != HOPPER:
         return False
     strides = x.stride(0), values.stride(0)
@@ -53,7 +56,7 @@ def takes_groups(x: Tensor, values: Tensor) -> bool:
 
 
 def is_split(num_tokens: int, blocks: int) -> bool:
-    """Return whether each part of a tile gets its own program: for one tile of tokens and many columns."""
+    """Return whether each part of a tile is computed separately: for one tile of tokens and many columns."""
     return num_tokens <= 2 * HALF and blocks > SHORT_BLOCKS
 
 
@@ -70,11 +73,12 @@ def many_rows_parts(
     scales_stride: int,
     sizes: dict[str, Any],
 ) -> None:
-    """Write the product to ``out`` [parts or 1, num_tokens, rows]. The other arguments are those of
-    ``kernels.triton_linear.linear_kernel``; ``sizes`` are the constants that both kernels have."""
-    (programs, num_tokens, rows), (columns, block) = out.shape, (values.shape[1], sizes["BLOCK"])
+    """Write the product to ``out``: [parts, num_tokens, rows] if it ``is_split``, otherwise the sum of the
+    parts, [1, num_tokens, rows]. The other arguments are those of ``kernels.triton_linear.linear_kernel``;
+    ``sizes`` are the constants that both kernels have."""
+    (splits, num_tokens, rows), (columns, block) = out.shape, (values.shape[1], sizes["BLOCK"])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
-    num_units = num_tiles(num_tokens, rows) * programs
+    num_units = num_tiles(num_tokens, rows) * splits
     many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
         TensorDescriptor(x, [num_tokens, columns], [x.stride(0), 1], [HALF, block], layout),
         TensorDescriptor(values, [rows, columns], [columns, 1], [BLOCK_ROWS, block], layout),
@@ -85,7 +89,7 @@ def many_rows_parts(
         num_units,
         scales_stride,
         **sizes,
-        SPLITS=programs,
+        SPLITS=splits,
         HALF=HALF,
         BLOCK_ROWS=BLOCK_ROWS,
         TOGETHER=TOGETHER,
@@ -123,7 +127,12 @@ def many_rows_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute units of work: a tile's part, or all parts of a tile. ``SPLITS``: units in a tile."""
+    """Compute units of work. With SPLITS > 1 a unit is one part of a tile; otherwise it is a whole tile,
+    whose parts (PARTS) are computed one after the other.
+
+    A ring of STAGES blocks in shared memory connects the loading warp and the two groups. ``is_full`` of a
+    stage completes when its data have arrived, ``is_free`` when both groups have read them.
+    """
     tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
     weights = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -133,6 +142,7 @@ def many_rows_kernel(
         mbarrier.init(is_free.index(stage), count=2)
     begin(OVERLAPS)
     stages = (tokens, weights, is_full, is_free)
+    # The functions of the warps take these by number, because they take tuples and no keywords.
     sizes: gl.constexpr = (
         ROWS,
         COLUMNS,
@@ -189,6 +199,7 @@ def blocks_of(part, sizes: gl.constexpr):
 
 @gluon.jit
 def load_tiles(x, values, stages, num_tokens, num_units, sizes: gl.constexpr):
+    """Load the blocks of all units of this program, each as soon as a stage of the ring is free."""
     tokens, weights, is_full, is_free = stages
     BLOCK: gl.constexpr = sizes[2]
     PARTS: gl.constexpr = sizes[4]
@@ -196,59 +207,61 @@ def load_tiles(x, values, stages, num_tokens, num_units, sizes: gl.constexpr):
     BLOCK_ROWS: gl.constexpr = sizes[7]
     STAGES: gl.constexpr = sizes[9]
     stage_bytes: gl.constexpr = (2 * HALF + BLOCK_ROWS) * BLOCK * (x.dtype.primitive_bitwidth // 8)
-    at = 0
+    loaded = 0  # blocks
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         m, n, split = place_of(unit, num_tokens, sizes)
         for part in range(split * PARTS, split * PARTS + PARTS):
             first, count = blocks_of(part, sizes)
             for block in range(first, first + count):
-                stage = at % STAGES
+                stage = loaded % STAGES
                 full = is_full.index(stage)
-                mbarrier.wait(is_free.index(stage), (at // STAGES + 1) % 2)
+                mbarrier.wait(is_free.index(stage), (loaded // STAGES + 1) % 2)
                 mbarrier.expect(full, stage_bytes)
                 tma.async_copy_global_to_shared(x, [m, block * BLOCK], full, tokens.index(2 * stage))
                 tma.async_copy_global_to_shared(values, [n, block * BLOCK], full, weights.index(stage))
                 tma.async_copy_global_to_shared(
                     x, [m + HALF, block * BLOCK], full, tokens.index(2 * stage + 1)
                 )
-                at += 1
+                loaded += 1
 
 
 @gluon.jit
-def start_product(total, stages, at, adds, WHICH: gl.constexpr, STAGES: gl.constexpr):
-    """Start a block's product on the tensor cores, added to ``total`` if it ``adds``."""
+def start_product(total, stages, block, adds, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for block number ``block`` of the ring and start its product on the tensor cores, added to
+    ``total`` if it ``adds``."""
     tokens, weights, is_full, _ = stages
-    stage = at % STAGES
-    mbarrier.wait(is_full.index(stage), at // STAGES % 2)
+    stage = block % STAGES
+    mbarrier.wait(is_full.index(stage), block // STAGES % 2)
     columns = weights.index(stage).permute((1, 0))
     return warpgroup_mma(tokens.index(2 * stage + WHICH), columns, total, use_acc=adds, is_async=True)
 
 
 @gluon.jit
-def free(stages, at, STAGES: gl.constexpr):
-    mbarrier.arrive(stages[3].index(at % STAGES), count=1)
+def free_stage(stages, block, STAGES: gl.constexpr):
+    """Tell the loading warp that this group has read block number ``block``."""
+    mbarrier.arrive(stages[3].index(block % STAGES), count=1)
 
 
 @gluon.jit
-def sum_of(stages, at, count, zeros, WHICH: gl.constexpr, STAGES: gl.constexpr):
-    """Return the sum of ``count`` blocks' products, added up in order."""
+def sum_of(stages, first, count, zeros, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """Return the sum of the products of ``count`` blocks from number ``first`` on, added up in order."""
     total = zeros
     for number in range(count):
-        total = start_product(total, stages, at + number, True, WHICH, STAGES)
+        total = start_product(total, stages, first + number, True, WHICH, STAGES)
         total = warpgroup_mma_wait(1, deps=(total,))
         if number > 0:
-            free(stages, at + number - 1, STAGES)
+            free_stage(stages, first + number - 1, STAGES)
     total = warpgroup_mma_wait(0, deps=(total,))
-    free(stages, at + count - 1, STAGES)
+    free_stage(stages, first + count - 1, STAGES)
     return total
 
 
 @gluon.jit
 def scaled_sum_of(
-    stages, at, count, zeros, token_scales, row_scales, scales_stride,
+    stages, first, count, zeros, token_scales, row_scales, scales_stride,
     WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Return the sum of ``count`` blocks' products, each scaled.
+    """Return the sum of the products of ``count`` blocks from number ``first`` on, each scaled.
 
     Scales are loaded two blocks ahead. ``token_scales``, ``row_scales``: addresses of the first block's
     scales.
@@ -265,9 +278,9 @@ def scaled_sum_of(
             gl.load(row_scales + ahead),
         )
         scale = token_scale * row_scale
-        product = start_product(zeros, stages, at + number, False, WHICH, STAGES)
+        product = start_product(zeros, stages, first + number, False, WHICH, STAGES)
         product = warpgroup_mma_wait(0, deps=(product,))
-        free(stages, at + number, STAGES)
+        free_stage(stages, first + number, STAGES)
         total += product * scale[:, None]
         token_scale, row_scale = next_token_scale, next_row_scale
         next_token_scale, next_row_scale = later_token_scale, later_row_scale
@@ -282,7 +295,7 @@ def multiply(
     SCALE_BLOCK: gl.constexpr,
     sizes: gl.constexpr,
 ):
-    """Multiply one half of each tile's tokens: the first if ``WHICH`` is 0, the second if it is 1."""
+    """Multiply and store one half of each tile's tokens: the first if WHICH is 0, the second if it is 1."""
     x_scales, scales, out, stages, num_tokens, num_units, scales_stride = arguments
     ROWS: gl.constexpr = sizes[0]
     COLUMNS: gl.constexpr = sizes[1]
@@ -296,7 +309,7 @@ def multiply(
         [3, 0], [4, 1], [16, BLOCK_ROWS, 256 // stages[0].dtype.primitive_bitwidth]
     )
     zeros = gl.zeros([HALF, BLOCK_ROWS], gl.float32, mma)
-    at = 0
+    multiplied = 0  # blocks
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         first_m, n, split = place_of(unit, num_tokens, sizes)
         first_m += WHICH * HALF
@@ -308,11 +321,11 @@ def multiply(
                 token_scales = x_scales + first * scales_stride + gl.minimum(m, num_tokens - 1)
                 row_scales = scales + n // SCALE_BLOCK * blocks + first
                 total = scaled_sum_of(
-                    stages, at, count, zeros, token_scales, row_scales, scales_stride, WHICH, STAGES
+                    stages, multiplied, count, zeros, token_scales, row_scales, scales_stride, WHICH, STAGES
                 )
             else:
-                total = sum_of(stages, at, count, zeros, WHICH, STAGES)
-            at += count
+                total = sum_of(stages, multiplied, count, zeros, WHICH, STAGES)
+            multiplied += count
             whole += total
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         result = gl.convert_layout(whole.to(out.dtype.element_ty), wide)

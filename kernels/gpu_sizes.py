@@ -1,4 +1,4 @@
-"""Checks of the sizes that the GPU kernels take, before a model is loaded. Pure functions of numbers.
+"""Checks that the GPU kernels take the sizes of a model and of the settings, before the model is loaded.
 
 Other sizes have no bound that a model or a setting can reach: pages and items of any size, layers, heads and
 dimensions of attention (``kernels.attention_backends`` passes over a backend that cannot take them), experts.

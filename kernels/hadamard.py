@@ -14,7 +14,7 @@ from hisparse_pd.kernels.checks import KernelArgumentError
 
 
 def takes_dim(dim: int) -> bool:
-    """Return whether there is a matrix of this size, which must be a power of two."""
+    """Return whether there is a matrix of this size: a power of two."""
     return dim > 0 and dim.bit_count() == 1
 
 

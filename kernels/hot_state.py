@@ -7,30 +7,27 @@ entry ``i`` is a hot_index, and its slot is the same in every layer because pool
 Rules that every writer of the tables keeps:
 
 - ``lookup_to_hot`` and ``hot_to_lookup`` are inverse to each other in every group: a lookup slot is in at
-most
-  one hot buffer, and lookup slots of no hisparse row are empty. A lookup page therefore belongs to at most
-  one hisparse row.
-- A step has up to ``max_new`` new positions of a request, the newest token's and its drafts'. Each has a
-fixed
-  hot_index (``ring_entries``): its own number while that is below ``capacity``, and after that the last
-  ``max_new`` entries in turn, the ring.
-- A row fits while ``max_new`` positions from the first new one on are below ``capacity``: then position ``p``
-  lives at hot_index ``p``. Once a row does not fit, positions that are not new live anywhere below the ring.
-  The last new position does not decide that, because a rejected draft takes it back, and a row must never fit
-  again.
-- A draft that was not accepted stays in its entry until its position is new again, and no look-up can find
-it:
-  until then the position is behind every ``seq_len``, and when it is new it has the same entry.
-- An evicted entry is of the oldest age class present. Free entries are older than all others, and entries of
-one
-  class are taken in the order of their hot_index.
+  most one hot buffer, and lookup slots that belong to no hisparse row are empty.
+- A step has up to ``max_new`` new positions of a request: its newest token's and its drafts'. Each has a
+  fixed hot_index (``ring_entries``). This is the position itself while that is below ``capacity``; later
+  positions take the last ``max_new`` entries, the ring, in turn.
+- A row fits while the ``max_new`` positions from its first new one on are all below ``capacity``: then
+  position ``p`` lives at hot_index ``p``. Once a row does not fit, positions that are not new live anywhere
+  below the ring. A row that does not fit must not fit again later, so the first new position decides:
+  rejected drafts move the last one back.
+- A rejected draft stays in its entry until its position is new again. No look-up finds it: until then the
+  position is at or beyond every ``seq_len``, and when it is new it gets the same entry.
+- An evicted entry is of the oldest age class present (``reference.age_classes``). Free entries are older than
+  all others, and entries of one class are taken in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
 
 A page of a hisparse row has two ids. Its host page says where the bytes are; rows that begin alike may share
-it. Its lookup page belongs to the row alone and has no bytes: a position is looked up through its lookup
-slot, not through its row. The tables therefore grow with the number of tokens that can be looked up at once,
-not with the number of rows times the longest context. Only copies of bytes read ``host_pages``: misses,
-backup and warm-up.
+it. Its lookup page is an index into ``lookup_to_hot`` and belongs to the row alone; no bytes are stored
+there. That table therefore grows with the number of tokens that can be looked up at once, not with the number
+of rows times the longest context. Only copies of bytes read ``host_pages``: misses, backup and warm-up.
+
+A decode engine has one state. Its request tables fill, extend and reset rows (the methods below and
+``swap_in.RowStart``), and each step reads and updates them in ``swap_in``.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU
 reference works on the same layout.
@@ -65,25 +62,26 @@ class HotBufferError(IntFlag):
 
     NONE = 0
     TOO_MANY_MISSES = 1
-    """More misses than entries that may be evicted: the capacity is below num_new * top_k + max_new."""
+    """There were more misses than entries to evict: the capacity is below num_new * top_k + max_new."""
     BAD_POSITION = 2
-    """A selected position outside [0, seq_len)."""
+    """A selected position was outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A selected position without a host slot, which drafts may lack. If it is the first new position, the
-    row is left out like padding."""
+    """A selected position other than a draft had no host slot. If it was the first new one, the row was left
+    out like padding."""
     WRONG_ROW = 8
     """An item that was read is not the one that was written for its layer and position: ``wrong_rows`` has
     the first such item. No result computed from it may be used."""
 
 
 class ReadAt(IntEnum):
-    """The kinds of reads at which items are checked; the values of ``WrongRowField.READ_AT``."""
+    """The reads at which items are checked; the values of ``WrongRowField.READ_AT``."""
 
     START = 0
-    """When a row of the tables was filled: its hot buffer was warmed up, or its dense pages were checked."""
+    """The fill of a row's tables: warm-up of its hot buffer, or a check of its dense pages."""
     SWAP_IN = 1
+    """A copy of a miss."""
     SCRUB = 2
-    """A check of a hot item in place."""
+    """A check of an item in place, in the device pool."""
 
 
 class WrongRowField(IntEnum):
@@ -95,7 +93,9 @@ class WrongRowField(IntEnum):
     POSITION = 2
     SLOT = 3
     EXPECTED = 4
+    """The row check that was stored when the item was written."""
     ACTUAL = 5
+    """The row check of the bytes that were read."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class HotBufferState:
     def reset_row(self, row: int) -> None:
         """Empty ``row``; afterwards it is dense and has no pages."""
         check_range("row", row, 0, self.num_rows)
-        self._forget(self.hot_to_lookup[:, row])
+        self._clear_lookups(self.hot_to_lookup[:, row])
         self.hot_to_lookup[:, row].fill_(ABSENT)
         self.stamps[:, row].fill_(ABSENT)
         self.step[:, row].fill_(0)
@@ -277,7 +277,7 @@ class HotBufferState:
 
     def set_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
         """Set the page ids of a dense row from its page number ``first_page`` on, such as when it grows."""
-        self._set(self.page_table, row, first_page, page_ids)
+        self._set_page_ids(self.page_table, row, first_page, page_ids)
 
     def set_host_pages(self, row: int, first_page: int, host_pages: Tensor, lookup_pages: Tensor) -> None:
         """Set the page ids of a hisparse row from its page number ``first_page`` on, such as when it grows.
@@ -285,14 +285,14 @@ class HotBufferState:
         A page that the row already has may only be set to the same ids again.
         """
         check_tensor("lookup_pages", lookup_pages, dtypes=INTEGERS, shape=(host_pages.shape[0],))
-        self._set(self.host_pages, row, first_page, host_pages)
-        self._set(self.lookup_pages, row, first_page, lookup_pages)
+        self._set_page_ids(self.host_pages, row, first_page, host_pages)
+        self._set_page_ids(self.lookup_pages, row, first_page, lookup_pages)
 
     def set_index_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
         """Set the page ids of a row's indexer keys from its page number ``first_page`` on."""
-        self._set(self.index_pages, row, first_page, page_ids)
+        self._set_page_ids(self.index_pages, row, first_page, page_ids)
 
-    def _set(self, table: Tensor, row: int, first_page: int, page_ids: Tensor) -> None:
+    def _set_page_ids(self, table: Tensor, row: int, first_page: int, page_ids: Tensor) -> None:
         check_range("row", row, 0, self.num_rows)
         self.check_pages("page_ids", first_page, page_ids)
         _write(table[row, first_page : first_page + page_ids.shape[0]], page_ids)
@@ -304,10 +304,11 @@ class HotBufferState:
         self.hot_slots[row, capacity:].fill_(ABSENT)
         self.capacity[row].fill_(capacity)
 
-    def _forget(self, lookup_slots: Tensor) -> None:
-        """Empty the entries of ``lookup_slots`` ([num_groups, n], ABSENT for none) in ``lookup_to_hot``."""
-        unused = self.num_lookup_slots
-        self.lookup_to_hot.scatter_(1, torch.where(lookup_slots < 0, unused, lookup_slots).long(), ABSENT)
+    def _clear_lookups(self, lookup_slots: Tensor) -> None:
+        """Empty ``lookup_to_hot`` at ``lookup_slots``, [num_groups, n], of which ABSENT ones are skipped."""
+        unused_slot = self.num_lookup_slots
+        slots = torch.where(lookup_slots < 0, unused_slot, lookup_slots).long()
+        self.lookup_to_hot.scatter_(1, slots, ABSENT)
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ def ring_entries(
 
 
 def _write(to: Tensor, values: Tensor) -> None:
-    """Write to a part of a table without waiting for a GPU: from pinned memory, in stream order."""
+    """Write ``values`` to ``to``, a part of a table, in stream order and without waiting for a GPU."""
     values = values.to(to.dtype)
     if to.device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()

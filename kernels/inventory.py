@@ -1,4 +1,7 @@
-"""Names the kernels in use and their releases, on which measurements depend, in one line of a node's log."""
+"""Names the kernels in use and the releases of their libraries in one line of a node's log.
+
+Measurements depend on both.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hisparse_pd.kernels.attention import TORCH, AttentionBackend
 
 
 def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8_matrices: bool) -> str:
-    """Return the line. ``has_fp8_matrices``: fp8 weights stay in fp8 for products."""
+    """Return the line of the log. ``has_fp8_matrices``: whether fp8 weights stay in fp8 for products."""
     torch_release = f"torch {torch.__version__}"
     why = f" ({attention.reason})" if attention.reason else ""
     if device.type != "cuda":

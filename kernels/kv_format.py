@@ -1,8 +1,9 @@
 """Converts numbers to the bytes of a pool's rows and back: items of the KV pools, rows of the index pools.
 
-``docs/kv-layout.md`` has every format byte by byte. A format stores into one layer of a pool and loads rows
-that were gathered from a layer. It keeps no state and never synchronises with a device, and a CUDA graph may
-capture both directions.
+A node makes a ``KvFormat`` and an ``IndexKeyFormat`` from the model and the cache's dtype. Forwards ``store``
+new rows into one layer of a pool; attention and indexer in torch ``load`` rows that were gathered from a
+layer, while GPU kernels read the bytes themselves. ``docs/kv-layout.md`` has every format byte by byte. A
+format keeps no state and never synchronises with a device, and a CUDA graph may capture both directions.
 """
 
 from __future__ import annotations
@@ -107,6 +108,32 @@ class KvFormat:
         latent = _dequantise(rows[..., : self.kv_lora_rank], scales, SCALE_TILE)
         return torch.cat((latent, rows[..., self.rope_offset :].view(torch.bfloat16).float()), dim=-1)
 
+    def unpack(self, layer_pool: Tensor, page_ids: Tensor, page_size: int, out: Tensor) -> None:
+        """Write the items of whole pages in bfloat16, which holds fp8 items exactly, to the first rows of
+        ``out``.
+
+        ``layer_pool``: uint8 [num_slots, item_bytes] of this format, which is fp8_e4m3. ``page_ids``: int32
+        [n], pages of the pool or -1, whose rows of ``out`` stay as they are. ``out``: bfloat16 [>= n *
+        page_size, item_dim]. All are contiguous and on one device. A value whose scale is so small or large
+        that bfloat16 does not hold the product is rounded.
+        """
+        check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes))
+        check_tensor("page_ids", page_ids, dtypes=(torch.int32,), shape=(None,), device=layer_pool.device)
+        check_tensor(
+            "out", out, dtypes=(torch.bfloat16,), shape=(None, self.item_dim), device=layer_pool.device
+        )
+        check_at_least("rows of out", out.shape[0], len(page_ids) * page_size)
+        if self.name != FP8_E4M3:
+            raise KernelArgumentError(f"format: expected {FP8_E4M3}, got {self.name}")
+        if layer_pool.device.type == "cuda":
+            from hisparse_pd.kernels import triton_kv_format
+
+            triton_kv_format.unpack(layer_pool, page_ids, page_size, out, self.kv_lora_rank, SCALE_TILE)
+            return
+        slots = page_slots(page_ids, page_size)
+        is_there = slots >= 0
+        out[: len(slots)][is_there] = self.load(layer_pool[slots[is_there]]).bfloat16()
+
 
 @dataclass(frozen=True)
 class IndexKeyFormat:
@@ -153,6 +180,42 @@ class IndexKeyFormat:
         scale = rows[..., self.index_head_dim :].view(torch.float32)
         return _dequantise(rows[..., : self.index_head_dim], scale, self.index_head_dim)
 
+    def unpack(
+        self, layer_pool: Tensor, page_ids: Tensor, page_size: int, keys: Tensor, scales: Tensor
+    ) -> None:
+        """Write the fp8 numbers of whole pages' keys, which float16 holds exactly, to the first rows of
+        ``keys``, and their scales to ``scales``.
+
+        ``layer_pool``: uint8 [num_slots, item_bytes] of this format, which is fp8_e4m3. ``page_ids``: int32
+        [n], pages of the pool or -1, whose rows stay as they are. ``keys``: float16 [>= n * page_size,
+        index_head_dim], ``scales``: float32, at least as many. All are contiguous and on one device.
+        """
+        device, num_keys = layer_pool.device, len(page_ids) * page_size
+        check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes))
+        check_tensor("page_ids", page_ids, dtypes=(torch.int32,), shape=(None,), device=device)
+        check_tensor("keys", keys, dtypes=(torch.float16,), shape=(None, self.index_head_dim), device=device)
+        check_tensor("scales", scales, dtypes=(torch.float32,), shape=(None,), device=device)
+        check_at_least("rows of keys and scales", min(len(keys), len(scales)), num_keys)
+        if self.name != FP8_E4M3:
+            raise KernelArgumentError(f"format: expected {FP8_E4M3}, got {self.name}")
+        if device.type == "cuda":
+            from hisparse_pd.kernels import triton_kv_format
+
+            triton_kv_format.unpack_keys(layer_pool, page_ids, page_size, keys, scales)
+            return
+        slots = page_slots(page_ids, page_size)
+        is_there = slots >= 0
+        rows = layer_pool[slots[is_there]]
+        dim = self.index_head_dim
+        keys[:num_keys][is_there] = rows[:, :dim].contiguous().view(torch.float8_e4m3fn).half()
+        scales[:num_keys][is_there] = rows[:, dim:].contiguous().view(torch.float32)[:, 0]
+
+
+def page_slots(page_ids: Tensor, page_size: int) -> Tensor:
+    """Return the slots of whole pages, int64 [len(page_ids) * page_size]; below 0 for a page of -1."""
+    numbers = torch.arange(len(page_ids) * page_size)
+    return page_ids.long()[numbers // page_size] * page_size + numbers % page_size
+
 
 def _check_name(name: str) -> None:
     if name not in FORMAT_NAMES:
@@ -180,8 +243,8 @@ def _store(
     name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int
 ) -> None:
     """Store ``values`` in a format; in fp8, columns from ``num_quantised`` on are bfloat16."""
-    on_gpu = layer_pool.device.type == "cuda" and name != FLOAT32
-    if on_gpu and (kernel := _store_kernel(layer_pool.device)) is not None:
+    has_kernel = layer_pool.device.type == "cuda" and name != FLOAT32
+    if has_kernel and (kernel := _store_kernel(layer_pool.device)) is not None:
         kernel(layer_pool, slots, values, num_quantised if name == FP8_E4M3 else 0, tile)
         return
     if name == FP8_E4M3:

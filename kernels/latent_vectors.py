@@ -1,4 +1,8 @@
-"""The latents of a layer, its indexer's vectors, and the parameters that make them (``kernels.latents``)."""
+"""The types that ``kernels.latents`` takes and returns: a layer's latents, and the parameters that make them.
+
+The latents are MLA's compressed query and KV. Where a layer has an indexer, its keys, queries and head
+weights belong to them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LatentNorms:
-    """RMS norms of a layer's two latents; a weight is None without such a latent. ``dtype``: the model's."""
+    """RMS norms of a layer's query and KV latent; a weight is None if the layer has no such latent.
+    ``dtype``: the model's."""
 
     q_weight: Tensor | None
     q_eps: float
@@ -28,24 +33,25 @@ class LatentNorms:
 
 @dataclass(frozen=True)
 class IndexVectors:
-    """Parameters of the last steps of a layer's index keys and queries. ``hadamard``: the matrix that rotates
-    them (``kernels.hadamard``), or None."""
+    """Parameters of the last steps of a layer's index keys and queries: the keys' norm, and rotations."""
 
     key_weight: Tensor
     """Weight of the layer norm of keys, float32, as is ``key_bias``."""
     key_bias: Tensor
     key_eps: float
     is_interleaved: bool
+    """Whether the rotary embedding pairs neighbours (``kernels.rope``)."""
     hadamard: Tensor | None
+    """The matrix that rotates keys and queries (``kernels.hadamard``), or None."""
 
     def finish_keys(self, keys: Tensor, rotation: Rotation) -> Tensor:
         """Norm and rotate ``keys``, the result of their projection. Returns [num_tokens, dim]."""
         wide = torch.nn.functional.layer_norm(
             keys.float(), keys.shape[1:], self.key_weight, self.key_bias, self.key_eps
         )
-        return self.turn(wide.to(keys.dtype)[:, None], rotation)[:, 0]
+        return self.rotate(wide.to(keys.dtype)[:, None], rotation)[:, 0]
 
-    def turn(self, vectors: Tensor, rotation: Rotation) -> Tensor:
+    def rotate(self, vectors: Tensor, rotation: Rotation) -> Tensor:
         """Rotate ``vectors`` [num_tokens, heads, dim] by their positions, and by the Hadamard matrix, if
         any."""
         rotated = rotate(vectors, *rotation, is_interleaved=self.is_interleaved)

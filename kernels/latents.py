@@ -1,7 +1,9 @@
-"""The steps between projections and attention: norms of latents, rotations, the heads' matrices.
+"""The steps of MLA between projections and attention: norms of latents, rotations, the heads' matrices.
 
-Results of projections come in parts, [parts, num_tokens, columns], which are added up in order
-(``kernels.block_linear``). On a GPU each function is one launch for few tokens, and few launches for many.
+A layer's attention (``hisparse_pd.core.model.attention``) calls ``finish_latents``, then ``index_queries``
+and ``latent_queries`` before attention, and ``lift_values`` after it. Results of projections come in parts,
+[parts, num_tokens, columns], which are added up in order (``kernels.block_linear``). On a GPU each function
+is one launch for few tokens, and few launches for many.
 """
 
 from __future__ import annotations
@@ -93,13 +95,15 @@ def index_queries(queries: Tensor, vectors: IndexVectors, rotation: Rotation, dt
 
         return index_queries_triton(queries, dim, vectors, rotation, dtype)
     by_head = add_parts(queries).to(dtype).view(queries.shape[1], -1, dim)
-    return vectors.turn(by_head, rotation)
+    return vectors.rotate(by_head, rotation)
 
 
 def lift_values(
     attended: Tensor, value_up: Tensor, gate: Tensor | None, rounding: Rounding | None
 ) -> Activations:
-    """Multiply each head of ``attended`` [num_tokens, heads, latent_dim] by its matrix of ``value_up``
+    """Project attention's results from the latent space to each head's values.
+
+    ``attended``: [num_tokens, heads, latent_dim]; each head is multiplied by its matrix of ``value_up``
     [heads, latent_dim, value_dim]. Returns [num_tokens, heads * value_dim].
 
     ``gate``: [parts, num_tokens, heads, value_dim], whose sigmoid multiplies the values.
@@ -115,7 +119,7 @@ def lift_values(
     values = torch.empty((num_tokens, heads, value_dim), dtype=attended.dtype, device=attended.device)
     matmul_heads(attended, value_up, out=values)
     if gate is not None:
-        opening = sigmoid(add_parts(gate).to(values.dtype).float())
-        values = (values * opening).to(values.dtype)
+        factors = sigmoid(add_parts(gate).to(values.dtype).float())
+        values = (values * factors).to(values.dtype)
     dense = values.flatten(1)
     return Activations(dense, None if rounding is None else round_rows(dense, rounding))

@@ -1,4 +1,8 @@
-"""The copies of one swap-in, which a group's first layer records for the group's shared layers."""
+"""The record of one swap-in's copies, with which a group's shared layers make the same copies.
+
+``swap_in`` and ``plan_misses`` fill a plan, and ``replay_misses`` reads it. The decode node makes plans once,
+before it captures CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ class MissPlan:
     dst_device_slots: Tensor
     """int64 [max_misses]"""
     req_rows: Tensor
-    """int32 [max_misses]: the row that the item belongs to, for its verification."""
+    """int32 [max_misses]: each item's row of the tables, for the row check."""
     positions: Tensor
-    """int32 [max_misses]: the item's position, for its verification."""
+    """int32 [max_misses]: each item's position, for the row check."""
     num_misses: Tensor
     """int32 [1]; entries from this index on are undefined."""
 

@@ -1,7 +1,8 @@
-"""The norm between two blocks of a layer, with the sums before it and the rounding after it.
+"""The RMS norm between attention and feed-forward, with the residual sum before it and the rounding after it.
 
-A block's addition to the hidden states comes in parts, [parts, num_tokens, size]: parts of a product's
-columns, or the results of several experts. Parts are added up in order. On a GPU all of this is one launch.
+``add_norm`` starts each of these blocks in both nodes' forwards. A block's addition to the hidden states
+comes in parts, [parts, num_tokens, size]: parts of a product's columns (split-K), or the results of several
+experts. Parts are added up in order. On a GPU all of this is one launch.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ class NormGate:
 
     @classmethod
     def of(cls, down: Tensor, up: Tensor) -> NormGate:
+        """Return a gate of two matrices in torch's usual layout, [rank, size] and [size, rank]."""
         return cls(down, up.t().contiguous().t() if up.is_cuda else up)
 
     def apply(self, y: Tensor) -> Tensor:
         """Return ``y`` [num_tokens, size] through the gate, in torch, rounded after each product."""
-        opening = sigmoid(linear(silu(linear(y, self.down)), self.up).float())
-        return (y * opening).to(y.dtype)
+        factors = sigmoid(linear(silu(linear(y, self.down)), self.up).float())
+        return (y * factors).to(y.dtype)
 
 
 def add_parts(parts: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 from hisparse_pd.kernels.indexer import BLOCK_BYTES, gather_pages, index_products, index_topk, weigh
-from hisparse_pd.kernels.kv_format import IndexKeyFormat
+from hisparse_pd.kernels.kv_format import FP8_E4M3, IndexKeyFormat
 from hisparse_pd.kernels.row_math import BLOCK_KEYS
 from hisparse_pd.kernels.selection import ABSENT, select_topk
 
@@ -56,6 +57,13 @@ class IndexerScratch:
     def max_tokens(self) -> int:
         return self.logits.shape[0]
 
+    def block_for(self, max_len: int) -> Tensor:
+        """Return this memory for rows of ``max_len`` positions, at most ``max_context``: float32 [max_tokens
+        or more, max_len rounded up to 64]."""
+        num_columns = -(-max_len // _ALIGNMENT) * _ALIGNMENT
+        num_rows = min(self.logits.numel() // num_columns, MAX_TOKENS_OF_A_BLOCK)
+        return self.logits.view(-1)[: num_rows * num_columns].view(num_rows, num_columns)
+
     def split(self, num_parts: int) -> list[IndexerScratch]:
         """Split this memory into ``num_parts`` scratches of equal size, one for each of as many streams."""
         check_range("num_parts", num_parts, 1, self.max_tokens + 1)
@@ -79,6 +87,7 @@ def paged_index_topk(
     top_k: int,
     key_format: str,
     scratch: IndexerScratch | None = None,
+    is_prompt: bool = False,
 ) -> Tensor:
     """Return the positions that each query attends to: exactly the best, and among equal scores the lowest.
 
@@ -95,7 +104,9 @@ def paged_index_topk(
     ``num_real``: int32 [1]; queries from this index on are padding.
     ``top_k``: 1 to 4096.
     ``scratch``: the memory for the launches on a GPU, made for the call if None; not used on a CPU. More
-    queries than its ``max_tokens`` are taken in blocks.
+    queries than it has room for are taken in blocks.
+    ``is_prompt``: whether most queries have the row of their neighbours. A GPU then reads keys once for
+    several queries; no bit of a score depends on it.
 
     Returns int32 [num_tokens, top_k]: ascending positions, followed by -1. A query that sees at most
     ``top_k`` positions gets all of them; padding gets none. 0.0 and -0.0 are equal; NaN counts as -inf, which
@@ -145,16 +156,97 @@ def paged_index_topk(
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
     max_len = min(max_len, scratch.max_context)
-    for first_token in range(0, num_tokens, scratch.max_tokens):
-        block_tokens = min(scratch.max_tokens, num_tokens - first_token)
+    logits = scratch.block_for(max_len)
+    for first_token in range(0, num_tokens, len(logits)):
+        block_tokens = min(len(logits), num_tokens - first_token)
         write_logits(
-            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, scratch.logits,
+            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits,
             first_token=first_token, block_tokens=block_tokens, page_size=page_size, top_k=top_k,
-            key_format=key_format, max_len=max_len,
+            key_format=key_format, max_len=max_len, is_prompt=is_prompt,
         )  # fmt: skip
         select(
-            scratch.logits, req_rows, query_positions, num_real, out,
+            logits, req_rows, query_positions, num_real, out,
             first_token=first_token, block_tokens=block_tokens, num_rows=page_table.shape[0], max_len=max_len,
+        )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class UnpackedKeys:
+    """Memory for fp8 keys as ``IndexKeyFormat.unpack`` writes them."""
+
+    keys: Tensor
+    """float16 [num_keys, index_head_dim]"""
+    scales: Tensor
+    """float32 [num_keys + PADDING]: tiles of keys may end behind the last one."""
+
+    PADDING: ClassVar = 128
+
+    @classmethod
+    def create(cls, num_keys: int, head_dim: int, device: torch.device | str) -> UnpackedKeys:
+        return cls(
+            torch.empty((num_keys, head_dim), dtype=torch.float16, device=device),
+            torch.empty(num_keys + cls.PADDING, dtype=torch.float32, device=device),
+        )
+
+    @staticmethod
+    def serve(
+        num_heads: int, head_dim: int, dtype: torch.dtype, key_format: str, device: torch.device
+    ) -> bool:
+        """Return whether the queries of prompts, of ``dtype``, can be scored by ``unpacked_index_topk``."""
+        if device.type != "cuda" or dtype != torch.bfloat16 or key_format != FP8_E4M3:
+            return False
+        from hisparse_pd.kernels import gluon_indexer
+
+        return gluon_indexer.takes(num_heads, head_dim, device)
+
+
+def unpacked_index_topk(
+    q_index: Tensor,
+    weights: Tensor,
+    unpacked: UnpackedKeys,
+    first_keys: Tensor,
+    req_rows: Tensor,
+    query_positions: Tensor,
+    num_real: Tensor,
+    *,
+    top_k: int,
+    scratch: IndexerScratch,
+    max_len: int,
+) -> Tensor:
+    """Return what ``paged_index_topk`` returns for queries of prompts over unpacked keys, bit by bit.
+
+    ``first_keys``: int32 [num_rows], where in ``unpacked`` the key of each row's position 0 is; those of the
+    next positions follow. ``max_len``: positions from this one on are not seen. The other arguments are those
+    of ``paged_index_topk``, of shapes and types that ``UnpackedKeys.serve`` has allowed.
+    """
+    from hisparse_pd.kernels import gluon_indexer
+    from hisparse_pd.kernels.topk import select
+
+    device, num_tokens = q_index.device, len(q_index)
+    shape = None, unpacked.keys.shape[1]
+    check_tensor("q_index", q_index, dtypes=(torch.bfloat16,), shape=(None, *shape))
+    for name, tensor, dtype, length in (
+        ("first_keys", first_keys, torch.int32, None),
+        ("req_rows", req_rows, torch.int64, num_tokens),
+        ("query_positions", query_positions, torch.int64, num_tokens),
+        ("num_real", num_real, torch.int32, 1),
+    ):
+        check_tensor(name, tensor, dtypes=(dtype,), shape=(length,), device=device)
+    check_tensor("weights", weights, dtypes=(torch.float32,), shape=q_index.shape[:2], device=device)
+    check_range("top_k", top_k, 1, MAX_TOP_K + 1)
+    out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
+    max_len = min(max_len, scratch.max_context)
+    logits = scratch.block_for(max_len)
+    for first_token in range(0, num_tokens, len(logits)):
+        block_tokens = min(len(logits), num_tokens - first_token)
+        gluon_indexer.write_logits(
+            q_index, weights, unpacked.keys, unpacked.scales, first_keys, req_rows, query_positions, num_real,
+            logits, first_token=first_token, block_tokens=block_tokens, top_k=top_k, max_len=max_len,
+        )  # fmt: skip
+        select(
+            logits, req_rows, query_positions, num_real, out,
+            first_token=first_token, block_tokens=block_tokens, num_rows=len(first_keys), max_len=max_len,
         )  # fmt: skip
     return out
 

@@ -1,9 +1,11 @@
-"""The host side of ``csrc/rank_exchange.cu``: collectives of the GPUs of one machine, through memory that
-each has opened of the others (CUDA IPC; no multicast).
+"""The host side of ``csrc/rank_exchange.cu``: collectives of the GPUs of one machine, over each other's
+memory.
 
-Every rank makes the same calls with equally large tensors in the same order, on one stream. A CUDA graph can
-capture a call, because the device counts the calls. The first ``RankMemory`` imports cupy, and its
-``connect`` compiles the code.
+``hisparse_pd.core.model.rank_exchange`` makes a ``RankMemory``, tells its handle to the other ranks, and
+calls ``connect``, which opens their memory (CUDA IPC; no multicast). Then forwards call ``gather`` and
+``sum_own``. Every rank makes the same calls with equally large tensors in the same order, on one stream. A
+CUDA graph can capture a call, because the device counts the calls. The first ``RankMemory`` imports cupy, and
+its ``connect`` compiles the code.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ NUM_CHANNELS = 32
 NUM_BANKS = 4
 MAX_PIECE_BYTES = 65536
 HEADER_BYTES = 8192
-"""The constants from MAX_RANKS to here are the same as in csrc/rank_exchange.cu. A header begins with the
-counts of pieces."""
+"""The constants from MAX_RANKS to here are the same as in csrc/rank_exchange.cu, which explains channels and
+banks. A header begins with the counts of pieces."""
 MIN_PIECE_BYTES = 4096
 """Fewest bytes of a piece, unless the whole part is smaller: smaller pieces would only occupy more blocks."""
 ALIGNMENT = 16
@@ -66,7 +68,8 @@ PARAMS = np.dtype(
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a part is cut: ``num_rounds`` rounds of ``num_blocks`` pieces cover it."""
+    """How the part that one rank sends to another is cut: into ``num_rounds`` rounds of ``num_blocks``
+    pieces."""
 
     num_blocks: int
     num_rounds: int
@@ -74,6 +77,7 @@ class Pieces:
 
     @classmethod
     def of(cls, part_bytes: int) -> Pieces:
+        """Return the fewest rounds of pieces that cover ``part_bytes``."""
         num_blocks = min(-(-part_bytes // MIN_PIECE_BYTES), NUM_CHANNELS)
         num_rounds = -(-part_bytes // (num_blocks * MAX_PIECE_BYTES))
         piece_bytes = -(-part_bytes // (num_blocks * num_rounds))
@@ -209,6 +213,7 @@ def compile_options() -> tuple[str, ...]:
 def _check(
     out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...], num_bytes: int, wanted_bytes: int
 ) -> None:
+    """Raise KernelArgumentError unless dtypes and layouts fit and ``num_bytes`` are ``wanted_bytes``."""
     for name, tensor in (("x", x), ("out", out)):
         if tensor.dtype not in dtypes or not tensor.is_contiguous():
             wanted = " or ".join(str(dtype) for dtype in dtypes)

@@ -1,14 +1,14 @@
 """Swap-in on a CPU, the oracle of the CUDA kernel: same tables, same order of eviction, same bytes.
 
-It works on numpy views of the tables, vectorised over positions. Hits are resolved for all requests together;
-only requests with misses are visited one by one. ``kernels/swap_in.py`` has checked the arguments except for
-values in tensors, which are checked here.
+It works on numpy views of the tables (``hot_state.py``) and keeps no state of its own. ``kernels/swap_in.py``
+calls it and has checked the arguments, except for values in tensors, which are checked here. Hits are
+resolved for all requests together; only requests with misses are visited one by one.
+
+A swap-in is ``resolve``, which updates the tables and returns the copies to make, and then ``copy_items``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,8 +38,9 @@ Table: TypeAlias = npt.NDArray[Any]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_EXACT_AGES = 16
+"""Ages below this number of steps have an age class each."""
 FREE_CLASS = 31
-"""The last age class. A warp has as many lanes as there are classes, so that it counts all in one pass."""
+"""The last age class. There are as many classes as a warp has lanes: on a GPU it counts all in one pass."""
 
 _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
@@ -62,29 +63,32 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
-    stepping = np.flatnonzero(_can_step(state, lens, rows, num_new))
-    if not len(stepping):
+    active = np.flatnonzero(_can_step(state, lens, rows, num_new))
+    if not len(active):
         return _NO_COPIES
-    rows, lens = rows[stepping], lens[stepping]
-    # What a request's new positions select is resolved together, as one list.
-    positions = selected.numpy().reshape(requests.num_reqs, -1)[stepping].astype(np.int64)
+    rows, lens = rows[active], lens[active]
+    # The selections of all new positions of a request are resolved together, as one list.
+    positions = selected.numpy().reshape(requests.num_reqs, -1)[active].astype(np.int64)
     is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
     state.error_flags.numpy()[rows[is_bad.any(axis=1)]] |= HotBufferError.BAD_POSITION
     # Drafts beyond the context or the request's pages do not exist; selecting them has no effect.
     first_new = lens - num_new
-    ends = first_new + _num_there(state, rows, lens, num_new)
+    ends = first_new + _num_new_with_page(state, rows, lens, num_new)
     is_valid = (positions >= 0) & (positions < ends[:, None])
     is_dense = state.capacity.numpy()[rows] == 0
     dense, hot = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
     out_slots = out.numpy().reshape(requests.num_reqs, -1)
-    out_slots[stepping[dense]] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
+    out_slots[active[dense]] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
     hot_step = _HotStep(state, group, rows[hot], first_new[hot], ends[hot])
-    out_slots[stepping[hot]] = hot_step.resolve(positions[hot], is_valid[hot])
+    out_slots[active[hot]] = hot_step.resolve(positions[hot], is_valid[hot])
     return hot_step.copies()
 
 
 class _HotStep:
-    """One swap-in step of some hisparse rows in one group. Their new positions are [first_new, ends)."""
+    """One swap-in step of some hisparse rows in one group. Each row's new positions are [first_new, ends).
+
+    ``resolve`` is called once; ``copies`` then returns the copies of all misses.
+    """
 
     def __init__(self, state: HotBufferState, group: int, rows: Ints, first_new: Ints, ends: Ints) -> None:
         self._lookup_to_hot = state.lookup_to_hot[group].numpy()
@@ -123,10 +127,10 @@ class _HotStep:
         self._counters[self._rows, HITS] += _num_distinct(hot_indices)
         is_miss = (lookup_slots >= 0) & (hot_indices < 0)
         for req in np.flatnonzero(is_miss.any(axis=1)).tolist():
-            is_missing = is_miss[req]
-            missing, columns = np.unique(positions[req, is_missing], return_index=True)
-            self._take_misses(req, missing, lookup_slots[req, is_missing][columns])
-            hot_indices[req, is_missing] = self._lookup_to_hot[lookup_slots[req, is_missing]]
+            missing_slots = lookup_slots[req, is_miss[req]]
+            missing, columns = np.unique(positions[req, is_miss[req]], return_index=True)
+            self._place_misses(req, missing, missing_slots[columns])
+            hot_indices[req, is_miss[req]] = self._lookup_to_hot[missing_slots]
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
@@ -144,7 +148,7 @@ class _HotStep:
         self._hot_to_lookup[rows, entries] = lookup_slots
         self._stamps[rows, entries] = self._now[req]
 
-    def _take_misses(self, req: int, missing: Ints, lookup_slots: Ints) -> None:
+    def _place_misses(self, req: int, missing: Ints, lookup_slots: Ints) -> None:
         """Give entries to positions of one request that are not in its hot buffer, and plan their copies.
 
         ``missing``: the positions, ascending and distinct. ``lookup_slots``: their lookup slots.
@@ -196,8 +200,9 @@ def age_classes(stamps: Table, now: int) -> Ints:
     return classes
 
 
-def enter(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
-    """Enter ``positions`` into an empty hot buffer, from hot_index 0 on."""
+def enter_warm_positions(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
+    """Record in the tables that ``positions`` are in ``row``'s hot buffer, which was empty, from hot_index 0
+    on."""
     lookup_slots = lookup_slots_of(state, np.full_like(positions, row), positions)
     num_warm = len(positions)
     state.lookup_to_hot[group].numpy()[lookup_slots] = np.arange(num_warm)
@@ -210,57 +215,6 @@ def copies_of(state: HotBufferState, row: int, positions: Ints, entries: Ints) -
     rows = np.full_like(positions, row)
     hot_slots = state.hot_slots[row].numpy()[entries].astype(np.int64)
     return Copies(host_slots_of(state, rows, positions), hot_slots, rows, positions)
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """The positions that ``RowStart`` puts at hot_index 0, 1, … of every group."""
-
-    num_warm: npt.NDArray[np.int32]
-    """[num_groups]"""
-    positions: npt.NDArray[np.int32]
-    """[num_groups, n], or [1, n] when all groups share them; the first ``num_warm`` of each group count."""
-
-    def of_group(self, group: int) -> Ints:
-        warm = self.positions[group if len(self.positions) > 1 else 0]
-        chosen: Ints = warm[: self.num_warm[group]].astype(np.int64)
-        return chosen
-
-
-def plan_warm_up(
-    num_groups: int, capacity: int, max_new: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
-) -> WarmUp:
-    """Return the positions to warm up; see ``kernels.swap_in.RowStart``. Raises KernelArgumentError.
-
-    A hint without duplicates and ABSENT, the usual case, is taken as it is.
-    """
-    if num_tokens + max_new <= capacity:
-        everything = np.arange(num_tokens, dtype=np.int32)
-        return WarmUp(np.full(num_groups, num_tokens, np.int32), everything[None])
-    if len(hints) not in (1, num_groups):
-        raise KernelArgumentError(f"hints: expected one, or one for each of {num_groups}, got {len(hints)}")
-    chosen = [_first_distinct(hint, num_tokens)[: capacity - max_new] for hint in hints]
-    num_warm = np.array([len(one) for one in chosen], np.int32)
-    positions = np.zeros((len(chosen), max(num_warm)), np.int32)
-    for to, one in zip(positions, chosen, strict=True):
-        to[: len(one)] = one
-    return WarmUp(np.broadcast_to(num_warm, (num_groups,)).copy(), positions)
-
-
-def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
-    """Return the hint without duplicates and ABSENT."""
-    ordered = np.sort(hint)
-    if len(ordered) and (ordered[0] < ABSENT or ordered[-1] >= num_tokens):
-        lowest = int(hint[hint != ABSENT].min())
-        raise KernelArgumentError(
-            f"hints: expected values in [0, {num_tokens}), got {lowest} to {int(ordered[-1])}"
-        )
-    if len(ordered) == 0 or (ordered[0] >= 0 and (ordered[1:] != ordered[:-1]).all()):
-        return hint
-    hint = hint[hint != ABSENT]
-    _, first_seen = np.unique(hint, return_index=True)
-    distinct: npt.NDArray[np.int32] = hint[np.sort(first_seen)]
-    return distinct
 
 
 def copy_items(
@@ -279,7 +233,7 @@ def copy_items(
 def _verify(
     state: HotBufferState, row_checks: Tensor, items: Tensor, layer: int, copies: Copies, read_at: ReadAt
 ) -> None:
-    """Record the first wrong item of each row."""
+    """Compare copied ``items`` with their row checks, and record each row's first wrong item and its flag."""
     rows, positions = copies.req_rows, copies.positions
     check_slots = _slots_of(state.index_pages, state.page_size, rows, positions)
     expected = row_checks.numpy()[check_slots]
@@ -294,6 +248,7 @@ def _verify(
 
 
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None = None) -> None:
+    """See ``kernels.swap_in.backup_newest``."""
     state, (host, dev) = requests.state, pools
     lens, rows = _real_requests(requests)
     if num_newest is not None:
@@ -320,16 +275,17 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:
+    """See ``kernels.swap_in.newest_slots``."""
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     capacity = state.capacity.numpy()[rows].astype(np.int64)[:, None]
     _can_step(state, lens, rows, num_new)  # called for its flags alone
     offsets = np.arange(num_new)
     positions = lens[:, None] - num_new + offsets
-    is_there = offsets < _num_there(state, rows, lens, num_new)[:, None]
-    dense_slots = _dense_slots(state, rows, positions, is_there)
+    has_page = offsets < _num_new_with_page(state, rows, lens, num_new)[:, None]
+    dense_slots = _dense_slots(state, rows, positions, has_page)
     entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
-    hot_slots = np.where(is_there, state.hot_slots.numpy()[rows[:, None], entries], ABSENT)
+    hot_slots = np.where(has_page, state.hot_slots.numpy()[rows[:, None], entries], ABSENT)
     out_slots = out.numpy().reshape(requests.num_reqs, num_new)
     out_slots.fill(ABSENT)
     out_slots[: len(rows)] = np.where(capacity == 0, dense_slots, hot_slots)
@@ -374,7 +330,7 @@ def _slots_of(pages: Tensor, page_size: int, rows: Ints, positions: Ints) -> Int
     return slots
 
 
-def _num_there(state: HotBufferState, rows: Ints, lens: Ints, num_new: int) -> Ints:
+def _num_new_with_page(state: HotBufferState, rows: Ints, lens: Ints, num_new: int) -> Ints:
     """Return how many of each request's ``num_new`` new positions, from the first one on, are inside the
     context and have a page in the pool that the row uses.
     """
@@ -386,9 +342,9 @@ def _num_there(state: HotBufferState, rows: Ints, lens: Ints, num_new: int) -> I
         state.host_pages.numpy()[rows[:, None], pages],
         state.page_table.numpy()[rows[:, None], pages],
     )
-    is_there = (positions < state.max_context) & (page_ids != ABSENT)
-    num_there: Ints = np.logical_and.accumulate(is_there, axis=1).sum(axis=1)
-    return num_there
+    has_page = (positions < state.max_context) & (page_ids != ABSENT)
+    num_with_page: Ints = np.logical_and.accumulate(has_page, axis=1).sum(axis=1)
+    return num_with_page
 
 
 def _can_step(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Mask:

@@ -1,4 +1,7 @@
-"""The row check in torch, the oracle of ``csrc/row_check.cuh``; ``docs/kv-layout.md`` defines it."""
+"""The row check in torch: what a CPU computes, and the oracle of ``csrc/row_check.cuh``.
+
+``docs/kv-layout.md`` defines the function; ``row_check.py`` has its users.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the first dimensions of each head, in torch and, on a GPU, in one launch.
+"""Rotary position embedding of the first dimensions of each head: in torch, and on a GPU in one launch.
 
 Models pair elements in one of two ways: neighbours (*interleaved*), with the first of each pair written to
 the first half, or element ``i`` with ``i + rope_dim / 2``.

@@ -1,9 +1,12 @@
 """The row check: 32 bits over an item's bytes, its layer and its position.
 
-``docs/kv-layout.md`` has the function with fixed vectors. It is computed where an item is written, travels
-with indexer keys and not with the item, and is compared wherever an item is read. It always detects a change
-within one 32-bit word of an item, and a correct item that lies with its check at another layer or position;
-any other error is missed once in 2**32.
+A check detects items that were damaged or exchanged. It is computed where an item is written, travels with
+indexer keys and not with the item, and is compared wherever an item is read. It always detects a change
+within one 32-bit word, and an intact item with its check at the wrong layer or position; any other error is
+missed once in 2**32. ``docs/kv-layout.md`` has the function with fixed vectors.
+
+Both nodes store checks beside the pools (``store_row_checks``, ``void_row_checks``); scrubbing and a start of
+a dense row compare items in place (``check_in_place``); swap-in compares each copied item by itself.
 
 ``pool``: uint8 [num_layers, num_slots, item_bytes], contiguous. Checks are int32, the bits of an unsigned
 number. On a GPU ``kernels/cuda.py`` computes the same numbers, also for a pool in pinned host memory. Only
@@ -90,10 +93,10 @@ def wrong_items(
     """
     actual, expected = row_checks_of(pool, slots, positions), row_checks[:, check_slots]
     is_wrong = actual != expected
-    at = is_wrong.any(dim=0).nonzero()[:, 0]
-    layers = is_wrong[:, at].int().argmax(dim=0)
-    checks = (values[layers, at].long() & 0xFFFFFFFF for values in (expected, actual))
-    columns = (layers, positions[at], slots[at], *checks)
+    wrong = is_wrong.any(dim=0).nonzero()[:, 0]
+    layers = is_wrong[:, wrong].int().argmax(dim=0)
+    checks = (values[layers, wrong].long() & 0xFFFFFFFF for values in (expected, actual))
+    columns = (layers, positions[wrong], slots[wrong], *checks)
     return [WrongItem(*values) for values in torch.stack(columns, dim=1).tolist()]
 
 
@@ -111,8 +114,8 @@ def check_in_place(
     """Compare items of the request at ``row`` in place, in each layer of ``pool``, with their checks.
 
     A wrong item is recorded as in a swap-in: HotBufferError.WRONG_ROW, and the first one in ``wrong_rows``.
-    ``slots``, ``positions``: int64 [n]; ``is_there``: bool [n], which of them count; the others must be in
-    range too. This only launches work on the device.
+    ``slots``, ``positions``: int64 [n], all in range; ``is_there``: bool [n], the items to compare. This only
+    launches work on the device.
     """
     if slots.shape[0] == 0:
         return
@@ -124,13 +127,13 @@ def check_in_place(
     is_wrong = ((expected != actual) & is_there).flatten()
     # The index keeps a dimension: torch reads an index tensor without dimensions on the host.
     first = is_wrong.int().argmax(dim=0, keepdim=True)
-    number = first % slots.shape[0]
+    item = first % slots.shape[0]
     record = torch.cat(
         (
             torch.full_like(first, read_at),
             first_layer + first // slots.shape[0],
-            positions[number],
-            slots[number],
+            positions[item],
+            slots[item],
             expected.flatten()[first].long(),
             actual.flatten()[first].long(),
         )
@@ -139,6 +142,28 @@ def check_in_place(
     is_first = is_wrong.any() & ((flags & HotBufferError.WRONG_ROW) == 0)
     state.wrong_rows[row] = torch.where(is_first, record, state.wrong_rows[row])
     state.error_flags[row] = torch.where(is_first, flags | HotBufferError.WRONG_ROW, flags)
+
+
+def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: int) -> None:
+    """Compare the items of a dense ``row``'s positions [0, num_tokens) with their checks, as they landed.
+
+    ``pool``: the device pool, in which the row's pages are; otherwise as ``check_in_place``.
+    """
+    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
+    check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None), device=state.device)
+    state.require_row_checks()
+    if num_tokens == 0:
+        return
+    if pool.device.type == "cuda":
+        from hisparse_pd.kernels import cuda
+
+        cuda.check_dense_row(state, row, pool, num_tokens)
+        return
+    positions = torch.arange(num_tokens)
+    pages = state.page_table[row, positions // state.page_size].long()
+    slots = pages * state.page_size + positions % state.page_size
+    is_there = torch.ones_like(positions, dtype=torch.bool)
+    check_in_place(state, row, pool, slots, positions, is_there, read_at=ReadAt.START)
 
 
 def wrong_row(state: HotBufferState, row: int) -> WrongRow:

@@ -1,7 +1,8 @@
 """Arithmetic on a CPU in which a token's result does not depend on other tokens of the batch.
 
-A token has the same bits in a batch or alone, in a chunk of 1 or 512 tokens, with one torch thread or many.
-Four things in torch do not have this property:
+The model's modules and the CPU side of all kernels call these functions instead of torch's. A token has the
+same bits in a batch or alone, in a chunk of 1 or 512 tokens, with one torch thread or many. Four things in
+torch do not have this property:
 
 - Matrix products. A library chooses the order of additions by the number of rows and threads. Therefore every
   product of a forward is made here, and no other module calls torch for one. Rows are split into blocks of
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 MKL_MODE: Final = "MKL_CBWR"
+"""The environment variable with MKL's mode of reproducibility."""
 STRICT: Final = "AUTO,STRICT"
 BLOCK_ROWS: Final = 16
 """Rows of one product. A step of one request computes all of them; a prompt makes one call for each block."""
@@ -71,7 +73,7 @@ def _set_mkl_threads() -> Callable[[int], int]:
 
 
 class _OneThread:
-    """A context in which MKL computes products in the calling thread alone."""
+    """A context in which MKL computes products in the calling thread alone. It restores the former number."""
 
     __slots__ = ("_before", "_set")
 
@@ -154,9 +156,9 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
         return
     wide = _wide(matrices)
     with _OneThread():
-        for number, block in enumerate(_whole_blocks(_wide(x), BLOCK_ROWS)):
+        blocks = _whole_blocks(_wide(x), BLOCK_ROWS)
+        for block, result in zip(blocks, torch.split(out, BLOCK_ROWS), strict=False):
             product = torch.bmm(block.transpose(0, 1).contiguous(), wide).transpose(0, 1)
-            result = out[number * BLOCK_ROWS : (number + 1) * BLOCK_ROWS]
             result.copy_(product[: len(result)])
 
 

@@ -1,8 +1,9 @@
-"""The trial of this machine's products at the start of a node on a CPU.
+"""Tests this machine's matrix products when an engine on a CPU starts (``try_products``).
 
 ``kernels.row_math`` gives every product one shape and one thread. It cannot guarantee that a row has the same
-bits at each place of its block and with any number of torch's threads, so that is tried here. A node whose
-machine fails the trial does not start, because answers would depend on the other requests of a batch.
+bits at each place of its block and with any number of torch's threads; that depends on the machine and the
+library. A node whose machine fails the test does not start, because answers would depend on the other
+requests of a batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ OUTPUTS: Final = (1, 2, 4, 5, 6, 8, 12, 17, 20, 33, 64)
 WIDTHS: Final = (40, 301)
 """Numbers of columns that are tried; as many products are added up for one output."""
 _NUM_ROWS: Final = 3 * BLOCK_ROWS
+"""Rows of each product: three blocks."""
 _PARTS: Final = (
     (0, 1),
     (BLOCK_ROWS + 3, 5),
@@ -53,32 +55,41 @@ def try_products(outputs: Iterable[int] = OUTPUTS, widths: Iterable[int] = WIDTH
     trials = [*_trials(widths, tuple(outputs))]
     try:
         torch.set_num_threads(1)
-        among_others = [product(rows) for _, product, rows in trials]
+        products_of_all = [trial.product(trial.rows) for trial in trials]
         for num_threads in sorted({1, min(2, all_threads), all_threads}):
             torch.set_num_threads(num_threads)
-            for (name, product, rows), whole in zip(trials, among_others, strict=True):
-                for start, count in ((0, len(rows)), *_PARTS):
-                    if not torch.equal(product(rows[start : start + count]), whole[start : start + count]):
-                        raise RowBitsError(_message(name, count, num_threads))
+            for trial, of_all in zip(trials, products_of_all, strict=True):
+                for start, count in ((0, len(trial.rows)), *_PARTS):
+                    part = slice(start, start + count)
+                    if not torch.equal(trial.product(trial.rows[part]), of_all[part]):
+                        raise RowBitsError(_message(trial.name, count, num_threads))
     finally:
         torch.set_num_threads(all_threads)
 
 
-def _trials(widths: Iterable[int], outputs: Sequence[int]) -> Iterator[tuple[str, Product, Tensor]]:
-    """Yield the name of every kind of product in ``kernels.row_math``, the product, and rows for it."""
+class _Trial(NamedTuple):
+    """One product that is tried, and the rows that it is tried with."""
+
+    name: str
+    product: Product
+    rows: Tensor
+
+
+def _trials(widths: Iterable[int], outputs: Sequence[int]) -> Iterator[_Trial]:
+    """Yield every kind of product in ``kernels.row_math`` in several shapes."""
     generator = torch.Generator().manual_seed(0)
     for width in widths:
         rows = torch.randn((_NUM_ROWS, width), generator=generator)
         keys = torch.randn((max(outputs), width), generator=generator)
-        yield f"matmul_keys of {width} columns", partial(_by_keys, keys), rows
+        yield _Trial(f"matmul_keys of {width} columns", partial(_by_keys, keys), rows)
         for num_outputs in outputs:
             shape = f"of {width} columns and {num_outputs} outputs"
             matrix = keys[:num_outputs]
-            yield f"linear {shape}", partial(linear, matrix=matrix), rows
+            yield _Trial(f"linear {shape}", partial(linear, matrix=matrix), rows)
             heads = torch.stack((matrix.t(), matrix.t()))
-            yield f"matmul_heads {shape}", partial(_by_heads, heads), rows
+            yield _Trial(f"matmul_heads {shape}", partial(_by_heads, heads), rows)
             tokens = rows[:, None].expand(-1, num_outputs, -1).contiguous()
-            yield f"matmul_tokens {shape}", partial(_by_tokens, matrix.t()), tokens
+            yield _Trial(f"matmul_tokens {shape}", partial(_by_tokens, matrix.t()), tokens)
 
 
 def _by_keys(keys: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Positions and slots of the rows of one decode forward: in torch, and on a GPU in one launch."""
+"""Positions and slots of the rows of a forward: in torch, and on a GPU in one launch.
+
+A decode step calls ``place_rows`` once, before the layers, for the rows of its requests' new positions.
+``slots_of`` translates selected positions to token slots, in both nodes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ from hisparse_pd.kernels.hot_state import ABSENT
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of a forward; the rows of one request are adjacent. A row is absent when its request is padding or
-    its position has no slot: it writes to the scratch slots and selects nothing.
+    """Rows of a forward, one for each new position; the rows of one request are adjacent.
+
+    A row is absent if its request is padding or its position has no slot. Then it writes to the scratch
+    slots, which no request reads, and selects nothing.
     """
 
     positions: Tensor

@@ -1,9 +1,14 @@
 """Swap-in: page selected positions that are not hot from the host pool into the hot buffers.
 
-These are the public wrappers. They make every check that needs no synchronisation, then dispatch by the
-device of the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose
-host pools must be pinned or registered. Nothing here allocates per-request state. Callers may pass outputs
-and plans, so that a CUDA graph can capture a call.
+These are the functions that the decode node calls. When a request starts, ``RowStart`` or ``start_dense_row``
+fills its row of the tables (``hot_state.py``). Each step then calls ``newest_slots`` once, ``swap_in`` or
+``plan_misses`` in the first layer of every index group, ``replay_misses`` in the group's other layers, and
+``backup_newest`` after the model's forward.
+
+Every check that needs no synchronisation is made here. Then the device of the state's tables decides: ``cpu``
+runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools must be pinned or
+registered. The only state is that of the tables. Callers may pass outputs and plans, so that a CUDA graph can
+capture a call.
 
 ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes], contiguous; the slot counts may differ.
 Copies are fastest with 16-byte aligned addresses and items.
@@ -33,6 +38,7 @@ from hisparse_pd.kernels.hot_state import (
     check_page_ids,
 )
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
 
 class KernelUnavailableError(RuntimeError):
@@ -199,8 +205,8 @@ class RowStart:
     ) -> None:
         pools = _check_pools(k_host, k_dev, state.device)
         cpu = torch.device("cpu")
-        given = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
-        for name, tensor in ({"hot_slots": hot_slots} | given).items():
+        lists = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
+        for name, tensor in ({"hot_slots": hot_slots} | lists).items():
             check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=cpu)
         state.check_hisparse(row, hot_slots, host_pages, lookup_pages)
         check_range("k_host slots", k_host.shape[1], 0, MAX_LOOKUP_SLOTS + 1)
@@ -218,19 +224,17 @@ class RowStart:
             check_at_least("layers_of_group: layers of a group", len(layers), 1)
             for layer in layers:
                 check_range("layers_of_group", layer, 0, k_dev.shape[0])
-        warm_up = reference.plan_warm_up(
-            state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints
-        )
+        warm_up = plan_warm_up(state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints)
         self._state, self._row, self._pools = state, row, pools
         self._hot_slots = hot_slots
         self._pages = host_pages, lookup_pages, index_pages
         self._warm_up = warm_up
         self._layers = [
-            (layer, group, int(layer == layers[0]))
+            FilledLayer(layer, group, int(layer == layers[0]))
             for group, layers in enumerate(layers_of_group)
             for layer in layers
         ]
-        """Layers that are not copied yet: layer, group, and whether the group's tables are filled with it."""
+        """Layers that are not copied yet."""
         self._item_bytes = k_dev.shape[2]
         self._is_begun = False
         self.num_warm: list[int] = warm_up.num_warm.tolist()
@@ -241,8 +245,8 @@ class RowStart:
         """Bytes of items that are not copied yet; None when everything was launched."""
         return sum(map(self._num_bytes, self._layers)) if self._layers else None
 
-    def _num_bytes(self, layer: tuple[int, int, int]) -> int:
-        return self.num_warm[layer[1]] * self._item_bytes
+    def _num_bytes(self, filled: FilledLayer) -> int:
+        return self.num_warm[filled.group] * self._item_bytes
 
     def launch_slice(self, most_bytes: int | None) -> int:
         """Copy the next layers, at most ``most_bytes`` but at least one layer; None: all. Returns the bytes.
@@ -250,16 +254,16 @@ class RowStart:
         The first slice also fills the row's tables of pages and slots.
         """
         num_layers = num_bytes = 0
-        for entry in self._layers:
-            layer_bytes = self._num_bytes(entry)
+        for filled in self._layers:
+            layer_bytes = self._num_bytes(filled)
             if num_layers and most_bytes is not None and num_bytes + layer_bytes > most_bytes:
                 break
             num_layers += 1
             num_bytes += layer_bytes
-        some, self._layers = self._layers[:num_layers], self._layers[num_layers:]
+        layers, self._layers = self._layers[:num_layers], self._layers[num_layers:]
         state, row = self._state, self._row
         if (cuda := _cuda_kernels("start_row", state.device)) is not None:
-            cuda.start_row(state, row, self._hot_slots, *self._pages, self._warm_up, some, self._pools)
+            cuda.start_row(state, row, self._hot_slots, *self._pages, self._warm_up, layers, self._pools)
             return num_bytes
         host_pages, lookup_pages, index_pages = self._pages
         if not self._is_begun:
@@ -267,10 +271,10 @@ class RowStart:
             state.set_host_pages(row, 0, host_pages, lookup_pages)
             state.set_index_pages(row, 0, index_pages)
         self._is_begun = True
-        for layer, group, is_first in some:
-            positions = self._warm_up.of_group(group)
-            if is_first:
-                reference.enter(state, group, row, positions)
+        for layer, group, enters in layers:
+            positions = self._warm_up.positions_of(group)
+            if enters:
+                reference.enter_warm_positions(state, group, row, positions)
             copies = reference.copies_of(state, row, positions, np.arange(len(positions)))
             reference.copy_items(self._pools, layer, copies, state, ReadAt.START)
         return num_bytes

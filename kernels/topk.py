@@ -20,19 +20,25 @@ from hisparse_pd.kernels.cuda_launch import (
     launch,
     max_block_shared_bytes,
     max_resident_clusters,
+    num_multiprocessors,
     translation_unit,
 )
 
 MAIN_SOURCE = "topk.cu"
 NUM_THREADS = 1024
+"""Threads of a block that has a multiprocessor for itself."""
+NUM_THREADS_OF_MANY = 512
+"""Threads of a block where there are more queries than multiprocessors: two blocks share one, so that one
+computes while the other waits. Longer rows than the halved shared memory holds would be read again."""
 CLUSTER_SIZES = (2, 4, 8)
 """Sizes of clusters; the last is the largest that every GPU with clusters can run, MAX_RANKS in
 csrc/topk.cu."""
 MIN_SHARED_LEN = 8192
-"""Up to this many positions, one block of a cluster works alone. This and NUM_THREADS are the same in
-csrc/topk.cu."""
+"""Up to this many positions, one block of a cluster works alone. This is the same in csrc/topk.cu."""
 ROUND = 4 * NUM_THREADS
 """Positions that a block reads at a time."""
+RESERVED_BYTES = 1024
+"""Bytes of a multiprocessor's shared memory that CUDA takes for each block."""
 MIN_SHARED_CONTEXT = 16384
 """From this context length on, several blocks may share a query."""
 
@@ -69,16 +75,22 @@ def select(
     num_rows: int,
     max_len: int,
     cluster_size: int | None = None,
+    num_threads: int | None = None,
 ) -> None:
     """Write rows [first_token, first_token + block_tokens) of ``out`` from the first rows of ``logits``.
 
     ``logits``: float32 [>= block_tokens, >= max_len]; each query's row is read up to its position, and rows
     are 16-byte aligned. The other tensors are those of ``kernels.paged_indexer.paged_index_topk``.
-    ``cluster_size``: blocks that share a query, for tests; chosen by the shapes if None.
+    ``cluster_size``: blocks that share a query, and ``num_threads``: threads of a block, for tests; chosen by
+    the shapes if None.
     """
     device = logits.device
     if cluster_size is None:
         cluster_size = choose_cluster_size(block_tokens, max_len, _resident_clusters(device))
+    if num_threads is None:
+        is_many = cluster_size == 1 and block_tokens > num_multiprocessors(device)
+        is_held = is_many and most_in_block(max_len, 1) <= _most_held(device, NUM_THREADS_OF_MANY)
+        num_threads = NUM_THREADS_OF_MANY if is_held else NUM_THREADS
     parameters = np.zeros((), PARAMS)
     parameters["logits"] = logits.data_ptr()
     parameters["req_rows"] = req_rows.data_ptr()
@@ -91,11 +103,11 @@ def select(
     parameters["max_len"] = max_len
     parameters["top_k"] = out.shape[1]
     parameters["cluster_size"] = cluster_size
-    kernel = _kernel()
-    num_held = min(most_in_block(max_len, cluster_size), _most_held(device))
+    kernel = _kernel(num_threads)
+    num_held = min(most_in_block(max_len, cluster_size), _most_held(device, num_threads))
     parameters["num_held"] = num_held
     launch(
-        kernel, device, block_tokens * cluster_size, NUM_THREADS, parameters, 4 * num_held, cluster_size
+        kernel, device, block_tokens * cluster_size, num_threads, parameters, 4 * num_held, cluster_size
     )  # fmt: skip
 
 
@@ -123,33 +135,35 @@ def source() -> str:
     return translation_unit(MAIN_SOURCE)
 
 
-def compile_options() -> tuple[str, ...]:
+def compile_options(num_threads: int = NUM_THREADS) -> tuple[str, ...]:
     """Return the compiler's options without the architecture."""
-    return ("-std=c++17", "-lineinfo")
+    return ("-std=c++17", "-lineinfo", f"-DBLOCK_THREADS={num_threads}")
 
 
 @functools.cache
 def _resident_clusters(device: torch.device) -> dict[int, int]:
     if torch.cuda.get_device_capability(device) < HOPPER:
         return {}
-    shared_bytes = 4 * _most_held(device)
+    shared_bytes = 4 * _most_held(device, NUM_THREADS)
     return {
-        size: max_resident_clusters(_kernel(), device, NUM_THREADS, shared_bytes, size)
+        size: max_resident_clusters(_kernel(NUM_THREADS), device, NUM_THREADS, shared_bytes, size)
         for size in CLUSTER_SIZES
     }
 
 
 @functools.cache
-def _most_held(device: torch.device) -> int:
+def _most_held(device: torch.device, num_threads: int) -> int:
     """Return how many keys fit into a block's free shared memory, and allow the kernel to use it."""
-    kernel = _kernel()
-    num_held = (max_block_shared_bytes(device) - kernel.shared_size_bytes) // 16 * 4
+    kernel, num_blocks = _kernel(num_threads), NUM_THREADS // num_threads
+    # Blocks that share a multiprocessor share its memory, of which each block also takes a reserve.
+    most_bytes = (max_block_shared_bytes(device) + RESERVED_BYTES) // num_blocks - RESERVED_BYTES
+    num_held = (most_bytes - kernel.shared_size_bytes) // 16 * 4
     with torch.cuda.device(device):
         kernel.max_dynamic_shared_size_bytes = 4 * num_held
     return int(num_held)
 
 
 @functools.cache
-def _kernel() -> Any:
-    module = cupy_module().RawModule(code=source(), options=compile_options(), backend="nvrtc")
+def _kernel(num_threads: int) -> Any:
+    module = cupy_module().RawModule(code=source(), options=compile_options(num_threads), backend="nvrtc")
     return module.get_function("topk")

@@ -93,7 +93,14 @@ class TritonAttention:
     _tilings: dict[tuple[Any, ...], Tiling] = field(default_factory=dict, compare=False, repr=False)
     """The first tiling that fits, by device, number of heads and dtype of the products."""
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """See ``AttentionBackend.attend``."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
         num_tokens, num_heads, _ = q.shape

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Routed experts in Triton: two grouped products, with weights in fp8 or in the model's dtype.
+"""``kernels.experts.run_experts`` in Triton: two grouped products, with weights in fp8 or the model's dtype.
 
 A program takes one tile of ``Routing`` and some rows of its expert's matrix. If the ``Routing`` is rounded,
 activations are rounded to fp8 before each product (``kernels.block_linear``); otherwise fp8 weights are
@@ -35,6 +35,8 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 @dataclass(frozen=True)
 class Tiling:
+    """The block of a matrix that a program multiplies at a time, and how Triton compiles its loop."""
+
     block_rows: int
     """Rows of the matrix; they divide ``BLOCK``, so that a product has one scale."""
     block_columns: int
@@ -52,6 +54,8 @@ NARROW_TILING: Final = Tiling(32, 128, 4, 8)
 NARROW_BFLOAT16_TILING: Final = Tiling(64, 128, 4, 3)
 """Tilings for few tiles: they make more programs, each with as many loads of weights in flight as fit."""
 ENOUGH_PROGRAMS: Final = 120
+"""A launch of up to this many programs gets a narrow tiling: more would fill a GPU (an H200 has 132
+multiprocessors) without it."""
 
 
 def run_experts_triton(
@@ -96,6 +100,7 @@ def _launch(
     """Launch one product. ``x_scales``: the scales of an fp8 ``x``, from ``quantize_rows``."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
+    # Where activations are rounded, ``quantize_gated`` applies the gate; otherwise the first product does.
     is_gated = is_first and x_scales is None
     tiling = tiling or _tiling(
         x.dtype, routing.tile_rows, triton.cdiv(num_matrices * rows, BLOCK) * num_tiles
@@ -188,11 +193,11 @@ def _product_kernel(
         return
     expert = tl.load(tile_experts + tile)
     first = tl.load(starts + expert) + (tile - tl.load(tile_starts + expert)) * TILE_ROWS
-    places = first + tl.arange(0, TILE_ROWS)
-    is_row = places < tl.load(starts + expert + 1)
-    row = tl.load(order + places, mask=is_row, other=0)
-    source = row // top_k if IS_FIRST else places
-    target = places if IS_FIRST else row
+    place = first + tl.arange(0, TILE_ROWS)  # a row's place in the order of experts
+    is_row = place < tl.load(starts + expert + 1)
+    row = tl.load(order + place, mask=is_row, other=0)
+    source = row // top_k if IS_FIRST else place
+    target = place if IS_FIRST else row
 
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     matrix = (expert - first_expert).to(tl.int64) * NUM_MATRICES + tl.program_id(2)

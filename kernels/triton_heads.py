@@ -2,7 +2,8 @@
 # mypy: disallow_untyped_calls=False
 """``kernels.latents`` on a GPU for few tokens: queries and values of the heads, each function in one launch.
 
-Each head's matrix is the wide operand of the tensor cores, and the tokens are the narrow one.
+Each head's matrix is the wide operand of the tensor cores, and the tokens are the narrow one. In the kernels
+``m`` are tokens, ``n`` columns of the result and ``k`` the dimension that is summed over.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from hisparse_pd.kernels.triton_latents import rotated
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 TILE_TOKENS = (16, 32, 64)
+"""Tokens of a program; 16 is the tensor cores' smallest width."""
 ROWS_OF_ROPE = 16
 ROWS_OF_INDEX = 64
-"""Vectors that a program takes; each belongs to one token and one head."""
+"""Vectors that a program rotates, in queries and index queries; each belongs to one token and one head."""
 
 
 def tile_of(num_tokens: int) -> int:
+    """Return the smallest tile that holds all tokens, or the largest tile."""
     return next((tile for tile in TILE_TOKENS if tile >= num_tokens), TILE_TOKENS[-1])
 
 
@@ -93,7 +96,8 @@ def latent_queries_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The first programs compute BLOCK columns of a head's latent query, the others some rotary parts."""
+    """Compute BLOCK columns of a head's latent query, or, in the programs after those, rotate some rotary
+    parts."""
     blocks: tl.constexpr = (LATENT + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     first_token = tl.program_id(1) * TILE
@@ -227,7 +231,7 @@ def lift_values_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute BLOCK values of a head for a tile of tokens."""
+    """Compute BLOCK values of a head for a tile of tokens. ``GATE_PARTS``: parts of the gate; 0 for none."""
     blocks: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
     head = tl.program_id(0) // blocks
     n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -236,33 +240,35 @@ def lift_values_kernel(
     is_m = m < num_tokens
     k = tl.arange(0, BLOCK_LATENT)
     matrix = value_up + head * LATENT * VALUE_DIM + tl.program_id(0) % blocks * BLOCK
-    every = tl.minimum(tl.arange(0, BLOCK_ALL), LATENT - 1)
-    prefetch(matrix + tl.arange(0, 2)[None, :] * 64 + every[:, None] * VALUE_DIM, OVERLAPS)
+    # The BLOCK columns of a row are two cache lines of 64 bfloat16 numbers.
+    all_rows = tl.minimum(tl.arange(0, BLOCK_ALL), LATENT - 1)
+    prefetch(matrix + tl.arange(0, 2)[None, :] * 64 + all_rows[:, None] * VALUE_DIM, OVERLAPS)
     begin(OVERLAPS)
     head_columns = value_up + head * LATENT * VALUE_DIM + n[None, :]
     token_rows = attended + m.to(tl.int64)[None, :] * token_stride + head * head_stride
     total = tl.zeros((BLOCK, TILE), dtype=tl.float32)
     for start in range(0, LATENT, BLOCK_LATENT):
-        at = start + k
-        is_k = at < LATENT
+        column = start + k
+        is_k = column < LATENT
         is_weight = is_k[:, None] & is_n[None, :]
-        weights = tl.load(head_columns + at[:, None] * VALUE_DIM, mask=is_weight, other=0.0)
-        tokens = tl.load(token_rows + at[:, None], mask=is_k[:, None] & is_m[None, :], other=0.0)
+        weights = tl.load(head_columns + column[:, None] * VALUE_DIM, mask=is_weight, other=0.0)
+        tokens = tl.load(token_rows + column[:, None], mask=is_k[:, None] & is_m[None, :], other=0.0)
         total += tl.dot(weights.T, tokens)
     dtype: tl.constexpr = attended.dtype.element_ty
     result = total.to(dtype)
     if GATE_PARTS > 0:
         gate_rows = gate + m.to(tl.int64)[None, :] * gate_stride + head * gate_head_stride
         is_gate = is_m[None, :] & is_n[:, None]
-        opening = sum_parts(gate_rows, gate_part, n[:, None], is_gate, GATE_PARTS).to(dtype).to(tl.float32)
-        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-opening))  # bitwise as torch for many tokens
+        logits = sum_parts(gate_rows, gate_part, n[:, None], is_gate, GATE_PARTS).to(dtype).to(tl.float32)
+        # These are the bits of torch's sigmoid, which computes many tokens.
+        sigmoid = tl.div_rn(1.0, 1.0 + libdevice.exp(-logits))
         result = (result.to(tl.float32) * sigmoid).to(dtype)
     target = out + m.to(tl.int64)[None, :] * (HEADS * VALUE_DIM) + head * VALUE_DIM + n[:, None]
     if ROUNDS:
         rounded, scale = round_blocks(result.to(tl.float32), 0, LARGEST, SMALLEST_PEAK, UE8M0)
         tl.store(target, rounded, mask=is_m[None, :] & is_n[:, None])
-        one = tl.arange(0, 1)[:, None]
-        tl.store(scales + tl.program_id(0) * num_tokens + m[None, :] + one, scale, mask=is_m[None, :])
+        one_row = tl.arange(0, 1)[:, None]  # makes the addresses two-dimensional, as the scales are
+        tl.store(scales + tl.program_id(0) * num_tokens + m[None, :] + one_row, scale, mask=is_m[None, :])
     else:
         tl.store(target, result, mask=is_m[None, :] & is_n[:, None])
 
@@ -294,7 +300,7 @@ def index_queries_triton(
                 HALF=half,
                 PARTS=parts,
                 IS_INTERLEAVED=vectors.is_interleaved,
-                SPREADS=hadamard is not None,
+                HAS_HADAMARD=hadamard is not None,
                 ROWS=ROWS_OF_INDEX,
                 BLOCK_HALF=triton.next_power_of_2(max(16, half)),
                 BLOCK_REST=triton.next_power_of_2(max(16, dim - 2 * half)),
@@ -322,14 +328,18 @@ def index_queries_kernel(
     HALF: tl.constexpr,
     PARTS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    SPREADS: tl.constexpr,
+    HAS_HADAMARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Rotate some vectors, each of one token and one head."""
+    """Rotate ROWS vectors, each of one token and one head, by their positions and by the Hadamard matrix.
+
+    The product with the Hadamard matrix is made in three pieces, because the rotary halves and the rest of a
+    vector are separate tensors.
+    """
     begin(OVERLAPS)
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -345,7 +355,7 @@ def index_queries_kernel(
     is_rest = is_row & (rest < DIM - 2 * HALF)
     others = sum_parts(source, part_stride, 2 * HALF + rest, is_rest, PARTS).to(dtype)
     target = out + row[:, None] * DIM
-    if SPREADS:
+    if HAS_HADAMARD:
         n = tl.arange(0, BLOCK_DIM)[None, :]
         k = tl.arange(0, BLOCK_HALF)[:, None]
         r = tl.arange(0, BLOCK_REST)[:, None]
@@ -353,10 +363,10 @@ def index_queries_kernel(
         first_rows = tl.load(hadamard + k * DIM + n, mask=(k < HALF) & is_n, other=0.0)
         second_rows = tl.load(hadamard + (HALF + k) * DIM + n, mask=(k < HALF) & is_n, other=0.0)
         last_rows = tl.load(hadamard + (2 * HALF + r) * DIM + n, mask=(r < DIM - 2 * HALF) & is_n, other=0.0)
-        spread = tl.dot(first, first_rows, input_precision="ieee")
-        spread = tl.dot(second, second_rows, spread, input_precision="ieee")
-        spread = tl.dot(others, last_rows, spread, input_precision="ieee")
-        tl.store(target + n, spread, mask=is_row & is_n)
+        total = tl.dot(first, first_rows, input_precision="ieee")
+        total = tl.dot(second, second_rows, total, input_precision="ieee")
+        total = tl.dot(others, last_rows, total, input_precision="ieee")
+        tl.store(target + n, total, mask=is_row & is_n)
     else:
         tl.store(target + pair, first, mask=is_pair)
         tl.store(target + HALF + pair, second, mask=is_pair)

@@ -1,6 +1,10 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.latents.finish_latents`` on a GPU, with four programs for each token."""
+"""``kernels.latents.finish_latents`` on a GPU, in one launch with four programs for each token.
+
+The programs of a token are independent: one makes its query latent, one its KV item, one its index key, and
+one its head weights. A program whose result is not wanted returns at once.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,8 @@ def finish_latents_triton(
         keys = torch.empty((num_tokens, index_keys.shape[2]), dtype=dtype, device=device)
     if head_weights is not None:
         weights = torch.empty(head_weights.shape[1:], dtype=torch.float32, device=device)
-    nothing = item[None]  # stands for absent tensors
+    # A kernel takes no None: ``item`` stands for absent tensors, and sizes of 0 say that they are absent.
+    nothing = item[None]
     q_parts, kv_parts = (nothing if parts is None else parts for parts in (q_a, kv_a))
     key_parts = nothing if index_keys is None else index_keys
     head_parts = nothing if head_weights is None else head_weights
@@ -101,7 +106,7 @@ def finish_latents_triton(
                 KEY_PARTS=len(key_parts),
                 HEAD_PARTS=len(head_parts),
                 IS_INTERLEAVED=vectors is not None and vectors.is_interleaved,
-                SPREADS=hadamard is not None,
+                HAS_HADAMARD=hadamard is not None,
                 KEEPS_RAW=keeps_raw,
                 ROUNDS=rounding is not None,
                 UE8M0=rounding is not None and rounding.ue8m0,
@@ -189,7 +194,7 @@ def finish_latents_kernel(
     KEY_PARTS: tl.constexpr,
     HEAD_PARTS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
-    SPREADS: tl.constexpr,
+    HAS_HADAMARD: tl.constexpr,
     KEEPS_RAW: tl.constexpr,
     ROUNDS: tl.constexpr,
     UE8M0: tl.constexpr,
@@ -203,7 +208,10 @@ def finish_latents_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Finish one token, whose four programs make the query latent, KV item, index key and head weights."""
+    """Make one of a token's four results: query latent, KV item, index key or head weights.
+
+    Rows from ``num_tokens`` to ``num_rows`` are padding of the rounded query latent; they become zeros.
+    """
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
@@ -250,10 +258,11 @@ def finish_latents_kernel(
             source = keys + row * key_stride
             x = sum_parts(source, key_part, at, is_there, KEY_PARTS).to(dtype).to(tl.float32)
             mean = tl.sum(x) / KEY_DIM
-            away = tl.where(is_there, x - mean, 0.0)
-            factor = tl.rsqrt(tl.sum(away * away) / KEY_DIM + key_eps)
-            normed = away * factor * tl.load(key_weight + at, mask=is_there, other=0.0)
+            centered = tl.where(is_there, x - mean, 0.0)
+            factor = tl.rsqrt(tl.sum(centered * centered) / KEY_DIM + key_eps)
+            normed = centered * factor * tl.load(key_weight + at, mask=is_there, other=0.0)
             normed = (normed + tl.load(key_bias + at, mask=is_there, other=0.0)).to(dtype)
+            # The program's threads exchange elements through the result's own memory; a barrier lies between.
             target = key_out + row * KEY_DIM
             tl.store(target + at, normed, mask=is_there)
             tl.debug_barrier()
@@ -261,15 +270,15 @@ def finish_latents_kernel(
             tl.debug_barrier()
             tl.store(target + pair, first, mask=is_pair)
             tl.store(target + ROPE // 2 + pair, second, mask=is_pair)
-            if SPREADS:
+            if HAS_HADAMARD:
                 tl.debug_barrier()
                 column = at[:, None]
                 is_element = is_there[:, None] & is_there[None, :]
                 matrix = tl.load(hadamard + column * KEY_DIM + at[None, :], mask=is_element, other=0.0)
                 key = tl.load(target + at, mask=is_there, other=0.0).to(tl.float32)
-                spread = tl.sum(key[:, None] * matrix.to(tl.float32), axis=0)
+                product = tl.sum(key[:, None] * matrix.to(tl.float32), axis=0)
                 tl.debug_barrier()
-                tl.store(target + at, spread, mask=is_there)
+                tl.store(target + at, product, mask=is_there)
     elif HEADS > 0:
         head = tl.arange(0, BLOCK_HEADS)
         total = sum_parts(head_parts + row * head_stride, head_part, head, head < HEADS, HEAD_PARTS)

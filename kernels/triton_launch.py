@@ -1,10 +1,12 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Overlaps small Triton kernels: the next kernel becomes resident and prefetches weights into the L2 cache
-while the preceding one still runs.
+"""Programmatic dependent launch for small Triton kernels: the next kernel becomes resident, and prefetches
+weights into the L2 cache, while the preceding one still runs.
 
-A kernel with these ``launch_options`` calls ``begin`` before it reads or writes anything but weights. That
-lets the next kernel start and waits for the end of the preceding one, and so of all kernels before that.
+The kernels of a model's layers use it. A kernel that is launched with ``launch_options`` has the constant
+``OVERLAPS`` and calls ``begin`` before it reads or writes anything but weights, which no kernel writes.
+``begin`` lets the next kernel start, and waits for the end of the preceding one, and so of all kernels before
+that.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hisparse_pd.kernels.cuda_launch import HOPPER
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Return whether kernels can start early on ``device``; interpreted kernels cannot."""
+    """Return whether kernels can start early: on GPUs from Hopper on, not in Triton's interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
 
 
@@ -33,6 +35,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
+    """Let the next kernel start, and wait until all kernels before this one are over."""
     if OVERLAPS:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()

@@ -1,13 +1,13 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Products of activations with a matrix, both in fp8 or both in bfloat16.
+"""Products of activations with a matrix on a GPU, both in fp8 or both in bfloat16, by split-K.
 
-Columns are cut into parts whose number depends on the matrix's shape alone. A part's columns are added up in
-order, and then the parts, so that a row has the same bits among any number of rows. For few rows, each part
-has its own program, so that the product of a small matrix fills the GPU too and takes as long as reading the
-matrix; the caller adds up the parts. For many rows a program adds them up itself, on Hopper one of
-``kernels.gluon_linear``. The matrix is the wide operand of the tensor cores for few rows, and the rows are
-for many.
+``kernels.block_linear`` calls ``linear_parts``. Columns are cut into parts whose number depends on the
+matrix's shape alone. A part's columns are added up in order, and then the parts, so that a row has the same
+bits among any number of rows. For few rows each part has its own program, so that the product of a small
+matrix fills the GPU too and takes as long as reading the matrix; the caller adds up the parts. For many rows
+a program adds them up itself; on Hopper that is a program of ``kernels.gluon_linear``. The tensor cores' wide
+operand is the matrix for few rows, and the rows for many.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ from hisparse_pd.kernels.fp8_rows import FEW_ROWS
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
 ENOUGH_PROGRAMS: Final = 256
+"""Programs that fill a GPU; a matrix with fewer tiles of PART_ROWS rows is cut into parts until there are as
+many."""
+PART_ROWS: Final = 128
 MOST_PARTS: Final = 8
 FEWEST_BLOCKS: Final = 4
-PART_ROWS: Final = 128
+"""Fewest blocks of columns in a part."""
 PREFETCHED_BLOCKS: Final = 2
+"""Blocks of columns that a program prefetches while the preceding kernel still runs."""
 
 
 @dataclass(frozen=True)
 class Tiling:
+    """The sizes of one program's tile of the result, and how Triton compiles its loop."""
+
     tokens: int
     rows: int
     """Rows of the matrix; they divide ``BLOCK``, so that they have one scale."""
@@ -42,6 +48,7 @@ class Tiling:
 
 
 FEW: Final = (Tiling(16, 128, 5), Tiling(32, 128, 5), Tiling(64, 128, 3))
+"""Tilings for up to FEW_ROWS tokens; the first that holds all tokens is used."""
 MANY: Final = Tiling(128, 64, 4)
 
 
@@ -62,8 +69,9 @@ def num_parts(values: Tensor) -> int:
 def linear_parts(
     x: Tensor, num_tokens: int, values: Tensor, x_scales: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """Return ``x @ values.T`` in parts: for few tokens float32 [parts, num_tokens, rows], for many tokens the
-    sum, bfloat16 [1, num_tokens, rows]. In between, the matrix decides. A single part is always bfloat16.
+    """Return ``x @ values.T`` in parts, float32 [parts, num_tokens, rows], or their sum, bfloat16 [1,
+    num_tokens, rows]. Up to FEW_ROWS tokens give the parts; more give the sum, except where
+    ``gluon_linear.is_split``. A single part is bfloat16, too.
 
     ``x``: [>= num_tokens, columns]; ``values``: [rows, columns]. Both are fp8 with scales, float32 [blocks
     across, rows of x] and [blocks down, blocks across], or both are bfloat16.
@@ -136,13 +144,14 @@ def linear_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Compute ``out[part, tile, n]`` for some rows of the matrix, a part of its columns or all, and a tile of
-    tokens. ``IS_TALL``: the matrix is the wide operand.
+    tokens. ``IS_TALL``: the matrix is the wide operand. ``m`` are tokens, ``n`` rows of the matrix and ``k``
+    columns.
     """
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1)
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     first_block = part * PART_BLOCKS
-    end = min(first_block + PARTS * PART_BLOCKS, blocks)
+    end_block = min(first_block + PARTS * PART_BLOCKS, blocks)
     k = tl.arange(0, BLOCK)
     is_n = n < ROWS
     matrix_rows = values + n.to(tl.int64)[:, None] * COLUMNS
@@ -162,14 +171,14 @@ def linear_kernel(
         token_scales = x_scales + m
         token_scale = tl.load(token_scales + first_block * scales_stride, mask=is_m, other=0.0)
         row_scale = tl.load(row_scales + first_block)
-    for block in range(first_block, end):
-        at = block * BLOCK + k
-        is_k = (at < COLUMNS)[None, :]
-        weights = tl.load(matrix_rows + at[None, :], mask=is_n[:, None] & is_k, other=0.0)
-        tokens = tl.load(token_rows + at[None, :], mask=is_m[:, None] & is_k, other=0.0)
+    for block in range(first_block, end_block):
+        column = block * BLOCK + k
+        is_k = (column < COLUMNS)[None, :]
+        weights = tl.load(matrix_rows + column[None, :], mask=is_n[:, None] & is_k, other=0.0)
+        tokens = tl.load(token_rows + column[None, :], mask=is_m[:, None] & is_k, other=0.0)
         if HAS_SCALES:
             # Scales are loaded one round ahead, because Triton does not pipeline these loads.
-            following = tl.minimum(block + 1, end - 1)
+            following = tl.minimum(block + 1, end_block - 1)
             next_token_scale = tl.load(token_scales + following * scales_stride, mask=is_m, other=0.0)
             next_row_scale = tl.load(row_scales + following)
             scale = token_scale * row_scale

@@ -1,6 +1,10 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.norms.add_norm`` on a GPU, with one program for each row, or with a gate for several rows."""
+"""``kernels.norms.add_norm`` on a GPU, in one launch: sums, norm, gate and the rounding to fp8.
+
+Without a gate there is a program for each row. With a gate each program takes several rows, for which it
+keeps the gate's matrices in registers.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,8 @@ def add_norm_triton(
     num_tokens, size = added[0].shape[1:] if hidden is None else hidden.shape
     device = weight.device
     normed = torch.empty((num_tokens, size), dtype=weight.dtype, device=device)
+    # Absent tensors are replaced by others below, because a kernel takes no None; constants say what is
+    # absent.
     sums = hidden if hidden is not None and not added else torch.empty_like(normed)
     multiple = row_multiple(num_tokens, device)
     num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
@@ -50,7 +56,6 @@ def add_norm_triton(
     down, up = (weight, weight) if gate is None else gate
     rank = 0 if gate is None else len(down)
     padded = triton.next_power_of_2(blocks) * BLOCK
-    # A gate's matrices stay with a program from row to row.
     num_programs = num_rows if gate is None else min(num_rows, _num_programs(device))
     if num_rows:
         with torch.cuda.device_of(weight):
@@ -91,7 +96,8 @@ def add_norm_triton(
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    return num_multiprocessors(device) if device.type == "cuda" else 2  # Triton's interpreter
+    """Return the number of programs with a gate. Triton's interpreter gets two, so that tests see several."""
+    return num_multiprocessors(device) if device.type == "cuda" else 2
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -137,7 +143,7 @@ def add_norm_kernel(
     factor = tl.load(weight + at, mask=is_there, other=0.0)
     rank = tl.arange(0, RANK_STEP)[:, None]
     if RANK > 0 and RANK <= RANK_STEP:
-        held_down, held_up = gate_rows(down, up, rank, at, is_there, RANK, SIZE)
+        kept_down, kept_up = gate_rows(down, up, rank, at, is_there, RANK, SIZE)
     begin(OVERLAPS)
     dtype: tl.constexpr = normed.dtype.element_ty
     for number in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -159,13 +165,13 @@ def add_norm_kernel(
         if RANK > 0:
             y = result.to(tl.float32)
             if RANK <= RANK_STEP:
-                opening = opened(y, held_down, held_up, dtype)
+                logits = gate_logits(y, kept_down, kept_up, dtype)
             else:
-                opening = tl.zeros((PADDED,), dtype=tl.float32)
+                logits = tl.zeros((PADDED,), dtype=tl.float32)
                 for first in range(0, RANK, RANK_STEP):
                     some_down, some_up = gate_rows(down, up, first + rank, at, is_there, RANK, SIZE)
-                    opening += opened(y, some_down, some_up, dtype)
-            result = (y * tl.sigmoid(opening.to(dtype).to(tl.float32))).to(dtype)
+                    logits += gate_logits(y, some_down, some_up, dtype)
+            result = (y * tl.sigmoid(logits.to(dtype).to(tl.float32))).to(dtype)
         tl.store(normed + row * SIZE + at, result, mask=is_token)
         if ROUNDS:
             blocks = tl.reshape(result.to(tl.float32), (PADDED // BLOCK, BLOCK))
@@ -193,8 +199,8 @@ def gate_rows(down, up, rank, at, is_there, RANK: tl.constexpr, SIZE: tl.constex
 
 
 @triton.jit
-def opened(y, down, up, dtype: tl.constexpr):
-    """Return what some ranks add to the argument of the gate's sigmoid, [columns]."""
+def gate_logits(y, down, up, dtype: tl.constexpr):
+    """Return what some of the gate's ranks add to the argument of its sigmoid, [columns]."""
     inner = tl.sum(down.to(tl.float32) * y[None, :], axis=1).to(dtype).to(tl.float32)
     inner = (inner / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
     return tl.sum(up.to(tl.float32) * inner[:, None], axis=0)

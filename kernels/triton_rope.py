@@ -1,6 +1,9 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.rope`` on a GPU, and angles of positions: one launch each instead of ten that cannot fill it."""
+"""``kernels.rope`` on a GPU, and the angles of positions, in one launch each.
+
+In torch each would be some ten launches, none of which fills the GPU.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +87,7 @@ def angles_kernel(
     BLOCK_HALF: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Compute cos and sin of TOKENS positions."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     frequency = tl.load(inv_freq + pair, mask=pair < HALF, other=0.0)
     begin(OVERLAPS)

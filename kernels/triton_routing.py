@@ -1,6 +1,11 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""The choice of experts on a GPU: logits, choice and ``Routing.plan``, in one launch each."""
+"""The choice of experts on a GPU, in one launch each: the router's logits (``narrow_parts``), the choice
+(``choose_triton``) and ``Routing.plan`` (``plan_triton``).
+
+They are called in this order in every layer with experts, through ``kernels.expert_choice`` and
+``kernels.expert_routing``.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,11 @@ FEW_PARTS: Final = 8
 FEW_TOKENS: Final = 2048
 """Up to this many tokens, each part has its own program; the parts of more would need too much memory."""
 STEP_BYTES: Final = 256
+"""Bytes of a matrix's row that a program multiplies at a time."""
 LINE_BYTES: Final = 128
-TILES: Final = ((16, 32), (32, 32), (64, 32), (128, 64))
-"""Tokens and outputs of a program."""
+"""Bytes of a line of the L2 cache."""
+TILES: Final = ((16, 32), (32, 32), (64, 32))
+"""Tokens and outputs of a program, for up to as many tokens."""
 CHUNK_ROWS: Final = 8
 """Rows that a program of ``plan_triton`` sorts."""
 
@@ -36,7 +43,7 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
     part, parts = part_bytes // matrix.itemsize, triton.cdiv(row_bytes, part_bytes)
     programs = parts if num_tokens <= FEW_TOKENS else 1
     out = torch.empty((programs, num_tokens, outputs), dtype=torch.float32, device=x.device)
-    tile, block_outputs = next((tiles for tiles in TILES if tiles[0] >= num_tokens), TILES[-1])
+    tile, block_outputs, stages = _tiles(num_tokens, outputs, matrix.dtype)
     if num_tokens:
         with torch.cuda.device_of(x):
             narrow_kernel[(triton.cdiv(outputs, block_outputs), programs, triton.cdiv(num_tokens, tile))](
@@ -54,10 +61,20 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
                 TILE=tile,
                 BLOCK_OUTPUTS=block_outputs,
                 num_warps=4,
-                num_stages=1,
+                num_stages=stages,
                 **launch_options(x.device),
             )
     return out
+
+
+def _tiles(num_tokens: int, outputs: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return the tokens and outputs of a program, and the stages of its pipeline. No bit depends on them."""
+    for tile, block_outputs in TILES:
+        if num_tokens <= tile:
+            return tile, block_outputs, 1
+    if outputs > 64:
+        return 128, 64, 1
+    return 64, 64, 3 if dtype == torch.float32 else 1  # three stages of bfloat16 exceed shared memory
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -79,7 +96,8 @@ def narrow_kernel(
 ):
     """Compute some outputs of a tile of tokens from one part of the columns, or the sum of several parts.
 
-    With bfloat16 tokens, a float32 matrix is split into three bfloat16 matrices whose sum it equals exactly.
+    With bfloat16 tokens, a float32 matrix is split into three bfloat16 matrices whose sum it equals exactly,
+    so that the products use tensor cores. The smallest terms are added first.
     """
     n = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     part = tl.program_id(1)
@@ -105,11 +123,11 @@ def narrow_kernel(
             elif tokens.dtype == tl.float32:
                 total = tl.dot(weights.to(tl.float32), tokens, total, input_precision="ieee")
             else:
-                most = weights.to(tokens.dtype)
-                rest = weights - most.to(tl.float32)
-                more = rest.to(tokens.dtype)
-                least = (rest - more.to(tl.float32)).to(tokens.dtype)
-                total = tl.dot(most, tokens, tl.dot(more, tokens, tl.dot(least, tokens, total)))
+                high = weights.to(tokens.dtype)
+                rest = weights - high.to(tl.float32)
+                middle = rest.to(tokens.dtype)
+                low = (rest - middle.to(tl.float32)).to(tokens.dtype)
+                total = tl.dot(high, tokens, tl.dot(middle, tokens, tl.dot(low, tokens, total)))
         whole += total
     target = out + (part * num_tokens + m)[None, :] * OUTPUTS + n[:, None]
     tl.store(target, whole, mask=is_token & (n < OUTPUTS)[:, None])
@@ -162,7 +180,8 @@ def choose_triton(
     return weights, ids
 
 
-NOTHING: tl.constexpr = tl.constexpr(-(2**63))
+NO_KEY: tl.constexpr = tl.constexpr(-(2**63))
+"""A key below all of ``order_key``."""
 
 
 @triton.jit
@@ -199,7 +218,11 @@ def choose_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Choose the experts of one token. Whatever the logits are, the ids are distinct experts."""
+    """Choose the experts of one token. Whatever the logits are, the ids are distinct experts.
+
+    Stages: scores; keys that order experts by score plus bias; the choice of groups, after which experts of
+    other groups get keys of ``score_outside``; the TOP_K largest keys, one after the other; weights.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     within = tl.arange(0, BLOCK_GROUP)[None, :]
@@ -215,19 +238,19 @@ def choose_kernel(
     else:
         score = 1.0 / (1.0 + tl.exp(-logit))
     choice = score + offset
-    key = tl.where(is_expert, order_key(choice, expert), NOTHING)
+    key = tl.where(is_expert, order_key(choice, expert), NO_KEY)
     if CHOSEN_GROUPS < GROUPS:
         best = tl.max(key, axis=1)
-        second = tl.max(tl.where(key == best[:, None], NOTHING, key), axis=1)
+        second = tl.max(tl.where(key == best[:, None], NO_KEY, key), axis=1)
         first_choice = tl.sum(tl.where(key == best[:, None], choice, 0.0), axis=1)
         second_choice = tl.sum(tl.where(key == second[:, None], choice, 0.0), axis=1)
-        group_key = tl.where(group < GROUPS, order_key(first_choice + second_choice, group), NOTHING)
+        group_key = tl.where(group < GROUPS, order_key(first_choice + second_choice, group), NO_KEY)
         is_open = group < 0
         for _ in tl.static_range(CHOSEN_GROUPS):
             largest = tl.max(group_key, axis=0)
             is_open = is_open | (group_key == largest)
-            group_key = tl.where(group_key == largest, NOTHING, group_key)
-        outside = tl.where(is_expert, order_key(score_outside, expert), NOTHING)
+            group_key = tl.where(group_key == largest, NO_KEY, group_key)
+        outside = tl.where(is_expert, order_key(score_outside, expert), NO_KEY)
         key = tl.where(is_open[:, None], key, outside)
     k = tl.arange(0, BLOCK_K)
     chosen_ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
@@ -237,17 +260,17 @@ def choose_kernel(
         value = tl.sum(tl.sum(tl.where(key == largest, score, 0.0), axis=1), axis=0)
         chosen_ids = tl.where(k == number, 0x7FFFFFFF - (largest & 0x7FFFFFFF).to(tl.int32), chosen_ids)
         chosen_scores = tl.where(k == number, value, chosen_scores)
-        key = tl.where(key == largest, NOTHING, key)
+        key = tl.where(key == largest, NO_KEY, key)
     if NORMALIZES:
         chosen_scores = tl.div_rn(chosen_scores, tl.sum(chosen_scores, axis=0) + 1e-20)
     chosen_scores = chosen_scores * scale
     if HAS_SHARED:
         chosen_ids = tl.where(k == TOP_K, EXPERTS, chosen_ids)
         chosen_scores = tl.where(k == TOP_K, 1.0, chosen_scores)
-    every: tl.constexpr = TOP_K + 1 if HAS_SHARED else TOP_K
-    at = token * every + k
-    tl.store(weights + at, chosen_scores, mask=k < every)
-    tl.store(ids + at, chosen_ids.to(tl.int64), mask=k < every)
+    num_chosen: tl.constexpr = TOP_K + 1 if HAS_SHARED else TOP_K
+    at = token * num_chosen + k
+    tl.store(weights + at, chosen_scores, mask=k < num_chosen)
+    tl.store(ids + at, chosen_ids.to(tl.int64), mask=k < num_chosen)
 
 
 def plan_triton(
@@ -302,7 +325,8 @@ def plan_kernel(
     BLOCK_TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Find the places of some rows in the order of experts; the first program also counts experts' rows."""
+    """Sort CHUNK rows by expert: a row's place is the number of rows before it. The first program also
+    computes the tables of experts and tiles."""
     begin(OVERLAPS)
     rows = tl.arange(0, BLOCK_ROWS)
     row_ids = tl.load(ids + rows, mask=rows < num_rows, other=EXPERTS + 1).to(tl.int32)

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.step_rows`` on a GPU: one launch for each function, instead of ten or twenty."""
+"""``kernels.step_rows`` on a GPU: one launch for each function, instead of ten or twenty in torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 BLOCK = 128
+"""Rows of one program of ``place_rows``."""
 MOST_POSITIONS = 1024
 """Most positions of a row that one program of ``slots_of`` looks up."""
 
@@ -71,6 +72,7 @@ def place_rows_kernel(
     HAS_ENDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute all fields of BLOCK rows; the rows of ``rows_ptr`` are the fields in the order of StepRows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     rows_each = num_new - first_row
@@ -115,6 +117,7 @@ def slots_of_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Look up BLOCK positions of one row."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,8 @@
-"""Checks whether this node can compute what a Bootstrap asks for; a bad one must not harm other rooms."""
+"""Checks a Bootstrap before a request is made of it, because a bad one must not harm other requests.
+
+``PrefillLife.bootstrap`` calls ``BootstrapChecks.why_refused``: prompt, positions, pool and landing zone must
+be such that this node can compute and write everything.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap
 
 @dataclass(frozen=True, slots=True)
 class BootstrapChecks:
-    """What a Bootstrap is checked against."""
+    """The bounds against which Bootstraps are checked."""
 
     limits: StepLimits
     context_length: int
     vocab_size: int
 
     def why_refused(self, message: Bootstrap, peer: Peer) -> str | None:
-        """Return why the room can never be served, or None."""
+        """Return why the Bootstrap can never be served, or None."""
         return (
             self._why_prompt_wrong(message)
-            or _why_parts_wrong(message)
+            or _why_positions_wrong(message)
             or why_never(message.num_computed_tokens, self.limits)
             or why_not_landing(message, peer, self.limits.page_size)
         )
@@ -43,7 +47,7 @@ class BootstrapChecks:
         return None
 
 
-def _why_parts_wrong(message: Bootstrap) -> str | None:
+def _why_positions_wrong(message: Bootstrap) -> str | None:
     num_tokens, num_computed = message.num_prompt_tokens, message.num_computed_tokens
     if message.num_resumed_tokens >= num_tokens:
         return (

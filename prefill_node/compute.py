@@ -21,7 +21,7 @@ from hisparse_pd.core.model.prompt_scores import ScoredRows, score_rows
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.prefill_node.short_forwards import ShortForwards
 from hisparse_pd.protocol.messages import Bootstrap, Room, RoomScores
@@ -69,11 +69,12 @@ class PromptRunner:
             attention_backend,
             scratch_tokens=min(chunk_tokens, most_rows),
             split_slots=split_slots,
+            page_size=page_size,
         )
         self.short = ShortForwards(model, memory, page_size, self.kernels)
 
     def run(
-        self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
+        self, batch: Sequence[tuple[PrefillRequest, Chunk]], on_written: LayerWritten | None = None
     ) -> Computed:
         """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called layer by
         layer during the forward. Raises whatever the model or ``on_written`` raises, out of memory included;
@@ -121,7 +122,7 @@ class PromptRunner:
         if ranks is None and self._model.device.type == "cuda":
             self.short.capture(most_tokens)
 
-    def _warm_up_record(self, num_tokens: int, num_resumed: int) -> RoomRecord:
+    def _warm_up_record(self, num_tokens: int, num_resumed: int) -> PrefillRequest:
         """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored."""
         bootstrap = Bootstrap(
             room=0,
@@ -135,7 +136,7 @@ class PromptRunner:
         )
         nobody = Peer("", "", b"", self._page_size, {}, 0.0)
         pages = list(range(-(-num_tokens // self._page_size)))
-        return RoomRecord(nobody, bootstrap, 0.0, page_ids=pages)
+        return PrefillRequest(nobody, bootstrap, 0.0, page_ids=pages)
 
     def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows | None:
         """Return the scores of all rooms, or None when none are wanted. They are complete once the device is
@@ -160,13 +161,13 @@ class PromptRunner:
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
                 torch.cuda.synchronize(self._model.device)
 
-    def _paged(self, record: RoomRecord, chunk: Chunk) -> PagedRequest:
+    def _paged(self, record: PrefillRequest, chunk: Chunk) -> PagedRequest:
         page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
         num_resumed = max(0, chunk.stop - max(chunk.start, record.first_stepped))
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_resumed)
 
 
-def _token_ids(batch: Sequence[tuple[RoomRecord, Chunk]], ahead: int = 0) -> Tensor:
+def _token_ids(batch: Sequence[tuple[PrefillRequest, Chunk]], ahead: int = 0) -> Tensor:
     """Return the tokens ``ahead`` positions after those of the chunks, int64 [num_tokens]."""
     parts = [record.token_ids[chunk.start + ahead : chunk.stop + ahead] for record, chunk in batch]
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
@@ -185,7 +186,7 @@ class _Scored:
     token_ids: npt.NDArray[np.int64]
 
 
-def _scored_rows(batch: Sequence[tuple[RoomRecord, Chunk]]) -> list[_Scored]:
+def _scored_rows(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> list[_Scored]:
     """Return the rows to score; the row of a position says how likely the token after it is."""
     scored = []
     first_row = 0

@@ -1,5 +1,8 @@
 """The prefill node's engine: it computes prompts in chunks and pushes their KV to decode nodes.
 
+``PrefillEngine`` builds the parts of one rank; ``EngineLoop`` calls it. Each turn receives (``_receive``:
+returned batches, control messages, fronts) and runs one forward (``_step``: plan, compute, commit).
+
 The loop's thread does everything but the writes, which the sender's threads do while the next layers compute.
 A forward of one chunk must therefore take well under ``health_timeout_secs``, after which the front and the
 decode nodes take this engine for lost. A peer's silence is judged after its messages were read, and counts
@@ -19,7 +22,7 @@ import msgspec
 import torch
 
 from hisparse_pd.base.log_limit import LogLimiter
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
@@ -30,12 +33,13 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.engine.sockets import EngineSocket
-from hisparse_pd.prefill_node.compute import PromptRunner
+from hisparse_pd.prefill_node.compute import Computed, PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
-from hisparse_pd.prefill_node.push import Pusher, groups_of
+from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
-from hisparse_pd.prefill_node.room_life import RoomLife
-from hisparse_pd.prefill_node.rooms import RoomRecord, RoomState
+from hisparse_pd.prefill_node.request_life import PrefillLife
+from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
+from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
 from hisparse_pd.prefill_node.sizing import size_kv_pool
 from hisparse_pd.protocol.channels import ControlServer
@@ -46,9 +50,9 @@ from hisparse_pd.protocol.messages import (
     Bootstrap,
     Heartbeat,
     HeartbeatAck,
-    Refused,
     Register,
     Registered,
+    RegistrationRefused,
     ToDecode,
     ToPrefill,
 )
@@ -59,15 +63,17 @@ from hisparse_pd.transfer.transport import Transport
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_SECS = 5.0
+"""Limit for writes in flight when the engine closes."""
+
 SHORT_SHARE = 4
 """A long prompt leaves up to 1 / SHORT_SHARE of a step to later prompts that end in the same step."""
 
 AUX_SLOTS_PER_REQUEST = 2
-"""Aux slots for each running request: rooms that send or drain keep their slots while others compute."""
+"""Aux slots for each running request: requests that send or drain keep their slots while others compute."""
 
 
 class PrefillEngine(EngineLoop[PrefillSettings]):
-    """Builds one prefill engine and passes messages between its parts; ``RoomLife`` changes rooms."""
+    """Builds one prefill engine and passes messages between its parts; ``PrefillLife`` moves requests."""
 
     role = "prefill"
 
@@ -127,7 +133,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.page_size,
             slice_bytes=self.lanes.slice_bytes,
         )
-        self.life = RoomLife(
+        self.life = PrefillLife(
             pusher=self._pusher,
             limits=self._limits,
             context_length=spec.context_length,
@@ -136,13 +142,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             max_queued=settings.max_running_requests + settings.max_queued_requests,
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_peer=self._tell_peer,
-            wrong_items=self.memory.wrong_items,
             room_timeout_secs=settings.room_timeout_secs,
             # A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
+        self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
         kv = {PoolKind.DEVICE: self.memory.kv}
-        self._set_books(self.life, self.life.prefixes, kv, self.memory.row_checks)
+        self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
@@ -189,13 +195,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         )
 
     def close(self) -> None:
-        """End every room, wait a bounded time for writes in flight, and release sockets and memory."""
+        """Fail every request, wait a bounded time for writes in flight, and release sockets and memory."""
         now_secs = time.monotonic()
-        for record in list(self.life.rooms):
-            self.life.fail(record, 503, f"room {record.room}: the prefill node is shutting down", now_secs)
+        for request in list(self.life.requests):
+            self.life.fail(request, 503, f"room {request.room}: the prefill node is shutting down", now_secs)
         is_quiet = self.sender.close(CLOSE_TIMEOUT_SECS)
         for completion in self.sender.poll():
-            self.life.completed(completion, now_secs)
+            self.life.batch_returned(completion, now_secs)
         self.control.close()
         self._wakeup.close()
         if is_quiet:
@@ -208,15 +214,15 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     def _receive(self, now: float) -> None:
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
-            self.life.completed(completion, now)
+            self.life.batch_returned(completion, now)
         for session in self.lanes.take_decided():
             peer, lane = self.peers.of_session(session), self.lanes.lane(session)
             if peer is not None and lane is not None:
-                self._answer(peer, lane)
+                self._answer_registration(peer, lane)
         for identity, message in self.control.receive():
             self._on_control(identity, message, now)
-        self._hear_fronts(now)
-        self._end_silent(now)
+        self._receive_from_fronts(now)
+        self._fail_silent(now)
         self.life.fail_expired(now)
 
     def _on_control(self, identity: bytes, message: ToPrefill, now_secs: float) -> None:
@@ -227,7 +233,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if peer is None:
             self.life.dropped["unregistered"] += 1
             error = f"{type(message).__name__} before Register; register first"
-            self.control.send(identity, Refused(error, permanent=False))
+            self.control.send(identity, RegistrationRefused(error, permanent=False))
             return
         match message:
             case Heartbeat():
@@ -244,17 +250,17 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if error is not None:
             self._refuse(identity, message.node_id, error)
             return
-        before = self.peers.of_node(message.node_id)
+        known = self.peers.of_node(message.node_id)
         peer, replaced = self.peers.register(identity, message, now_secs)
-        if peer is not before:
+        if peer is not known:
             self.transfer.renew(peer.session)
         for old in replaced:
-            self.life.fail_rooms_of(old, "restarted", now_secs)
-        if peer is not before:
+            self.life.fail_requests_of(old, "restarted", now_secs)
+        if peer is not known:
             log.info("registered decode node %s, session %s", peer.node_id, peer.session)
         regions = [(region.base_addr, region.num_bytes) for region in message.regions]
         if (lane := self.lanes.register(peer.session, message.lane, regions)) is not None:
-            self._answer(peer, lane)
+            self._answer_registration(peer, lane)
         else:  # tells the decode node, which waits while its memory is opened, that this engine is alive
             self.control.send(identity, HeartbeatAck(0, self.instance_id))
 
@@ -262,9 +268,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self.life.dropped["refused"] += 1
         if self._logged_refusals.permits(node_id):
             log.warning("refused decode node %s: %s", node_id, error)
-        self.control.send(identity, Refused(error[:MAX_TEXT_CHARS], permanent=True))
+        self.control.send(identity, RegistrationRefused(error[:MAX_TEXT_CHARS], permanent=True))
 
-    def _answer(self, peer: Peer, lane: Lane) -> None:
+    def _answer_registration(self, peer: Peer, lane: Lane) -> None:
+        """Answer a Register, now that the lane to its node is chosen."""
         if lane.refusal:
             self._refuse(peer.identity, peer.node_id, lane.refusal)
             self.peers.lose(peer)
@@ -277,8 +284,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
         return self.control.send(self.peers.current(peer).identity, message)
 
-    def _end_silent(self, now: float) -> None:
-        """End the rooms of decode nodes that were silent for too long."""
+    def _fail_silent(self, now: float) -> None:
+        """Fail the requests of decode nodes that were silent for too long."""
         limit_secs = self._settings.heartbeat_timeout_secs
         for peer in self.peers.silent(now, limit_secs):
             if self.control.send(peer.identity, HeartbeatAck(0, self.instance_id)):
@@ -287,9 +294,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 continue
             self.peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
-            num_rooms = self.life.fail_rooms_of(peer, error, now)
-            level = logging.WARNING if num_rooms else logging.INFO  # a node without rooms left by itself
-            log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_rooms, error)
+            num_failed = self.life.fail_requests_of(peer, error, now)
+            level = logging.WARNING if num_failed else logging.INFO  # a node without rooms left by itself
+            log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_failed, error)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
 
@@ -299,9 +306,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return did_work
 
     def _forward(self) -> bool:
-        """Run one forward of this rank's rooms, or take part in one of other ranks. Return False when no rank
-        has anything to compute."""
-        life = self.life
+        """Run one forward of this rank's requests, or take part in one of other ranks. Return False when no
+        rank has anything to compute."""
         chunks = self.plan()
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)
@@ -311,13 +317,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if not chunks:
             self.runner.run_of_others()
             return True
-        now_secs = time.monotonic()
-        batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
-        admitted = [record for record, chunk in batch if chunk.admits]
-        life.admit(admitted, now_secs)
-        new_pages = [page_id for record in admitted for page_id in record.own_page_ids]
-        self.memory.void_checks(new_pages, self._limits.page_size)
-        pushes = [self._pusher.plan(record, chunk.start, chunk.stop) for record, chunk in batch]
+        batch = [(self.life.requests.live(chunk.room), chunk) for chunk in chunks]
+        self._admit([request for request, chunk in batch if chunk.admits])
+        pushes = [self._pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
         try:
             computed = self.runner.run(batch, partial(self._pusher.layer_written, pushes))
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
@@ -325,23 +327,35 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 raise
             self._fail_batch(batch, error)
             return True
-        now_secs = time.monotonic()
-        for (record, chunk), push in zip(batch, pushes, strict=True):
-            if not life.scored(record, computed.scores.get(record.room, ()), now_secs):
-                continue
-            life.computed(record, chunk.stop, push)
-            if (hint := computed.hints.get(record.room)) is not None:
-                assert record.aux_slot_src is not None
-                self.memory.stage_aux(record.aux_slot_src, record.room, hint[: groups_of(record)])
-                life.prompt_computed(record, now_secs)
+        self._commit(batch, pushes, computed)
         return True
+
+    def _admit(self, requests: list[PrefillRequest]) -> None:
+        self.life.admit(requests, time.monotonic())
+        new_pages = [page_id for request in requests for page_id in request.own_page_ids]
+        self.memory.void_checks(new_pages, self._limits.page_size)
+
+    def _commit(
+        self, batch: list[tuple[PrefillRequest, Chunk]], pushes: list[ChunkPush], computed: Computed
+    ) -> None:
+        """Send what a forward has computed. A prompt whose last chunk it was goes on to its aux record."""
+        now_secs = time.monotonic()
+        for (request, chunk), push in zip(batch, pushes, strict=True):
+            if not self.life.send_scores(request, computed.scores.get(request.room, ()), now_secs):
+                continue
+            self.life.note_computed(request, chunk.stop, push)
+            if (hint := computed.hints.get(request.room)) is not None:
+                assert request.aux_slot_src is not None
+                hint = hint[: request.peer.num_index_groups]
+                self.memory.stage_aux(request.aux_slot_src, request.room, hint)
+                self.life.start_sending(request, now_secs)
 
     def plan(self) -> tuple[Chunk, ...]:
         """Return the next forward's chunks. The rows that they read again are verified; while one is wrong,
         the plan is made again, with fewer pages each time."""
         life = self.life
         while True:
-            life.fail_too_long(time.monotonic())
+            self._verification.fail_too_long(time.monotonic())
             chunks = plan_step(
                 life.running(),
                 life.candidates(),
@@ -349,15 +363,15 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 num_available_pages=life.num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
-            if not life.set_wrong_aside(chunks, time.monotonic()):
+            if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
 
-    def _fail_batch(self, batch: list[tuple[RoomRecord, Chunk]], error: Exception) -> None:
-        log.error("the forward of rooms %s failed", [record.room for record, _ in batch], exc_info=error)
+    def _fail_batch(self, batch: list[tuple[PrefillRequest, Chunk]], error: Exception) -> None:
+        log.error("the forward of rooms %s failed", [request.room for request, _ in batch], exc_info=error)
         now_secs = time.monotonic()
-        for record, _ in batch:
-            reason = f"room {record.room}: computing the prompt failed: {type(error).__name__}: {error}"
-            self.life.fail(record, 500, reason, now_secs)
+        for request, _ in batch:
+            reason = f"room {request.room}: computing the prompt failed: {type(error).__name__}: {error}"
+            self.life.fail(request, 500, reason, now_secs)
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -368,10 +382,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return self.life.dropped + self.control.dropped
 
     def _stats(self, now: float) -> EngineStats:
-        life, rooms = self.life, self.life.rooms
-        num_running = rooms.count(RoomState.COMPUTING)
-        num_sending = rooms.count(RoomState.SENDING, RoomState.DRAINING)
-        num_waiting = rooms.count(RoomState.QUEUED)
+        life, requests = self.life, self.life.requests
+        num_running = requests.count(PrefillState.COMPUTING)
+        num_sending = requests.count(PrefillState.SENDING, PrefillState.DRAINING)
+        num_waiting = requests.count(PrefillState.QUEUED)
         num_total_tokens = self._limits.num_pages * self._limits.page_size
         num_used_tokens = num_total_tokens - life.num_available_pages * self._limits.page_size
         num_prompt_tokens = max(life.counters["prompt_tokens_total"], 1.0)

@@ -1,5 +1,8 @@
 """The prefill node's memory: owns the tensors of the KV pool, the index pool, the row checks and the aux
-staging. They are registered with the transport, which sends from them in place.
+staging memory.
+
+The forward writes KV, indexer keys and row checks (``compute.py``), and the engine stages aux records. All of
+it is registered with the transport, which sends from it in place (``push.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ log = logging.getLogger(__name__)
 VERIFIED_AT_A_TIME = 1 << 16
 """Token slots that are verified together; with 61 layers, computed and stored checks take 32 MB."""
 NUM_SCRATCH_SLOTS = 64
-"""Slots after those of pages; the number keeps all layers aligned."""
+"""Slots after those of pages, for rows of padding; the number keeps all layers aligned."""
 
 
 class PrefillMemory:
@@ -102,7 +105,7 @@ class PrefillMemory:
         return found
 
     def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:
-        """Write a room's aux record to its slot. ``hint``: int32 [the peer's index groups, index_topk],
+        """Write a request's aux record to its slot. ``hint``: int32 [the peer's index groups, index_topk],
         padded with -1."""
         layout = AuxLayout(len(hint), self._index_topk)
         layout.pack_into(self.aux[slot].numpy(), room, hint.cpu().numpy())

@@ -1,18 +1,22 @@
-"""Pushes a room's bytes to its landing zone: owns only the plans of the chunks in the forward.
+"""Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-Once a chunk, page ids and extents become runs of token slots that are contiguous on both sides. Batches then
-carry whole layers of the chunk, KV, indexer keys and row checks together, while the next layers compute. Runs
-become addresses only when the sender writes them, slice by slice, so a cached prefix of gigabytes is one
-batch. The aux record is a batch of its own and is submitted last: the sender keeps a room's batches in order
-and starts none after a failed one.
+Per chunk the engine calls ``plan`` before the forward, ``layer_written`` from within it and ``push_rest``
+after it; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one chunk's push; the
+``Pusher`` itself keeps none.
 
-A layer waits while the waiting layers make less than ``MIN_BATCH_BYTES``, and while the sender has
+``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
+carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when
+the sender writes them, slice by slice, so a cached prefix of gigabytes is one batch. The aux record is a
+batch of its own and is submitted last: the sender keeps a room's batches in order and starts none after a
+failed one.
+
+A written layer waits while all waiting layers make less than ``MIN_BATCH_BYTES``, and while the sender has
 ``MAX_PENDING_BATCHES`` of the room; it then leaves with a later layer, at the latest with the chunk's last.
 The forward's thread therefore works in proportion to the bytes, and a slow transport gets fewer and larger
 batches.
 
 A decode node that takes its bytes more slowly than they come keeps pages here that other nodes' prompts need.
-``has_place`` therefore holds further long prompts back while much is pending for that node.
+``may_start`` therefore holds further long prompts back while much is pending for that node.
 """
 
 from __future__ import annotations
@@ -24,20 +28,21 @@ import numpy as np
 
 from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots, slice_extents
 from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
-from hisparse_pd.prefill_node.rooms import RoomRecord
-from hisparse_pd.protocol.messages import RegionKind
+from hisparse_pd.prefill_node.requests import PrefillRequest
+from hisparse_pd.protocol.messages import Extent, RegionKind
 from hisparse_pd.transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
 from hisparse_pd.transfer.sender import Ready, Sender, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
-"""A batch costs the forward's thread 30 us and the sender's thread more; TCP moves about as many bytes in
-that time."""
+"""Fewest bytes of a batch of layers. A batch costs the forward's thread 30 us and the sender's thread more;
+TCP moves about as many bytes in that time."""
 
 WRITE_TIMEOUT_SECS = 60.0
 """Time limit of one slice, from its start: half a megabyte a second for 32 MiB, and twice Mooncake's 30 s."""
 
 MAX_PENDING_BATCHES = 2
-"""One batch in the transport and one after it, so that the transport need not wait for the next layer."""
+"""Batches of a room with the sender: one in the transport and one after it, so that the transport need not
+wait for the next layer."""
 
 MAX_PENDING_SHARE = 4
 """Long prompts wait while more than 1 / MAX_PENDING_SHARE of the pool's bytes are pending for their node."""
@@ -45,7 +50,7 @@ MAX_PENDING_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class SourceRegions:
-    """This node's registered memory. ``aux`` is one layer with a slot per room that owns pages.
+    """This node's registered memory. ``aux`` is one layer with a slot per request that owns pages.
 
     ``kv_layer_of_layer`` and ``index_group_of_layer``: the layers of ``kv`` and ``index`` that each layer of
     the model reads; the model's first layer that reads one also writes it. ``row_checks`` has the slots and
@@ -76,9 +81,9 @@ class SourceRegions:
 
 @dataclass(eq=False, slots=True)
 class ChunkPush:
-    """Writes of all layers of a room's positions ``[start, stop)``, and how many layers were submitted."""
+    """Writes of all layers of a request's positions ``[start, stop)``, and how many layers were submitted."""
 
-    record: RoomRecord
+    request: PrefillRequest
     start: int
     stop: int
     kv: LayerWrites
@@ -119,27 +124,21 @@ class Pusher:
         )
         self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
-    def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
+    def plan(self, request: PrefillRequest, start: int, stop: int) -> ChunkPush:
         """Return the push of positions ``[start, stop)`` without those that the decode node holds; nothing is
         submitted yet."""
-        peer, bootstrap = record.peer, record.bootstrap
+        peer, bootstrap = request.peer, request.bootstrap
         num_held = bootstrap.num_held_tokens
         start = min(max(start, num_held), stop)
-        first, last = (max(position - num_held, 0) for position in (start, stop))
-        src_slots = expand_pages(np.asarray(record.page_ids, np.int64), self._page_size, start, stop)
-        kv, index = (
-            LayerWrites(
-                plan_writes(src_slots, extents_to_slots(slice_extents(extents, first, last))),
-                source,
-                peer.regions[kind],
-                0,
-                peer.regions[kind].num_layers,
-            )
-            for source, kind, extents in (
-                (self._source.kv, kv_region_of(bootstrap), bootstrap.kv_extents),
-                (self._source.index, RegionKind.INDEX, bootstrap.index_extents),
-            )
-        )
+        src_slots = expand_pages(np.asarray(request.page_ids, np.int64), self._page_size, start, stop)
+
+        def all_layers(src: RegionView, dst: RegionView, extents: tuple[Extent, ...]) -> LayerWrites:
+            # Extents begin with the first position that is not held.
+            landing = slice_extents(extents, max(start - num_held, 0), max(stop - num_held, 0))
+            return LayerWrites(plan_writes(src_slots, extents_to_slots(landing)), src, dst, 0, dst.num_layers)
+
+        kv = all_layers(self._source.kv, peer.regions[kv_region_of(bootstrap)], bootstrap.kv_extents)
+        index = all_layers(self._source.index, peer.regions[RegionKind.INDEX], bootstrap.index_extents)
         row_checks, checks_dst = None, peer.regions.get(RegionKind.ROW_CHECKS)
         if self._source.row_checks is not None and checks_dst is not None:
             row_checks = LayerWrites(
@@ -150,7 +149,7 @@ class Pusher:
         index.check()
         layer_bytes = (stop - start) * self._source.kv.item_bytes
         num_layers = self._source.num_layers_until(kv.dst.num_layers, index.dst.num_layers)
-        return ChunkPush(record, start, stop, kv, index, row_checks, layer_bytes, num_layers)
+        return ChunkPush(request, start, stop, kv, index, row_checks, layer_bytes, num_layers)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes of so many positions in all pools."""
@@ -160,15 +159,19 @@ class Pusher:
         """Return the bytes that are submitted for a decode node and not written yet."""
         return self.sender.num_bytes_pending(peer.session)
 
-    def has_place(self, record: RoomRecord, num_bytes_pending: int) -> bool:
-        """Return whether the room may start to send to a decode node with so many bytes pending."""
-        num_tokens = record.num_computed_tokens - record.bootstrap.num_held_tokens
+    def may_start(self, request: PrefillRequest, num_bytes_pending: int) -> bool:
+        """Return whether the request may start to send to its decode node, for which so many bytes are
+        pending."""
+        num_tokens = request.num_computed_tokens - request.bootstrap.num_held_tokens
         is_short = self.num_bytes(num_tokens) <= SLICE_BYTES
         return is_short or num_bytes_pending <= self._max_pending_bytes
 
     def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
-        """Submit what is due of these chunks now that the forward has written ``layer``. ``ready``: see
-        ``WriteBatch``; it must cover the earlier layers, too. Raises ValueError for a layer out of order."""
+        """Submit the layers of these chunks that are due, now that the forward has written ``layer``.
+
+        ``ready``: see ``WriteBatch``; it must cover the earlier layers, too. Raises ValueError for a layer
+        out of order.
+        """
         num_layers = len(self._source.kv_layer_of_layer)
         for push in pushes:
             if layer != push.num_layers_written:
@@ -186,33 +189,34 @@ class Pusher:
         """Submit all layers that are not submitted yet, if any; all must be written."""
         self._submit_layers(push, push.num_layers, None)
 
-    def push_aux(self, record: RoomRecord) -> None:
-        """Submit the aux record, which is already in the room's slot of the aux staging memory."""
-        if record.aux_slot_src is None:
-            raise ValueError(f"room {record.room} has no aux slot to send its aux record from")
-        peer, bootstrap = record.peer, record.bootstrap
+    def push_aux(self, request: PrefillRequest) -> None:
+        """Submit the aux record, which is already in the request's slot of the aux staging memory."""
+        if request.aux_slot_src is None:
+            raise ValueError(f"room {request.room} has no aux slot to send its aux record from")
+        peer, bootstrap = request.peer, request.bootstrap
+        source, dst = self._source.aux, peer.regions[RegionKind.AUX]
+        slot_addr = source.base_addr + request.aux_slot_src * source.item_bytes
         # A peer that does not draft takes records that are shorter than the slots here.
-        source, region = self._source.aux, peer.regions[RegionKind.AUX]
-        start = source.base_addr + record.aux_slot_src * source.item_bytes
-        slot = RegionView(start, source.item_bytes, 1, 1, region.item_bytes)
-        writes = LayerWrites(plan_writes([0], [bootstrap.aux_slot]), slot, region, 0, 1)
+        slot = RegionView(
+            slot_addr, num_bytes=source.item_bytes, num_layers=1, num_slots=1, item_bytes=dst.item_bytes
+        )
+        writes = LayerWrites(plan_writes([0], [bootstrap.aux_slot]), slot, dst, 0, 1)
         writes.check()
-        self.submit(record, "aux record", (writes,), None)
+        self.submit(request, "aux record", (writes,), None)
 
-    def cancel(self, record: RoomRecord) -> None:
-        """Keep the room's waiting batches from starting; each still gets its completion."""
-        self.sender.cancel(record.room)
+    def cancel(self, request: PrefillRequest) -> None:
+        """Keep the request's waiting batches from starting; each still gets its completion."""
+        self.sender.cancel(request.room)
 
     def _is_due(self, push: ChunkPush) -> bool:
         """Return whether the waiting layers should leave before the chunk's last layer is written."""
-        written, submitted = (
-            self._source.num_written(num_layers)[0]
-            for num_layers in (push.num_layers_written, push.num_layers_submitted)
-        )
+        num_written, _ = self._source.num_written(push.num_layers_written)
+        num_submitted, _ = self._source.num_written(push.num_layers_submitted)
+        num_waiting = num_written - num_submitted
         return (
-            written > submitted
-            and (written - submitted) * push.layer_bytes >= self.min_batch_bytes
-            and self.sender.num_pending(push.record.room) < MAX_PENDING_BATCHES
+            num_waiting > 0
+            and num_waiting * push.layer_bytes >= self.min_batch_bytes
+            and self.sender.num_pending(push.request.room) < MAX_PENDING_BATCHES
         )
 
     def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
@@ -224,25 +228,22 @@ class Pusher:
         if push.row_checks is not None:
             parts.append(push.row_checks.of_layers(first_kv, stop_kv))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
-        self.submit(push.record, tag, parts, ready)
+        self.submit(push.request, tag, parts, ready)
         push.num_layers_submitted = stop
 
-    def submit(self, record: RoomRecord, tag: str, parts: Sequence[LayerWrites], ready: Ready | None) -> None:
-        session = record.peer.session
+    def submit(
+        self, request: PrefillRequest, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
+    ) -> None:
+        session = request.peer.session
         writes = SlicedWrites(parts, self._slice_bytes(session))
         batch = WriteBatch(
-            record.room,
+            request.room,
             tag,
             writes,
             writes.num_bytes,
-            record.deadline_secs,
+            request.deadline_secs,
             self.write_timeout_secs,
             ready,
         )
         self.sender.submit(session, batch)
-        record.num_writes_pending += 1
-
-
-def groups_of(record: RoomRecord) -> int:
-    """Return the number of index groups that the room's decode node takes."""
-    return record.peer.regions[RegionKind.INDEX].num_layers
+        request.num_writes_pending += 1

@@ -1,8 +1,12 @@
 """The decode nodes that this prefill node writes to: owns which are registered and when each was last heard.
 
-ZMQ names a control connection by an identity that changes with every reconnect; a node's ``node_id`` stays.
-Registering again with the same session and regions keeps the node's rooms and moves their answers to the new
-connection. Another session or other regions mean that the node restarted: the old registration is lost.
+The engine calls ``why_refused`` and ``register`` for each Register, ``heard`` for each message, and
+``silent`` in each turn of its loop. ZMQ names a control connection by an identity that changes with every
+reconnect; a node's ``node_id`` stays. Registering again with the same session and regions keeps the node's
+requests and moves their answers to the new connection. Another session or other regions mean that the node
+restarted: the old registration is lost.
+
+``why_not_landing`` checks a Bootstrap's landing zone against the registered regions.
 """
 
 from __future__ import annotations
@@ -40,6 +44,11 @@ class Peer:
     """Time on the clock of ``time.monotonic``. When a silent peer turns out to be connected, a heartbeat
     interval is added."""
 
+    @property
+    def num_index_groups(self) -> int:
+        """Index groups whose keys it takes: fewer than the model has if it does not draft."""
+        return self.regions[RegionKind.INDEX].num_layers
+
 
 class Registrations:
     """Registered decode nodes by node id and by connection."""
@@ -64,8 +73,10 @@ class Registrations:
         page_size = register.geometry.page_size
         known = self._by_node.get(register.node_id)
         # With the same values it is the same process, whose memory is where it was.
-        memory = register.session, page_size, regions
-        if known is not None and (known.session, known.page_size, known.regions) == memory:
+        is_same_process = known is not None and (
+            (known.session, known.page_size, known.regions) == (register.session, page_size, regions)
+        )
+        if known is not None and is_same_process:
             self._by_identity.pop(known.identity, None)
             known.identity = identity
             known.last_heard_secs = now_secs
@@ -208,7 +219,7 @@ def _host_of(session: str) -> str | None:
 
 
 def kv_region_of(bootstrap: Bootstrap) -> RegionKind:
-    """Return the region in which a room's KV is to land."""
+    """Return the region in which a request's KV is to land."""
     return RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE
 
 
@@ -259,7 +270,8 @@ def _why_extents_wrong(
 
 
 def _shape_of(kind: RegionKind, geometry: Geometry) -> tuple[int, int]:
-    """Return the layers and the item bytes of such a region of a decode node with this geometry."""
+    """Return the number of layers and the item bytes of a region, by its kind and the decode node's
+    geometry."""
     match kind:
         case RegionKind.KV_HOST | RegionKind.KV_DEVICE:
             return geometry.num_kv_layers, geometry.item_bytes

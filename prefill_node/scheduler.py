@@ -1,14 +1,17 @@
-"""Chooses the chunks of prompts that form the next forward. Pure planning: owns nothing, changes nothing.
+"""Chooses the chunks of prompts that form the next forward. Pure: it owns and changes nothing.
 
-Prompts are served in order of arrival: rooms that compute continue in order of admission, then waiting rooms
-are admitted in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all
-pages of the prompt or nothing. The first waiting room that does not fit holds back the later ones, so that
+The engine calls ``plan_step`` before each forward, with the requests that ``PrefillLife`` has computing and
+waiting.
+
+Prompts are served in order of arrival: requests that compute continue in order of admission, then waiting
+ones are admitted in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all
+pages of the prompt or nothing. The first waiting request that does not fit holds back the later ones, so that
 short prompts never starve a long one.
 
-There are two exceptions. A room whose prompt begins like that of an earlier room still computing waits for it
-and then finds the common pages in the prefix cache; later rooms go ahead of it. And a long prompt that fills
-up a forward without ending in it gives up to ``short_tokens`` of its tokens to later rooms whose prompts then
-end in this forward. A room that is passed by keeps its claim on pages.
+There are two exceptions. A request whose prompt begins like that of an earlier one still computing waits for
+it and then finds the common pages in the prefix cache; later requests go ahead of it. And a long prompt that
+fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to later requests whose
+prompts then end in this forward. A request that is passed by keeps its claim on pages.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.protocol.messages import Room
 
 MAX_LOOKED_AT: Final = 128
-"""Most waiting rooms that are considered for one forward; each costs a look into the prefix cache."""
+"""Most waiting requests that are considered for one forward; each costs a look into the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class StepLimits:
     short_tokens: int
     """Most of these tokens that a prompt that does not end in the forward leaves to later ones that do."""
     max_requests: int
-    """Most requests in one forward, and most rooms that compute."""
+    """Most requests in one forward, and most that are in COMPUTING."""
     page_size: int
     num_pages: int
     """Pages in the whole pool."""
@@ -45,7 +48,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A room that holds pages for ``num_tokens`` positions, of which those from ``num_ready_tokens`` on are
+    """A request that owns pages for ``num_tokens`` positions, of which those from ``num_ready_tokens`` on are
     not computed yet."""
 
     room: Room
@@ -56,7 +59,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A room that holds nothing, with ``num_tokens`` positions to compute, of which the first
+    """A request that owns nothing, with ``num_tokens`` positions to compute, of which the first
     ``num_cached_pages`` pages are cached. ``keys``: those of the pages that may come from the cache."""
 
     room: Room
@@ -64,13 +67,13 @@ class Waiting:
     keys: tuple[PageKey, ...]
     num_cached_pages: int
     num_unused_pages: int
-    """Cached pages that no room uses; they count as available until this room uses them."""
+    """Cached pages that no request uses; they count as available until this one uses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions ``[start, stop)`` of a room. ``admits``: whether it is the room's first chunk, for which
-    pages are reserved."""
+    """Positions ``[start, stop)`` of a request. ``admits``: whether it is the request's first chunk, before
+    which its pages are reserved."""
 
     room: Room
     start: int
@@ -99,24 +102,24 @@ def plan_step(
     num_available_pages: int,
     num_aux_slots: int,
 ) -> tuple[Chunk, ...]:
-    """Return the chunks of the next forward, at most one of each room; none when there is nothing to do.
+    """Return the chunks of the next forward, at most one of each request; none when there is nothing to do.
 
-    ``waiting`` is consumed only as far as rooms are looked at. ``num_available_pages``: free pages and those
-    that the prefix cache would evict; a room that uses such cached pages lowers the number.
+    ``waiting`` is consumed only as far as requests are looked at. ``num_available_pages``: free pages and
+    those that the prefix cache would evict; a request that uses such cached pages lowers the number.
     """
     forward = _Forward(limits)
     leaders = _Leaders()
     num_running = 0
-    for room in running:
+    for request in running:
         num_running += 1
-        leaders.add(room.keys)
-        forward.add(room.room, room.num_ready_tokens, room.num_tokens, admits=False)
+        leaders.add(request.keys)
+        forward.add(request.room, request.num_ready_tokens, request.num_tokens, admits=False)
     candidates = islice(waiting, MAX_LOOKED_AT)
     while not forward.is_full and num_running < limits.max_requests and num_aux_slots > 0:
         if (candidate := next(candidates, None)) is None:
             break
         if leaders.share_more(candidate.keys, candidate.num_cached_pages):
-            # Later rooms that share more pages with this one wait for it, too.
+            # Later requests that share more pages with this one wait for it, too.
             leaders.add(candidate.keys)
             continue
         num_new_pages = limits.pages_for(candidate.num_tokens) - candidate.num_cached_pages
@@ -133,24 +136,23 @@ def plan_step(
 
 
 class _Forward:
-    """The chunks of one forward, while rooms share out its tokens."""
+    """The chunks of one forward in the making."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.chunks: list[Chunk] = []
         self._limits = limits
         self._left = limits.chunk_tokens
-        """Tokens that are not given to a chunk yet; after the long prompt, those that it may still give
-        up."""
+        """Tokens that no chunk has yet; behind a long prompt, those that it may still give up."""
         self._long: int | None = None
-        """Place in ``chunks`` of the long prompt, the only one that does not end in this forward."""
+        """Index in ``chunks`` of the long prompt, the only one that does not end in this forward."""
 
     @property
     def is_full(self) -> bool:
         return self._left <= 0 or len(self.chunks) >= self._limits.max_requests
 
     def add(self, room: Room, start: int, end: int, *, admits: bool) -> bool:
-        """Add a chunk of a room whose positions from ``start`` to ``end`` are to compute. Return False when
-        it must wait for a later forward."""
+        """Add a chunk of a request whose positions from ``start`` to ``end`` are to compute. Return False
+        when it must wait for a later forward."""
         if self.is_full:
             return False
         if self._long is None:
@@ -163,15 +165,16 @@ class _Forward:
             return True
         if end - start > self._left:
             return False
-        giving = self.chunks[self._long]
-        self.chunks[self._long] = replace(giving, stop=giving.stop - (end - start))
+        long = self.chunks[self._long]
+        self.chunks[self._long] = replace(long, stop=long.stop - (end - start))
         self.chunks.append(Chunk(room, start, end, admits))
         self._left -= end - start
         return True
 
 
 class _Leaders:
-    """Prompts whose pages are about to be computed, found by their first page."""
+    """Prompts whose pages are about to be computed, found by their first page. Requests that share more pages
+    with one of them than are cached wait for it."""
 
     def __init__(self) -> None:
         self._by_first_key: dict[PageKey, list[tuple[PageKey, ...]]] = {}

@@ -1,6 +1,8 @@
 """The prefill node's front: status and administration on one port, the bootstrap endpoint on another.
 
-The decode node serves requests. A router that sends each request to both nodes gets an empty answer here.
+``hisparse-pd prefill`` calls ``run``. Decode nodes find this node's control sockets through the bootstrap
+endpoint. Clients' requests are the decode node's to serve: a router that sends each request to both nodes, as
+SGLang's does, gets an empty answer here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from starlette.routing import Route
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.base.log_limit import LogLimiter
-from hisparse_pd.base.settings import MAX_BODY_BYTES, PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.settings import MAX_BODY_BYTES
 from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.engine.messages import EngineReady
 from hisparse_pd.protocol.bootstrap import (
@@ -45,7 +48,7 @@ log = logging.getLogger(__name__)
 _BODY_SECS = 10.0
 """Time limit for receiving a body, which nobody reads."""
 
-_NOTHING: Final[dict[str, Any]] = {"meta_info": {"input_token_logprobs": []}}
+_EMPTY_ANSWER: Final[dict[str, Any]] = {"meta_info": {"input_token_logprobs": []}}
 """The answer to every request. SGLang's ``mini_lb`` puts this list before the decode node's, which has all
 logprobs of the prompt."""
 
@@ -105,7 +108,7 @@ async def _leave_to_decode_node(context: NodeContext, endpoint: Endpoint, reques
         is_whole = False  # the client, which left, does not read the answer
     try:
         context.link.require_serving()
-        response = json_response(_NOTHING)
+        response = json_response(_EMPTY_ANSWER)
     except NodeUnavailable as error:
         response = error.response(shape=ErrorShape.of_path(endpoint))
     if not is_whole:
@@ -160,11 +163,11 @@ def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Sta
 
 def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> BootstrapInfo:
     """Return the bootstrap information of a node. ``ready``: the message of each rank's engine."""
-    endpoints = [of_rank.control_endpoint.rpartition(":") for of_rank in ready]
+    endpoints = [rank.control_endpoint.rpartition(":") for rank in ready]
     hosts = [host.strip("[]") for host, _, _ in endpoints]
     ranks = [
-        RankInfo(of_rank.instance_id, int(port), host if host != hosts[0] else "")
-        for of_rank, host, (_, _, port) in zip(ready, hosts, endpoints, strict=True)
+        RankInfo(rank.instance_id, int(port), host if host != hosts[0] else "")
+        for rank, host, (_, _, port) in zip(ready, hosts, endpoints, strict=True)
     ]
     return BootstrapInfo(
         protocol_version=PROTOCOL_VERSION,

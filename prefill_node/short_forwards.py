@@ -67,8 +67,8 @@ class ShortForwards:
     @torch.inference_mode()
     def run(self, token_ids: Tensor, kv: PagedKv) -> Tensor | None:
         """Return the hidden states, [num_tokens, hidden_size], which are valid until the next call, and write
-        the hints to ``kv``. Return None when there are too many tokens or requests for any graph, or resumed
-        tokens.
+        the hints to ``kv``. Return None when there are too many tokens, requests or pages for any graph, or
+        resumed tokens.
 
         A graph does not call the layer hook of ``kv``; the caller must call it for every layer.
         """
@@ -76,9 +76,13 @@ class ShortForwards:
         size = next((size for size in self._captured if size >= num_tokens), None)
         if size is None or num_requests > MOST_REQUESTS or kv.rows.has_resumed:
             return None
+        if kv.contexts is not None and len(kv.contexts.groups) > 1:
+            return None
         captured = self._captured[size]
         captured.token_ids[:num_tokens] = token_ids
-        captured.kv.rows.hold(kv.rows, self._memory.scratch_slot)
+        captured.kv.rows.fill(kv.rows, self._memory.scratch_slot)
+        if captured.kv.contexts is not None and kv.contexts is not None:
+            captured.kv.contexts.fill(kv.contexts)
         captured.graph.replay()
         kv.hints.copy_(captured.kv.hints[:num_requests])
         return captured.hidden[:num_tokens]
@@ -89,7 +93,14 @@ class ShortForwards:
     def _padding(self, size: int) -> tuple[Tensor, PagedKv]:
         memory, spec = self._memory, self._model.spec
         max_pages = -(-spec.context_length // self._page_size)
-        rows = PagedRows.padding(MOST_REQUESTS, max_pages, size, memory.scratch_slot, self._model.device)
+        rows = PagedRows.padding(
+            MOST_REQUESTS,
+            max_pages,
+            size,
+            memory.scratch_slot,
+            self._model.device,
+            spec.context_length,
+        )
         pools = memory.kv, memory.index, self._page_size
         kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks)
         return torch.zeros(size, dtype=torch.int64, device=self._model.device), kv

@@ -1,10 +1,15 @@
-"""Pure functions that size a prefill node's KV pool from settings, model and free GPU memory."""
+"""Computes how many tokens a prefill node's KV pool has, from settings, model and free GPU memory. Pure.
+
+The engine calls ``size_kv_pool`` at its start. What the weights and the reserve for a forward leave of the
+GPU becomes the pool.
+"""
 
 from __future__ import annotations
 
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.unpacked import unpacked_bytes
 
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes reserved for libraries' workspaces and for unpacked weights."""
@@ -12,7 +17,8 @@ TOKEN_RESERVE_BYTES = 512 << 10
 """Bytes reserved for one token's activations: twice the queries, 128 heads of 576 numbers, and smaller
 ones."""
 GRAPH_TOKENS = (1024, 256, 64, 16)
-"""Tokens of each forward that is captured; together they keep the activations of the first, the largest."""
+"""Sizes, in tokens, of the forwards that are captured as CUDA graphs. They share memory, so that together
+they keep the activations of the largest."""
 MAX_INDEXER_BYTES = 1 << 30
 """Most bytes of indexer scores; scores that would take more are computed in blocks of queries."""
 
@@ -20,8 +26,9 @@ MAX_INDEXER_BYTES = 1 << 30
 def size_kv_pool(settings: PrefillSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
     """Return the tokens of the KV pool; see ``PoolDemand.num_tokens``. Raises StartError."""
     demand = device_demand(settings, spec)
-    asked, fraction = settings.kv_pool_tokens, settings.mem_fraction_static
-    return demand.num_tokens(asked, memory, fraction, settings.page_size)
+    return demand.num_tokens(
+        settings.kv_pool_tokens, memory, settings.mem_fraction_static, settings.page_size
+    )
 
 
 def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
@@ -39,10 +46,12 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
-    largest graph, and indexer scores. Prompt scores come after the layers' activations are freed."""
+    largest graph, indexer scores, and unpacked KV of one context where it is fp8.
+    Prompt scores come after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
     return (
         BASE_RESERVE_BYTES
         + (num_tokens + min(num_tokens, GRAPH_TOKENS[0])) * TOKEN_RESERVE_BYTES
         + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
+        + unpacked_bytes(spec, settings.page_size)
     )

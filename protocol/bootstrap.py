@@ -1,7 +1,7 @@
 """Discovery: the answer of a prefill node's bootstrap endpoint, and the decode node's look-up of it.
 
-The endpoint is HTTP and read-only: ``GET /bootstrap`` tells where the control socket is. Registration goes
-over the control socket, which authenticates the peer; nothing can be written at the endpoint.
+The endpoint is HTTP and read-only: ``GET /bootstrap`` tells where the control sockets are. Registration goes
+over a control socket, which authenticates the peer; nothing can be written at the endpoint.
 
 With a control key both ends prove that they hold it: the caller signs a nonce, and the node signs that nonce
 with its answer. A caller without the key gets no answer, and a forged or replayed answer is rejected. With a
@@ -19,7 +19,7 @@ import threading
 import time
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -34,7 +34,9 @@ from hisparse_pd.protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 
 BOOTSTRAP_PATH = "/bootstrap"
 LOOKUP_TIMEOUT_SECS = 5.0
+"""Limit for a whole look-up: resolving, connecting to each address, and the answer."""
 MAX_INFO_BYTES = 64 << 10
+"""Longest body of an answer that is read."""
 
 NONCE_HEADER = "x-hisparse-pd-nonce"
 CODE_HEADER = "x-hisparse-pd-code"
@@ -177,31 +179,32 @@ def look_up(
             rejected=True,
         )
     allowed = allowed or PeerList()
-    asked = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
+    url = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
     deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
-    addresses = _addresses(asked, bootstrap_host, allowed, deadline)
+    addresses = _addresses(url, bootstrap_host, allowed, deadline)
     nonce = secrets.token_hex(_NONCE_BYTES)
     headers = {}
     if keys is not None:
         headers = {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_REQUEST_PURPOSE, nonce.encode())}
-    address, (status, code, body) = _ask_first(addresses, bootstrap_port, headers, asked, deadline)
-    if status != 200:
+    address, answer = _get_first(addresses, bootstrap_port, headers, url, deadline)
+    if answer.status != 200:
         raise BootstrapLookupError(
-            f"{asked}: status {status}{_error_text(body)}", rejected=status in _REJECTED_STATUSES
+            f"{url}: status {answer.status}{_error_text(answer.body)}",
+            rejected=answer.status in _REJECTED_STATUSES,
         )
-    if keys is not None and not keys.has_signed(code, _ANSWER_PURPOSE, nonce.encode(), body):
+    if keys is not None and not keys.has_signed(answer.code, _ANSWER_PURPOSE, nonce.encode(), answer.body):
         raise BootstrapLookupError(
-            f"{asked}: the answer is not by a holder of this node's control key; set the same "
+            f"{url}: the answer is not by a holder of this node's control key; set the same "
             "control_key_file on both nodes",
             rejected=True,
         )
-    info = parse_info(body, asked)
+    info = parse_info(answer.body, url)
     if info.control_host_for(bootstrap_host) == bootstrap_host:
         control_host = address  # it answers there; the name's other addresses may be other machines
     else:
-        control_host = _addresses(asked, info.control_host, allowed, deadline)[0]
+        control_host = _addresses(url, info.control_host, allowed, deadline)[0]
     hosts = {rank.control_host for rank in info.ranks if rank.control_host}
-    address_of = {host: _addresses(asked, host, allowed, deadline)[0] for host in hosts}
+    address_of = {host: _addresses(url, host, allowed, deadline)[0] for host in hosts}
     ranks = tuple(
         msgspec.structs.replace(rank, control_host=address_of.get(rank.control_host, ""))
         for rank in info.ranks
@@ -209,50 +212,56 @@ def look_up(
     return msgspec.structs.replace(info, control_host=control_host, ranks=ranks)
 
 
-def parse_info(body: bytes, asked: str) -> BootstrapInfo:
-    """Decode the body of an answer from ``asked``, a URL for error texts. Raises BootstrapLookupError."""
+def parse_info(body: bytes, url: str) -> BootstrapInfo:
+    """Decode the body of an answer. ``url``: where it is from, for error texts. Raises
+    BootstrapLookupError."""
     try:
         info = _info_decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise BootstrapLookupError(
-            f"{asked}: no bootstrap information: {type(error).__name__}: {error}"
+            f"{url}: no bootstrap information: {type(error).__name__}: {error}"
         ) from error
-    of_ranks = {rank.control_host for rank in info.ranks if rank.control_host}
-    for host in of_ranks | {info.control_host}.difference(WILDCARD_HOSTS):
+    rank_hosts = {rank.control_host for rank in info.ranks if rank.control_host}
+    for host in rank_hosts | {info.control_host}.difference(WILDCARD_HOSTS):
         if not is_host(host) or host in WILDCARD_HOSTS:
-            raise BootstrapLookupError(f"{asked}: control host {host!r} is no name and no address")
+            raise BootstrapLookupError(f"{url}: control host {host!r} is no name and no address")
     if info.protocol_version != PROTOCOL_VERSION:
         raise BootstrapLookupError(
-            f"{asked}: protocol version {info.protocol_version}, this node speaks {PROTOCOL_VERSION}; "
+            f"{url}: protocol version {info.protocol_version}, this node speaks {PROTOCOL_VERSION}; "
             "run the same release on both nodes"
         )
     return info
 
 
-_Answer: TypeAlias = tuple[int, str, bytes]
-"""HTTP status, signature of the answer, and body."""
+class _Answer(NamedTuple):
+    """An answer of the endpoint. ``code``: its signature, empty without one."""
+
+    status: int
+    code: str
+    body: bytes
 
 
-def _ask_first(
-    addresses: list[str], port: int, headers: dict[str, str], asked: str, deadline: float
+def _get_first(
+    addresses: list[str], port: int, headers: dict[str, str], url: str, deadline: float
 ) -> tuple[str, _Answer]:
-    """Return the first address that answers, and its answer. Its error is ``refused`` only if all are."""
+    """Return the first address that answers, and its answer. Each address gets an equal share of the time
+    left. Raises BootstrapLookupError, which is ``refused`` only if all addresses refused."""
     errors: list[BootstrapLookupError] = []
     for number, address in enumerate(addresses):
         now = time.monotonic()
         until = now + (deadline - now) / (len(addresses) - number)
         try:
-            return address, _get(address, port, headers, asked, until)
+            return address, _get(address, port, headers, url, until)
         except BootstrapLookupError as error:
             errors.append(error)
     is_refused = all(error.refused for error in errors)
     raise BootstrapLookupError(str(errors[-1]), refused=is_refused) from errors[-1]
 
 
-def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline: float) -> _Answer:
+def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: float) -> _Answer:
     """Ask one address. A timer ends the exchange even while bytes trickle in. Raises BootstrapLookupError."""
     timeout_secs = deadline - time.monotonic()
-    late = BootstrapLookupError(f"{asked}: no whole answer in {timeout_secs:.3g} s")
+    late = BootstrapLookupError(f"{url}: no whole answer in {timeout_secs:.3g} s")
     with contextlib.closing(HTTPConnection(address, port, timeout=timeout_secs)) as connection:
         try:
             connection.connect()
@@ -261,7 +270,7 @@ def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline:
         except OSError as error:
             what = os.strerror(error.errno) if error.errno else str(error)
             is_refused = error.errno == errno.ECONNREFUSED
-            raise BootstrapLookupError(f"{asked}: cannot connect ({what})", refused=is_refused) from error
+            raise BootstrapLookupError(f"{url}: cannot connect ({what})", refused=is_refused) from error
         end = threading.Timer(deadline - time.monotonic(), _shut_down, (connection.sock,))
         end.start()
         try:
@@ -271,16 +280,16 @@ def _get(address: str, port: int, headers: dict[str, str], asked: str, deadline:
         except (OSError, HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise late from error
-            raise BootstrapLookupError(f"{asked}: {type(error).__name__}: {error}") from error
+            raise BootstrapLookupError(f"{url}: {type(error).__name__}: {error}") from error
         finally:
             end.cancel()
         if len(body) > MAX_INFO_BYTES:
-            raise BootstrapLookupError(f"{asked}: the answer has more than {MAX_INFO_BYTES} bytes")
+            raise BootstrapLookupError(f"{url}: the answer has more than {MAX_INFO_BYTES} bytes")
         if time.monotonic() >= deadline:
             raise late
         if num_missing:
-            raise BootstrapLookupError(f"{asked}: the answer ended {num_missing} bytes before its end")
-        return answer.status, answer.headers.get(CODE_HEADER, ""), body
+            raise BootstrapLookupError(f"{url}: the answer ended {num_missing} bytes before its end")
+        return _Answer(answer.status, answer.headers.get(CODE_HEADER, ""), body)
 
 
 def _shut_down(sock: socket.socket) -> None:
@@ -288,16 +297,16 @@ def _shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _addresses(asked: str, host: str, allowed: PeerList, deadline: float) -> list[str]:
+def _addresses(url: str, host: str, allowed: PeerList, deadline: float) -> list[str]:
     """Return the addresses of ``host`` that the list allows. Raises BootstrapLookupError if it has none."""
     try:
         addresses = resolve(host, deadline)
     except OSError as error:
-        raise BootstrapLookupError(f"{asked}: {host}: {error}") from error
+        raise BootstrapLookupError(f"{url}: {host}: {error}") from error
     if good := [address for address in addresses if allowed.allows(address)]:
         return good
     why = allowed.why_refused(addresses[0]) if addresses else f"{host} has no address"
-    raise BootstrapLookupError(f"{asked}: {why} of this decode node", rejected=True)
+    raise BootstrapLookupError(f"{url}: {why} of this decode node", rejected=True)
 
 
 def _error_text(body: bytes) -> str:

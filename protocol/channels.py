@@ -1,6 +1,7 @@
-"""The control channel between nodes: ZMQ sockets with typed messages.
+"""The control channel between nodes: ZMQ sockets with typed messages (``messages.py``).
 
-Sockets belong to the thread that made them. Nothing here blocks. With ``Heartbeats``, ZMQ's own threads close
+A prefill engine has one ``ControlServer``, a decode engine a ``ControlClient`` for each prefill rank. Sockets
+belong to the thread that made them. Nothing here blocks. With ``Heartbeats``, ZMQ's own threads close
 a connection whose other end is silent; the client learns of it (``take_loss``) and ZMQ reconnects.
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one

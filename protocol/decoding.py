@@ -1,4 +1,8 @@
-"""Typed decoding of msgpack and JSON, with one kind of error whatever the bytes."""
+"""Typed decoding of msgpack and JSON from other processes, with one kind of error whatever the bytes.
+
+Control messages, messages between fronts and engines, and JSON of clients and nodes are decoded through it.
+``TypedDecoder`` raises MsgspecError alone, ``decode_json`` that or UnicodeError.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ level, stays below Python's limit of 1,000. The limits of Python's C code differ
 """
 
 CHUNK_BYTES: Final = 1 << 16
+"""Brackets and quotes that numpy counts at a time."""
 _OTHER_CHARS: Final = bytes(set(range(256)) - set(b'[]{}"'))
+"""All bytes that are neither brackets nor quotes."""
 
 
 class MalformedMessage(msgspec.DecodeError):
@@ -36,6 +42,7 @@ def check_nesting(text: bytes) -> None:
     """
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
+    # Without escapes, every quote begins or ends a string, and brackets between two quotes count for nothing.
     marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHER_CHARS)
     depth, is_in_string = 0, False
     for start in range(0, len(marks), CHUNK_BYTES):

@@ -17,8 +17,10 @@ from msgspec.msgpack import Encoder
 from hisparse_pd.protocol.decoding import TypedDecoder
 
 TOKEN_BYTES = 32
+"""Length of the secret with which a caller shows that it has this node's registration."""
 MAX_LANE_MESSAGE_BYTES = 8192
 MAX_WINDOWS = 8
+"""Most pieces of memory that a decode node offers, one for each of its pools."""
 
 SOCKET_PREFIX = "hisparse-pd-lane-"
 LaneSocket = Annotated[str, Meta(max_length=64, pattern=rf"^{SOCKET_PREFIX}[0-9a-f]{{16}}\Z")]
@@ -62,16 +64,22 @@ class Window(Struct, frozen=True, array_like=True):
 
 
 class LaneWelcome(Struct, frozen=True, array_like=True, tag=1):
+    """Answers LaneHello; descriptors of the files come with the packet."""
+
     windows: Annotated[tuple[Window, ...], Meta(min_length=1, max_length=MAX_WINDOWS)]
 
 
 class LaneDenied(Struct, frozen=True, array_like=True, tag=2):
+    """Answers a caller that may not open the memory; the connection is closed after it."""
+
     reason: Annotated[str, Meta(max_length=1024)]
 
 
 LaneAnswer = LaneWelcome | LaneDenied
+"""Answers of the decode node."""
 
 FromWriter = LaneHello | LaneSole
+"""Messages of the prefill node."""
 
 encoder = Encoder()
 from_writer_decoder: TypedDecoder[FromWriter] = TypedDecoder(FromWriter)

@@ -1,5 +1,9 @@
 """Control messages between a decode node and a prefill node.
 
+A room's messages, in order: Register and Registered once for each connection, Bootstrap, RoomScores if
+logprobs of the prompt are wanted, and RoomDone or RoomFailed; AbortRoom and RoomQuiet when the decode node
+gives it up.
+
 Every message is a frozen, array-like ``msgspec.Struct`` in msgpack. Array-like means append-only: a
 field may be added at the end, with a default, and never moved or removed. A peer that does not send
 the new field still decodes (the default applies), a peer that does not know it ignores it. The
@@ -12,7 +16,7 @@ kind           outcome
 =============  ============================================================================
 oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer reconnects
 malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
-unregistered   Bootstrap or AbortRoom from a peer that has not registered: answered with Refused
+unregistered   Bootstrap or AbortRoom before Register: answered with RegistrationRefused
 duplicate      second Bootstrap of a live room: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing is in flight); from prefill: dropped, counted
 late           Bootstrap of a room that ended: answered with RoomFailed; other messages: dropped, counted
@@ -40,6 +44,7 @@ ROOT_BYTES = 16
 """Length of a request's root key, from which the keys of its pages are derived."""
 
 TOKEN_BYTES = 4
+"""Bytes of one token id in ``Bootstrap.prompt``."""
 MAX_PROMPT_TOKENS = 1 << 20
 """Most token ids in one Bootstrap."""
 
@@ -47,7 +52,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Largest control message, in bytes; it holds the longest prompt and about 200,000 extents."""
 
 MAX_EXTENTS = 200_000
-
+"""Most extents of one kind in a Bootstrap."""
 MAX_LAYERS = 4096
 """Most layers of a model."""
 
@@ -160,8 +165,9 @@ class Region(Struct, frozen=True, array_like=True):
 
 class Register(Struct, frozen=True, array_like=True, tag=1):
     """First message of a decode node. It is sent again after each reconnect, and each second until Registered
-    or Refused answers it. Until the lane is chosen, an unasked HeartbeatAck answers it. A prefill node also
-    sends an unasked HeartbeatAck to a silent decode node, to find out whether the connection stands."""
+    or RegistrationRefused answers it. Until the lane is chosen, an unasked HeartbeatAck answers it. A prefill
+    node also sends an unasked HeartbeatAck to a silent decode node, to find out whether the connection
+    stands."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name
@@ -171,11 +177,12 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
     transfer_protocol: Name = ""
     """The session's protocol, such as "tcp"; empty from a node that does not say."""
     lane: LaneOffer | None = None
-    """Where processes of the same machine can open the memory of the regions; None if they cannot."""
+    """An offer to processes of the same machine to open the memory of the regions; None if they cannot."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
-    """Sent once per heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered.
+    """Asks whether the prefill engine still turns, once per heartbeat interval. HeartbeatAck answers it, or
+    RegistrationRefused when the decode node is not registered.
 
     ``seq``: the number of heartbeats sent since the prefill node's last message.
     """
@@ -224,9 +231,23 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
         """Number of positions that the prefill node computes or has cached: all but the last."""
         return self.num_prompt_tokens - 1
 
+    @property
+    def first_stepped(self) -> int:
+        return first_stepped(self.num_prompt_tokens, self.num_resumed_tokens)
+
+
+def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int) -> int:
+    """Return the first position of a prompt whose KV is rounded as in decode steps.
+
+    It is the position before the prompt's resumed tokens, or the prompt's last one if there are none. On a
+    GPU the KV of equal tokens inside a prompt has other bits. A prompt therefore takes no page from this
+    position on from a cache, and shares none while its request is live.
+    """
+    return num_prompt_tokens - num_resumed_tokens - 1
+
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
-    """The decode node gave the room up. Answered by RoomQuiet once no write is in flight."""
+    """The decode node gave the room up. RoomQuiet answers it once no write is in flight."""
 
     room: RoomField
     reason: Text
@@ -252,7 +273,7 @@ class Registered(Struct, frozen=True, array_like=True, tag=1):
     lane_reason: Text = ""
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=2):
+class RegistrationRefused(Struct, frozen=True, array_like=True, tag=2):
     """The decode node is not registered: a mismatch (``error`` has both values), or no Register came."""
 
     error: Text
@@ -260,6 +281,8 @@ class Refused(Struct, frozen=True, array_like=True, tag=2):
 
 
 class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
+    """Answers a Heartbeat with its ``seq``; ``seq`` is 0 when it is sent unasked (``Register``)."""
+
     seq: Count
     instance_id: Name
 
@@ -324,7 +347,7 @@ class RoomScores(Struct, frozen=True, array_like=True, tag=7):
     rows: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 
-ToDecode = Registered | Refused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet | RoomScores
+ToDecode = Registered | RegistrationRefused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet | RoomScores
 
 encoder = Encoder()
 to_prefill_decoder: TypedDecoder[ToPrefill] = TypedDecoder(ToPrefill)

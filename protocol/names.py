@@ -1,7 +1,8 @@
 """Resolves host names to addresses, within a time limit.
 
-The system's resolver blocks, and a caller cannot limit its time. ZMQ asks it in the one thread that moves the
-messages of all connections, where a name server that does not answer would stall them all.
+The system's resolver blocks, and a caller cannot limit its time. ZMQ would call it in the one thread that
+moves the messages of all connections, where a name server that does not answer stalls them all. Names of
+peers are therefore resolved here, in threads, before an address is given to ZMQ.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from hisparse_pd.base.access import parse_address
 
 MAX_ADDRESSES = 8
 _ANY_PORT = 9
+"""A port for looking up a route; nothing is sent to it."""
 _SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's IPv4 address."""
 _MAX_THREADS = 16
 _free_threads = threading.BoundedSemaphore(_MAX_THREADS)
 """A bound on resolver threads: a name server that does not answer blocks a thread for up to a minute."""

@@ -1,6 +1,8 @@
 """Waits for several ZMQ channels at once, and receives their messages in bounded bursts.
 
-Sockets belong to the thread that made them. Only ``Poller.wait`` blocks, and it has a timeout.
+An engine's loop waits on one ``Poller`` for its control channels and fronts, and for the ``Wakeup`` by which
+other threads end the wait early. Sockets belong to the thread that made them. Only ``Poller.wait`` blocks,
+and it has a timeout.
 """
 
 from __future__ import annotations
@@ -14,12 +16,10 @@ import zmq
 SEND_HWM = 10_000
 """Most messages that ZMQ queues for a slow peer."""
 BURST_MESSAGES = 256
+"""Most messages that a channel receives in one turn of its owner's loop: 256 samples take an engine 2 ms."""
 _BURST_BYTES = 4 << 20
-"""Most that a channel receives between two turns of its owner's loop, in messages and in bytes.
-
-The message that crosses the limit in bytes is still received. 256 samples take an engine 2 ms, 4 MiB of
-extents 10 ms.
-"""
+"""Most bytes that a channel receives in one turn, to which the last message may add: 4 MiB of extents take an
+engine 10 ms."""
 
 
 class HasSocket(Protocol):

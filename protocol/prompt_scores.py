@@ -1,4 +1,8 @@
-"""Logprobs of a prompt's own tokens: the decode node's request for them, and the rows of the answer."""
+"""Logprobs of a prompt's own tokens: the decode node's request for them, and the rows of the answer.
+
+A Bootstrap carries ``WantedScores``, and RoomScores messages bring the rows to the decode node, which passes
+them on to its front.
+"""
 
 from __future__ import annotations
 

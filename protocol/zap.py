@@ -1,7 +1,8 @@
 """Decides who may connect to the control socket: the ZAP handler (ZeroMQ RFC 27) of one ZMQ context.
 
-ZMQ asks it about every connection, before it delivers the first frame. The handler checks the address that
-the connection comes from and, with a control key, the key that the peer has proven to hold.
+``channels.Guard`` makes one for each guarded context. ZMQ asks it about every connection, before it delivers
+the first frame. The handler checks the address that the connection comes from and, with a control key, the
+key that the peer has proven to hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ DOMAIN = b"hisparse-pd"
 
 FOREIGN_ADDRESS = "address_not_allowed"
 FOREIGN_KEY = "wrong_key"
+"""Reasons under which refused connections are counted, with ``FOREIGN_ADDRESS``."""
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -70,23 +72,25 @@ class ZapHandler:
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         _, request_id, _, address, _, mechanism, *credentials = frames
-        trouble = self._trouble(address.decode(errors="replace"), mechanism, credentials)
-        code, text = (b"200", b"OK") if trouble is None else (b"400", b"refused")
+        is_admitted = self._admits(address.decode(errors="replace"), mechanism, credentials)
+        code, text = (b"200", b"OK") if is_admitted else (b"400", b"refused")
         return [_VERSION, request_id, code, text, b"", b""]
 
-    def _trouble(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str | None:
+    def _admits(self, address: str, mechanism: bytes, credentials: list[bytes]) -> bool:
+        """Return whether a connection is admitted; count and log it if not."""
         why = self._allowed.why_refused(address)
         if why is not None:
-            return self._note(FOREIGN_ADDRESS, address, why)
+            self._note_refusal(FOREIGN_ADDRESS, address, why)
+            return False
         if self._public_key is None:
-            return None
+            return True
         is_curve = mechanism == b"CURVE" and len(credentials) == 1
         if is_curve and hmac.compare_digest(credentials[0], self._public_key):
-            return None
-        return self._note(FOREIGN_KEY, address, "it has another key; give all nodes one control_key_file")
+            return True
+        self._note_refusal(FOREIGN_KEY, address, "it has another key; give all nodes one control_key_file")
+        return False
 
-    def _note(self, reason: str, address: str, why: str) -> str:
+    def _note_refusal(self, reason: str, address: str, why: str) -> None:
         self._refused[reason] += 1
         if self._logged.permits(address):
             log.warning("refused a control connection from %s: %s", address, why)
-        return why

@@ -1,4 +1,4 @@
-"""One try of a request at one pair of nodes."""
+"""One try of a request at one pair of nodes; ``relay.py`` makes one after the other."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class Attempt:
         self.was_moved = False
         """Whether the router closed the call because the decode node shuts down."""
         self._may_move = may_move
-        self._open = ExitStack()
-        self._open.enter_context(closing(call))
-        self._open.enter_context(pool.working(pair.decode, pair.room, self._move))
+        self._held = ExitStack()
+        """The call, and the request's part in the decode node's load; both end with the attempt."""
+        self._held.enter_context(closing(call))
+        self._held.enter_context(pool.working(pair.decode, pair.room, self._move))
 
     def close(self) -> None:
         """End the call. May be called twice."""
-        self._open.close()
+        self._held.close()
 
     def _move(self) -> None:
         """Called by the pool when the decode node shuts down and another one is healthy."""

@@ -1,7 +1,8 @@
 """The body of a client's request: checked to be JSON, and passed on with the bootstrap fields added.
 
-Only the top level is taken apart. Every value stays the bytes that the client sent, so unknown fields and
-the way numbers are written survive.
+``server.py`` parses each body into a ``RequestBody``, and ``relay.py`` writes it for a decode node. Only the
+top level is taken apart. Every value stays the bytes that the client sent, so unknown fields and the way
+numbers are written survive.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from hisparse_pd.serving.http.off_loop import taking_interpreter
 MAX_PROMPTS = 4096
 """Limit of prompts in one request; each adds about 60 bytes of bootstrap fields to the body."""
 
-MAX_OTHER_BYTES = 1 << 20
+MAX_SMALL_FIELD_BYTES = 1 << 20
 """Limit of all fields but the prompt and ``tools`` together. A body of nothing but small fields would take
-seconds to take apart, in which the loop stands still."""
+seconds to decode, during which the event loop serves nobody."""
 
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 """Decodes a body whose nesting was checked by ``check_text``."""
@@ -53,7 +54,7 @@ _OWN_FIELDS = (
 )
 """Fields by which the router tells the decode node something; a client's are replaced."""
 
-_WITH_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
+_TAKE_PROMPT_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 """Endpoints that take a list of prompts."""
 
 
@@ -72,7 +73,7 @@ class RequestBody:
 
     @property
     def is_streamed(self) -> bool:
-        return _is(self.fields, "stream", b"true")
+        return _has_value(self.fields, "stream", b"true")
 
     @property
     def num_bytes(self) -> int:
@@ -83,9 +84,9 @@ class RequestBody:
         """Take a body apart. Raises ApiError 400 for anything that is not a JSON object in UTF-8."""
         check_text(content)
         try:
-            if len(content) > MAX_OTHER_BYTES:
+            if len(content) > MAX_SMALL_FIELD_BYTES:
                 with taking_interpreter(len(content)):
-                    _check_others(content)
+                    _check_small_fields(content)
             with taking_interpreter(len(content)):
                 fields = _OBJECT_DECODER.decode(content)
         except msgspec.ValidationError as error:
@@ -94,8 +95,9 @@ class RequestBody:
             raise not_json("", error) from error
         values = [memoryview(fields[name]) for name in _PROMPT_FIELDS[endpoint] if name in fields]
         if endpoint is Endpoint.GENERATE:
-            values = [max(values, key=len, default=memoryview(b""))]  # the other is null, or both are refused
-        values = [memoryview(fields[name]) for name in _ISOLATION_FIELDS if _says(fields, name)] + values
+            # One of text and input_ids has the prompt. The other is null, or the node refuses the request.
+            values = [max(values, key=len, default=memoryview(b""))]
+        values = [memoryview(fields[name]) for name in _ISOLATION_FIELDS if _is_set(fields, name)] + values
         prompt = values[0] if len(values) == 1 else memoryview(b"".join(values))
         try:
             num_prompts = _count_prompts(fields, endpoint)
@@ -127,20 +129,20 @@ class RequestBody:
         return msgspec.json.encode(theirs | ours)
 
 
-def _check_others(content: bytes) -> None:
+def _check_small_fields(content: bytes) -> None:
     """Raises ApiError 400 if fields beside the prompt and ``tools`` are too large, and msgspec's errors."""
     large = msgspec.structs.astuple(_LARGE_DECODER.decode(content))
     num_bytes = len(content) - sum(len(memoryview(value)) for value in large)
-    if num_bytes > MAX_OTHER_BYTES:
+    if num_bytes > MAX_SMALL_FIELD_BYTES:
         raise ApiError(
             400,
             f"the fields of the body that are neither the prompt nor tools have {num_bytes} bytes of JSON; "
-            f"{MAX_OTHER_BYTES} are the most",
+            f"{MAX_SMALL_FIELD_BYTES} are the most",
         )
 
 
 def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
-    if endpoint not in _WITH_LISTS:
+    if endpoint not in _TAKE_PROMPT_LISTS:
         return None
     for name in _PROMPT_FIELDS[endpoint]:
         if name not in fields or first_chars(fields[name]) not in ((b"[", b'"'), (b"[", b"[")):
@@ -152,9 +154,10 @@ def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
     return None
 
 
-def _says(fields: dict[str, Raw], name: str) -> bool:
-    return name in fields and not _is(fields, name, b"null")
+def _is_set(fields: dict[str, Raw], name: str) -> bool:
+    return name in fields and not _has_value(fields, name, b"null")
 
 
-def _is(fields: dict[str, Raw], name: str, value: bytes) -> bool:
+def _has_value(fields: dict[str, Raw], name: str, value: bytes) -> bool:
+    """Whether a field's JSON is exactly ``value``."""
     return name in fields and memoryview(fields[name]) == value

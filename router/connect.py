@@ -1,8 +1,8 @@
 """Calls to nodes over HTTP: each has a connection of its own, which is closed when the call ends.
 
-A node aborts a request when its connection closes, and no connection is stale after a node has restarted.
-Connection pools expect requests to end by themselves; these may be cancelled at any moment, for instance
-because a client leaves.
+``NodeCalls`` (``node_calls.py``) makes the calls of the whole router. Connections are not pooled, because a
+node aborts a request when its connection closes, calls may be cancelled at any moment, for instance because a
+client leaves, and no connection can be stale after a node has restarted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.serving.http.wait_timer import WaitTimer
 
@@ -26,6 +26,7 @@ NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _NEXT_ADDRESS_SECS = 0.25
 """Delay before the next address of a name is tried (RFC 8305)."""
 _MAX_UNREAD_BYTES = 1 << 18
+"""Bytes that may wait for ``read`` before the call stops reading from its socket."""
 _MAX_HEAD_BYTES = 100 << 10
 _CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n]*)?\r\n")
 """A chunk's head, with the end of the chunk before it, and the blanks that some servers write after the
@@ -54,16 +55,17 @@ class Call(asyncio.Protocol):
         self.silence_secs = silence_secs
         self._url = urlsplit(url)
         self._http = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
-        self._wait_timer = WaitTimer(silence_secs, self._give_up)
+        self._wait_timer = WaitTimer(silence_secs, self._end_wait)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0
         self._lost: Exception | None = None
+        """Why the connection has ended; None while it is open."""
         self._is_closed = False
         self._body: _Body | None = None
         """The answer's body, once its head is here."""
         self._first: bytes | None = None
-        """First bytes of the body, until ``read`` returns them."""
+        """First bytes of the body, which ``begin`` keeps for ``read``."""
         self.status = 0
         self.headers: RawHeaders = []
         """Headers of the answer, with names in lower case."""
@@ -176,6 +178,7 @@ class Call(asyncio.Protocol):
         return event
 
     async def _wait(self) -> None:
+        """Wait for data or the connection's end. Raises TimeoutError if the node is silent for too long."""
         if self._num_unread >= _MAX_UNREAD_BYTES and self._transport is not None:
             self._transport.resume_reading()
         self._num_unread = 0
@@ -191,7 +194,7 @@ class Call(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _give_up(self) -> None:
+    def _end_wait(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(TimeoutError())
 

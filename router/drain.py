@@ -1,7 +1,9 @@
 """The router's shutdown: no new requests, time for those in flight, then an error for the rest.
 
-``Drain`` counts the requests in flight. It owns no socket: the server goes on listening, so that new clients
-get a 503 that tells them to retry, instead of a connection that nobody accepts.
+The server (``server.py``) runs each request in ``in_flight`` and its waits in ``time_left``; the process
+(``process.py``) calls ``finish`` at a signal. ``Drain`` counts the requests in flight. It owns no socket: the
+server goes on listening, so that new clients get a 503 that tells them to retry, instead of a connection that
+nobody accepts.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Drain:
         self.is_draining = False
         self.num_in_flight = 0
         self._limits: set[asyncio.Timeout] = set()
+        """Timeouts of the waits under way, which begin to run when the drain ends."""
         self._ends_at: float | None = None
+        """Time of the event loop at which the drain ended; None before."""
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

@@ -1,5 +1,8 @@
 """Errors of the router, in the JSON shapes of the nodes' errors.
 
+``node_calls.py`` turns failures of the network and answers of nodes into them; ``route.py`` decides by their
+class and code whether a request is retried; ``server.py`` sends them to clients.
+
 Exception tree::
 
     ApiError

@@ -1,4 +1,5 @@
-"""Endpoints of the router that it answers by asking its nodes: their models and what each node is."""
+"""Endpoints that the router answers by asking its nodes: models, versions, tokenizer, each node's
+settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Watches the nodes: asks each for its health, and for its load where the policy needs it.
 
-A node that does not answer is asked more often than a healthy one, so that it is soon used again.
+``server.py`` starts and stops one ``HealthWatch`` with the application; the relay calls ``check`` when a
+request needs news of a node. Outcomes go to the ``NodePool``. A node that does not answer is asked more often
+than a healthy one, so that it is soon used again.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECS = 5.0
 RECOVERY_INTERVAL_SECS = 1.0
+"""Interval of the checks of an unhealthy node, unless healthy ones are checked more often."""
 TIMEOUTS_BEFORE_UNHEALTHY = 2
 """Timeouts in a row after which a node is unhealthy: one slow answer on a busy machine must not take it
 out."""
 
 LOADING = "it loads its model"
-"""The trouble of a node that will be healthy without help."""
+"""The ``trouble`` of a node that will become healthy by itself."""
 _TROUBLES = {"loading": LOADING, "leaving": LEAVING}
 """A node's trouble, by the ``status`` in its unhealthy answer."""
 
@@ -117,9 +120,9 @@ class HealthWatch:
 
 def _by_rank(loads: Sequence[_Load]) -> list[int]:
     """Return the requests of each rank. A node whose entries do not name ranks 0, 1, … counts as one rank."""
-    of_rank = {load.dp_rank: load.num_reqs for load in loads}
-    if 0 < len(loads) <= MAX_RANKS and set(of_rank) == set(range(len(loads))):
-        return [of_rank[number] for number in range(len(loads))]
+    num_by_rank = {load.dp_rank: load.num_reqs for load in loads}
+    if 0 < len(loads) <= MAX_RANKS and set(num_by_rank) == set(range(len(loads))):
+        return [num_by_rank[rank] for rank in range(len(loads))]
     return [sum(load.num_reqs for load in loads)]
 
 

@@ -1,7 +1,8 @@
-"""Failures to reach a node whose cause is this machine, so that they say nothing about the node.
+"""Tells failures to reach a node whose cause is this machine from those whose cause is the node.
 
-A router without a free descriptor can connect to nobody. If it took its nodes for dead, a fault that passes
-in a moment would end the service until the next health checks.
+Health checks and calls ask ``local_fault`` before they blame a node. A router without a free descriptor can
+connect to nobody. If it took its nodes for dead, a fault that passes in a moment would end the service until
+the next health checks.
 """
 
 from __future__ import annotations

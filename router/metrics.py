@@ -1,4 +1,6 @@
-"""The router's Prometheus metrics, with the prefix ``hisparse_pd:``.
+"""The router's Prometheus metrics, with the prefix ``hisparse_pd:router_``.
+
+``server.py`` and the relay count requests, retries and resumes into one ``RouterMetrics``.
 
 Gauges about nodes are read from the pool when they are scraped, so the pool stays their only owner.
 """
@@ -47,7 +49,7 @@ class RouterMetrics:
             "Requests that went on at another decode node; lost: theirs was; moved: it was leaving",
             "reason",
         )
-        for reason in ("lost", "moved"):  # shown from 0 on, or an alert would miss the first one
+        for reason in ("lost", "moved"):  # made here to begin at 0: alerts on increases need a value before
             self._resumes.labels(reason)
         self._resume_secs = self._histogram(
             "resume", "From the loss of a request's decode node to the first bytes of the next one's answer"

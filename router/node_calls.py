@@ -1,4 +1,9 @@
-"""Requests of the router to one node, and their answers. Errors of the network become the router's here."""
+"""Requests of the router to one node, and their answers.
+
+``NodeCalls`` knows timeouts, TLS and the router's key for its nodes. Health checks and information endpoints
+get documents by it, the relay posts requests. It turns errors of the network into the router's
+(``errors.py``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.router.connect import NO_TLS, Call, RawHeaders, tls_context
 from hisparse_pd.router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
@@ -50,7 +55,7 @@ class NodeDocumentError(Exception):
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """A decode node's answer, whose body is yet to be read."""
+    """A decode node's answer, of which the status and headers are here and the body is read later."""
 
     status: int
     headers: RawHeaders
@@ -65,6 +70,7 @@ class NodeAnswer:
 
     @property
     def is_journaled(self) -> bool:
+        """Whether the node writes journal lines into the stream."""
         return (JOURNAL_HEADER, b"1") in self.headers
 
     def without_journal(self, read: Callable[[], Awaitable[bytes]]) -> NodeAnswer:
@@ -216,6 +222,7 @@ def headers_to_node(client_headers: RawHeaders, names: Collection[bytes]) -> Raw
 
 
 def _headers_to_client(call: Call) -> RawHeaders:
+    """Return the node's headers without those about its connection or its server."""
     named = b",".join(value for name, value in call.headers if name == b"connection").split(b",")
     dropped = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | {name.strip().lower() for name in named}
     return [header for header in call.headers if header[0] not in dropped]

@@ -1,7 +1,8 @@
 """The nodes behind the router: which are healthy, how loaded each is, and which pair serves next.
 
-``NodePool`` owns all of this and does no I/O. ``router/health.py`` reports what the nodes answer, and the
-relay what happened to its requests.
+``NodePool`` owns all of this and does no I/O. The relay picks a pair for each request and counts the request
+with ``working``; ``health.py`` reports what nodes answer to checks, and the relay which nodes it could not
+reach or lost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from hisparse_pd.base.access import is_host
-from hisparse_pd.base.settings import RouterPolicy, RouterSettings
+from hisparse_pd.base.router_settings import RouterPolicy, RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.router.errors import RouterError
 from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
@@ -30,7 +31,8 @@ LOAD_SLACK = 2
 wait costs less than computing a long prompt again."""
 
 LEAVING = "it is shutting down"
-"""The trouble of a node whose requests move to another one of its kind as soon as one is healthy."""
+"""The ``trouble`` of a node that shuts down: its requests move to another node of its kind once one is
+healthy."""
 
 
 def draw_room(rank: int = 0, num_ranks: int = 1) -> int:
@@ -58,14 +60,16 @@ class Node:
     bootstrap_port: int | None = None
     healthy: bool = False
     trouble: str = "not checked yet"
+    """Why the node is not healthy; empty if it is."""
     num_in_flight: int = 0
     """Requests of this router that the node works on."""
     last_picked: int = field(default=-1, repr=False)
+    """Number of the pool's last pick of this node; -1 before the first."""
     moves: set[Callable[[], None]] = field(default_factory=set, repr=False)
     """Callbacks of requests in flight that move them to another node."""
     ranks: list[Rank] = field(init=False, repr=False)
-    """What the pool chooses from: a prefill node's ranks under ``cache_aware``, else one for the whole
-    node."""
+    """Units that the pool chooses from: a prefill node's ranks under ``cache_aware``, else one entry for the
+    whole node."""
 
     def __post_init__(self) -> None:
         self.ranks = [Rank(self, 0)]
@@ -141,7 +145,7 @@ class NodePool:
         prefill = [Node.from_url(NodeKind.PREFILL, url, port) for url, port in settings.prefill]
         decode = [Node.from_url(NodeKind.DECODE, url) for url in settings.decode]
         for name, times in Counter(node.name for node in (*prefill, *decode)).items():
-            if times > 1:  # when it shuts down, its requests would move to its twin, which is itself
+            if times > 1:  # at its shutdown, requests would move from one entry to the other
                 raise StartError(f"{name} is given {times} times; give it once")
         return cls(prefill, decode, settings.policy)
 
@@ -154,7 +158,7 @@ class NodePool:
     def pick(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Pair:
         """Choose the nodes for the next request. Raises RouterError 503 if a kind has no healthy node left.
 
-        ``prompt`` may be spelled in any way in which prompts that begin alike have a common beginning.
+        ``prompt``: bytes that begin alike for prompts that begin alike.
         """
         keys = block_keys(prompt) if self._policy == "cache_aware" else []
         ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in NodeKind}
@@ -168,6 +172,7 @@ class NodePool:
         return bool(self._candidates(kind, excluded))
 
     def has_pair(self, excluded: Collection[Node] = ()) -> bool:
+        """Whether each kind has a healthy node that is not excluded."""
         return all(self.has(kind, excluded) for kind in NodeKind)
 
     def no_healthy(self, kind: NodeKind) -> RouterError:
@@ -193,6 +198,7 @@ class NodePool:
             rank.num_in_flight -= 1
 
     def mark_healthy(self, node: Node) -> None:
+        """Note that a node can be used. Requests of nodes that shut down may now move to it."""
         if node.healthy:
             return
         log.info("%s is healthy", node.name)
@@ -200,6 +206,7 @@ class NodePool:
         self._move_requests(node.kind)
 
     def mark_unhealthy(self, node: Node, trouble: str) -> None:
+        """Note that a node cannot be used, and why. If it shuts down, its requests move to others."""
         if not node.healthy and node.trouble == trouble:
             return
         log.warning("%s is unhealthy: %s", node.name, trouble)
@@ -242,4 +249,5 @@ class NodePool:
         return picked
 
     def _load(self, rank: Rank) -> int:
+        """Return the number of requests by which the policy compares ranks."""
         return 0 if self._policy == "round_robin" else rank.num_in_flight + rank.num_foreign

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from hisparse_pd.base.process import setup_logging, stop_signals
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.router.drain import Drain
 from hisparse_pd.router.server import create_app

@@ -1,7 +1,8 @@
 """Relays requests: each goes to the decode node of a pair, whose answer goes to the client.
 
-The body names the pair's prefill node, and the decode node has it compute the KV that it lacks of the prompt.
-The router sends a prefill node nothing, and learns from the decode node's error that it failed.
+``server.py`` opens each request at the one ``Relay``, which makes a ``RelayedRequest`` of it. The body names
+the pair's prefill node, and the decode node has that compute the KV which it lacks. The router itself sends a
+prefill node nothing, and learns from the decode node's error that it failed.
 
 A request whose client has nothing yet goes to another pair when its decode node cannot be reached, is not
 ready or has a full queue, or when its prefill node failed: computing a prompt twice does no harm. When its
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.router.attempt import Attempt
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import RawHeaders
@@ -65,7 +66,7 @@ class Relay:
         self.journals = journals
         self.max_retries = settings.max_retries
         self.resume_timeout_secs = settings.resume_timeout_secs
-        # A client's key is passed on to the nodes only if the router checks no keys itself.
+        # The router passes a client's key on to nodes only if it checks no keys itself.
         self._passed_headers = (
             _PASSED_HEADERS if settings.api_key_file is not None else _PASSED_HEADERS + _KEY_HEADERS
         )
@@ -90,9 +91,9 @@ class Relay:
     async def ask_one(
         self, path: str, content: bytes, client_headers: RawHeaders, stack: AsyncExitStack
     ) -> NodeAnswer:
-        """Return the answer of any healthy decode node, for what needs no pair; ``stack`` keeps it open.
+        """Return a healthy decode node's answer to a request that needs no pair; ``stack`` keeps it open.
 
-        Another node is asked where one cannot be reached or does not serve. Raises RouterError.
+        If a node cannot be reached or does not serve, the next one is asked. Raises RouterError.
         """
         headers = headers_to_node(client_headers, self._passed_headers)
         nodes = sorted(self.pool.healthy(NodeKind.DECODE), key=lambda node: node.num_in_flight)
@@ -133,10 +134,10 @@ class RelayedRequest:
         self._span = span
         self._route = Route(relay.pool, relay.max_retries, relay.resume_timeout_secs)
         self.attempt: Attempt | None = None
-        """The attempt under way, or the last one."""
+        """The attempt under way, or else the last one."""
         self.stream: ResumableStream | None = None
         self._journal: StreamJournal | None = None
-        """None where the router keeps no journals, and nothing resumes."""
+        """None if the router keeps no journals, and nothing resumes."""
         if relay.journals.max_bytes:
             # An answer that is not streamed begins anew, so its journal needs no body and gets no records.
             self._journal = StreamJournal(body.num_bytes if body.is_streamed else 0, relay.journals)
@@ -205,7 +206,7 @@ class RelayedRequest:
         num_resumes = self._route.num_resumes
         if self._span is not None:
             retries = {"hisparse_pd.room": pair.room, "hisparse_pd.retries": self._route.num_retries}
-            self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_names(pair)})
+            self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_node_attributes(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None:
             # A node may end an answer that is not streamed by itself when it shuts down. A stream is left to
@@ -232,7 +233,7 @@ class RelayedRequest:
         return resumed
 
     def _can_resume(self) -> bool:
-        """Whether the request goes on at another pair if its decode node ends now."""
+        """Whether the request could go on at another pair if its decode node ended now."""
         journal = self._journal
         return self._relay.resume_timeout_secs > 0 and journal is not None and journal.is_kept
 
@@ -248,7 +249,7 @@ class RelayedRequest:
         log.warning("%s: %s; trying another pair", self._endpoint, error)
         self._relay.metrics.count_retry(failure)
         if self._span is not None:
-            self._span.event("retry", {"exception.message": str(error), **_names(pair)})
+            self._span.event("retry", {"exception.message": str(error), **_node_attributes(pair)})
 
     def _leave_decode_node(self, attempt: Attempt, error: RouterError, *, is_leaving: bool) -> None:
         """Begin the search for another pair, or continue it. Raises RouterError if the request ends."""
@@ -275,9 +276,11 @@ class RelayedRequest:
             secs,
         )
         if self._span is not None:
-            self._span.event("resume", {"exception.message": str(search.error), **_names(attempt.pair)})
+            self._span.event(
+                "resume", {"exception.message": str(search.error), **_node_attributes(attempt.pair)}
+            )
 
 
-def _names(pair: Pair) -> dict[str, str]:
+def _node_attributes(pair: Pair) -> dict[str, str]:
     """Attributes of a trace that name the nodes."""
     return {f"hisparse_pd.{kind}_node": url for kind, url in pair.urls.items()}

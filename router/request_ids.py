@@ -1,4 +1,4 @@
-"""The id of each request, its client's or a new one: in the answer, in the log, and passed to the nodes.
+"""Gives each request an id, its client's or a new one, which its answer, the log and the nodes get.
 
 OpenAI's clients show ``x-request-id`` of an answer or error, Anthropic's show ``request-id``.
 """
@@ -15,7 +15,8 @@ ANSWERED_HEADERS = ("x-request-id", "request-id")
 _ANSWERED = tuple(name.encode() for name in ANSWERED_HEADERS)
 _LOGGABLE = re.compile(rb"[!-~]{1,128}")
 """Ids that may stand in a log. Others are passed on to the nodes, and replaced by a new one here."""
-_KEY = "hisparse_pd.request_id"
+_SCOPE_KEY = "hisparse_pd.request_id"
+"""Key of the id in the ASGI scope."""
 
 
 class RequestIds:
@@ -31,19 +32,19 @@ class RequestIds:
             return
         given = next((value for name, value in scope["headers"] if name == _HEADER), None)
         is_loggable = given is not None and _LOGGABLE.fullmatch(given) is not None
-        name = given if given is not None and is_loggable else b"req_" + secrets.token_hex(12).encode()
-        headers = scope["headers"] if given is not None else [*scope["headers"], (_HEADER, name)]
+        id_ = given if given is not None and is_loggable else b"req_" + secrets.token_hex(12).encode()
+        headers = scope["headers"] if given is not None else [*scope["headers"], (_HEADER, id_)]
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 kept = [pair for pair in message.get("headers", ()) if pair[0].lower() not in _ANSWERED]
-                message = {**message, "headers": [*kept, *((header, name) for header in _ANSWERED)]}
+                message = {**message, "headers": [*kept, *((header, id_) for header in _ANSWERED)]}
             await send(message)
 
-        await self._app({**scope, "headers": headers, _KEY: name.decode()}, receive, send_named)
+        await self._app({**scope, "headers": headers, _SCOPE_KEY: id_.decode()}, receive, send_with_id)
 
 
 def request_id(scope: Scope) -> str:
     """Return the id of a request that came through ``RequestIds``."""
-    name: str = scope[_KEY]
-    return name
+    id_: str = scope[_SCOPE_KEY]
+    return id_

@@ -1,4 +1,8 @@
-"""A client's stream that goes on at another decode node when its own is lost or shuts down."""
+"""A client's stream that goes on at another decode node when its own is lost or shuts down.
+
+``RelayedRequest`` (``relay.py``) makes one for each journaled stream and gives its ``read`` to the server;
+the search for another pair is the relay's, too (``resume``).
+"""
 
 from __future__ import annotations
 

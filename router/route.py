@@ -1,4 +1,8 @@
-"""The way of one request after a failure: which nodes it avoids, how often and for how long it tries."""
+"""Retries of one request: which nodes it avoids after a failure, how often and for how long it tries others.
+
+Each ``RelayedRequest`` (``relay.py``) owns a ``Route``, and reports to it every failure and the success that
+ends a search. The relay makes the tries; this module only decides.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,9 @@ MAX_LOSSES = 3
 """Decode nodes that one request may lose; a node that leaves in order is not lost."""
 
 _FIRST_PAUSES_SECS = (0.0, 0.1, 0.2, 0.4)
+"""Pauses after the first tries of a search."""
 _LAST_PAUSE_SECS = 0.8
-"""Pause between two tries of a search, after the first ones."""
+"""Pause after each further try."""
 
 _QUEUE_FULL, _SERVER_ERROR, _BAD_GATEWAY, _UNAVAILABLE = 429, 500, 502, 503
 
@@ -41,6 +46,7 @@ class Failure(Enum):
 
     @classmethod
     def of(cls, error: RouterError) -> Failure:
+        """Classify an error of the relay."""
         match error:
             case NodeUnreachable():
                 return cls.DECODE_UNREACHABLE
@@ -52,7 +58,7 @@ class Failure(Enum):
 
     @classmethod
     def _of_refusal(cls, status: int, code: object) -> Failure:
-        """What a decode node's answer with an error ``status`` says."""
+        """Classify a decode node's answer with an error ``status`` and the error's ``code``."""
         if status == _BAD_GATEWAY:
             return cls.TRANSFER_FAILED
         if code == PREFILL_NODE_FAILED:
@@ -75,9 +81,9 @@ class Losses:
     def add(self, node: str, num_records: int) -> str:
         """Record a lost node. Returns why not to retry, or an empty string."""
         self.nodes.append(node)
-        in_a_row = num_records == self._num_records
+        was_without_progress = num_records == self._num_records
         self._num_records = num_records
-        if in_a_row:
+        if was_without_progress:  # the request itself may kill nodes
             return f"{self.nodes[-2]} and {node} were lost with this request, one after the other"
         if len(self.nodes) > MAX_LOSSES:
             return f"{len(self.nodes)} decode nodes were lost with this request"
@@ -97,6 +103,7 @@ class Search:
 
     @property
     def is_late(self) -> bool:
+        """Whether the time for the search is over."""
         return asyncio.get_running_loop().time() >= self._ends_at
 
     async def pause(self) -> None:
@@ -139,7 +146,7 @@ class Route:
                 avoided = {*self.avoided, pair.prefill}
             case _:
                 raise error
-        # Where there is no other prefill node, the same one tries a failed write again.
+        # If there is no other prefill node, the same one may try a failed write again.
         if failure is not Failure.TRANSFER_FAILED or self._pool.has_pair(avoided):
             self.avoided = avoided
         if self.search is not None:

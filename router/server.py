@@ -1,4 +1,9 @@
-"""The router's HTTP application: endpoints, body limit, client disconnects."""
+"""The router's HTTP application: relays requests that generate, and answers those about the fleet itself.
+
+``process.py`` makes it with ``create_app`` and serves it. One ``_RouterParts`` holds what its endpoints
+share: the pool of nodes, the health checks, the relay, the metrics. ``RelayEndpoint`` is the life of one
+relayed request: body, relay, answer or error, and what is counted and traced of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import RawHeaders
@@ -42,7 +47,7 @@ from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_respons
 from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.serving.api.pages import GuardFromPages
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
-from hisparse_pd.serving.http.off_loop import parsed
+from hisparse_pd.serving.http.off_loop import parse_body
 from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RELAYED = (*Endpoint, *TokenPath)
-"""Paths that decode nodes answer, too, and to which requests are relayed."""
+"""Paths whose requests are relayed to decode nodes."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
 """Paths that need no API key: probes and monitoring have none, and on the page a key is entered."""
@@ -59,7 +64,7 @@ _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PA
 
 def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
     """Make the ASGI application; ``drain`` ends its requests. Raises StartError."""
-    router = _Router(settings, drain or Drain())
+    router = _RouterParts(settings, drain or Drain())
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
     middleware = [Middleware(RequestIds), *middleware, Middleware(GuardFromPages)]
@@ -90,7 +95,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
     )
 
 
-class _Router:
+class _RouterParts:
     """The router's parts, which its endpoints share."""
 
     def __init__(self, settings: RouterSettings, drain: Drain) -> None:
@@ -171,7 +176,7 @@ class RelayEndpoint:
     """ASGI application of one relayed path. An Endpoint's requests go to a pair, a TokenPath's to a decode
     node."""
 
-    def __init__(self, router: _Router, path: str) -> None:
+    def __init__(self, router: _RouterParts, path: str) -> None:
         self._router = router
         self._path = path
         self._endpoint = Endpoint(path) if path in set(Endpoint) else None
@@ -228,7 +233,7 @@ class RelayEndpoint:
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
-        request = await parsed(body, RequestBody.parse, body, self._endpoint)
+        request = await parse_body(body, RequestBody.parse, body, self._endpoint)
         return await relay.open(self._endpoint, request, headers, stack, span=span)
 
     async def _stream(self, answer: NodeAnswer, send: Send, span: RequestSpan | None) -> None:
@@ -272,7 +277,7 @@ class RelayEndpoint:
 
 
 class _Reply:
-    """The ``send`` of one request. It knows when all has been sent: from then on a client may leave."""
+    """The ASGI ``send`` of one request, which knows whether the whole answer was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,8 +1,10 @@
-"""What the router remembers of a stream, so that another decode node can continue it.
+"""The journal of a stream: what the router remembers of it, so that another decode node can continue it.
 
-The decode node sends lines between the events, which record the tokens that these are made of
-(``journal_lines.py``). The events before a line are shown once the line is here, so the journal has all that
-the client has. Only nodes read the records: the router passes them to the next node as they came.
+``ResumableStream`` feeds a ``StreamJournal`` with all that the node sends, and shows the client what ``feed``
+returns; the relay sends ``fields`` to the next node. All journals share one ``JournalBudget``. The decode
+node sends lines between the events, which record the tokens that these are made of (``journal_lines.py``).
+The events before a line are shown only once the line is here, so the journal is never behind the client. Only
+nodes read the records: the router passes them to the next node as they came.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
 _BLOCK_BYTES = 1 << 16
 """Bytes of records in a block, which a node decodes in one piece."""
 _PIECE_BYTES = 1 << 10
-"""Bytes by which a journal's share of the budget grows; to ask for each record would cost too much."""
+"""Bytes by which a journal's share of the budget grows, so that not every record has to take from it."""
 _LINE = b"\n" + MARK
 _PINGS = frozenset(PINGS.values())
 
@@ -55,12 +57,13 @@ class StreamJournal:
         self._num_bytes = 0
         """Bytes taken from the budget."""
         self._num_free = 0
-        """Bytes of these that are left for further records."""
+        """Bytes of them that no record fills yet."""
         self._head: dict[str, object] = {
             "id": secrets.token_hex(16),
             "created": int(time.time()),
             "seed": secrets.randbits(63),
         }
+        """Values drawn once for the answer, which every node of it must use."""
         self.num_records = 0
         self.is_kept = True
         """False once it was given up for lack of room; the stream cannot resume then."""
@@ -133,6 +136,7 @@ class StreamJournal:
         self.is_kept = False
 
     def _grow(self, num_bytes: int) -> bool:
+        """Take bytes from the budget. Gives the journal up and returns False if there are not enough."""
         if not self.is_kept:
             return False
         if self._num_bytes + num_bytes > _MAX_JOURNAL_BYTES or not self._budget.take(num_bytes):

@@ -1,8 +1,9 @@
 """Runs services as child processes: starts them, waits until they are healthy, and stops them together.
 
-A node that loads reports its progress, and is waited for as long as it makes any (``ProgressTimeout``). When
-a child dies, the others are stopped. A signal to the parent stops all of them in order. If the parent itself
-is killed, the kernel ends the children.
+``hisparse-pd pair`` (``commands/cli.py``) runs its three services by it. A node that loads reports its
+progress, and is waited for as long as it makes any (``ProgressTimeout``). When a child dies, the others are
+stopped. A signal to the parent stops all of them in order. If the parent itself is killed, the kernel ends
+the children.
 """
 
 from __future__ import annotations

@@ -7,11 +7,14 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.preloaded import Preloaded
 
 # Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -101,6 +104,15 @@ def certificates_are_read_once() -> Iterator[None]:
         name = "httpx._transports.default.create_ssl_context"
         patch.setattr(name, functools.cache(httpx.create_ssl_context))
         yield
+
+
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    """A process to fork services from. All processes of a test run share it; the first service starts it."""
+    directory = tmp_path_factory.getbasetemp()
+    shared = directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
+    with closing(Preloaded(shared)) as preloaded:
+        yield preloaded
 
 
 @pytest.fixture(scope="session")

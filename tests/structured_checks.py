@@ -200,7 +200,7 @@ def _described(tool: Any) -> dict[str, Any]:
     return {field: function[field] for field in ("name", "parameters")}
 
 
-CHECKS_OF_CHATS: tuple[Callable[[Served], None], ...] = (
+CHECKS: tuple[Callable[[Served], None], ...] = (
     *(check_chats, check_required_tool, check_named_tool, check_streamed_tool),
+    *(check_completions, check_generate, check_responses, check_messages),
 )
-CHECKS = (*CHECKS_OF_CHATS, check_completions, check_generate, check_responses, check_messages)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoints.files import write_config
-from tools.checkpoints.make_tiny import AROUND, VOCAB_SIZE, write_tokenizer
+from tools.checkpoints.make_tiny import OUTER_CONFIGS, VOCAB_SIZE, write_tokenizer
 
 INDEX_TOPK = 37
 CONTEXT_LENGTH = 2048
@@ -63,8 +63,8 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0, **changes:
             "no_rope_layers": [1, 0, 0, 1, 0],
             "kv_source_layers": [0, 1, 1, 0, 1],
         }
-    write_config(out_dir, config | changes, AROUND.get(variant))
-    model_type: Any = AutoModelForImageTextToText if variant in AROUND else AutoModelForCausalLM
+    write_config(out_dir, config | changes, OUTER_CONFIGS.get(variant))
+    model_type: Any = AutoModelForImageTextToText if variant in OUTER_CONFIGS else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_type.from_config(AutoConfig.from_pretrained(out_dir))

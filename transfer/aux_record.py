@@ -1,6 +1,8 @@
 """The aux record: a prefill node's last write for a room, into one slot of the decode node's AUX region.
 
-The record carries the hint. Its layout is little-endian and has a fixed size:
+The record carries the hint, and never lands without the room's earlier writes. The prefill node's memory
+packs it, and the decode node's memory unpacks it after RoomDone. Its layout is little-endian and has a fixed
+size:
 
 =====================  ======================================================================
 bytes                  content

@@ -1,9 +1,10 @@
 """Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes from it.
 
-Mooncake returns bare codes and does not check its caller. This module refuses a source that is not registered
-(Mooncake reports success for it and sends nothing), enforces the chosen transport (Mooncake takes what it
-finds), keeps batches below the size at which Mooncake's queues overflow, and raises an exception for every
-code.
+Both nodes' engines make one ``TransferEngine`` and register their pools with it; a prefill node's ``Lanes``
+write with it. Mooncake returns bare codes and does not check its caller. This module refuses a source that is
+not registered (Mooncake reports success for it and sends nothing), enforces the chosen transport (Mooncake
+takes what it finds), keeps batches below the size at which Mooncake's queues overflow, and raises an
+exception for every code.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class TransferEngine:
             raise TransferSetupError(str(fault))
         self.transport = transport
         self._lock = threading.Lock()
-        self._names: dict[str, str] = {}  # session -> the name under which Mooncake knows it, once written to
+        self._names: dict[str, str] = {}
+        """The name under which Mooncake knows each session that was written to; see ``renew``."""
         self.registered: dict[int, tuple[int, HasMemory]] = {}
         """Registered memory by its first address: its end, and its tensor, which this keeps alive."""
         self.fault = ""

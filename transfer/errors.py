@@ -1,4 +1,4 @@
-"""The errors of the KV transport."""
+"""The errors of the KV transport, apart from the modules that raise them so that each can import them."""
 
 from __future__ import annotations
 

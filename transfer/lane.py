@@ -1,8 +1,10 @@
 """The lanes of a prefill node: how its writes reach each decode node, chosen when that node registers.
 
+The engine calls ``Lanes.register`` for each Register, and the sender's threads call ``write``.
+
 ``shm``: the decode node is a process of this machine and shares its memory (``lane_host.py``), which is
-mapped here. A write is a copy by this process, or by its GPU if the KV is on one, and is over when the call
-returns. Otherwise the lane is the transport's, tcp or rdma.
+mapped here (``lane_memory.py``). A write is a copy by this process, or by its GPU if the KV is on one, and is
+over when the call returns. Otherwise the lane is the transport's, tcp or rdma.
 
 The choice stands for as long as both processes live. Where a CPU writes and all memory is shared
 (``is_sole``), the end of this process therefore tells the decode node that nothing lands any more. Memory
@@ -55,13 +57,17 @@ class Lane:
 
 @dataclass(eq=False)
 class _Pair:
-    """This node and one decode node. ``lane``: None while it is being chosen. ``mapping``: for shm only."""
+    """This node and one decode node."""
 
     offer: LaneOffer | None
     began_at: float
+    """When it registered, a time of ``time.monotonic``."""
     lane: Lane | None = None
+    """None while it is being chosen."""
     mapping: Mapping | None = None
+    """The decode node's memory, for shm only."""
     is_sole: bool = False
+    """Whether all writes go through ``mapping``, by a CPU."""
 
 
 @dataclass
@@ -170,7 +176,7 @@ class Lanes:
         return Lane(self.protocol, reason, refusal=f"{reason}; {fault}" if fault else "")
 
     def _decide(self, session: str, pair: _Pair, lane: Lane) -> None:
-        """The caller has the lock."""
+        """Set and log a pair's lane. The caller has the lock."""
         pair.lane = lane
         kind = "none" if lane.refusal else lane.kind
         log.info("decode node at %s: lane %s (%s)", session, kind, lane.refusal or lane.reason)

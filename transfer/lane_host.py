@@ -1,5 +1,9 @@
 """Offers a decode node's memory to prefill nodes on the same machine: owns the socket and its connections.
 
+The decode engine makes one ``LaneHost``. Its ``offer`` goes into each Register, its thread hands descriptors
+of the memory to callers that show the offer's token, and ``take_ended`` tells ``PrefillPeers`` which writers
+have left.
+
 A Unix socket reaches processes of this machine only, and carries descriptors of memory across containers. By
 default it has an abstract name, which is visible within one network namespace and vanishes with its process.
 With a directory, such as a volume that two containers share, the socket is a file in that directory.
@@ -47,6 +51,7 @@ from hisparse_pd.transfer.errors import TransferSetupError
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+"""Most callers at a time."""
 HELLO_SECS = 5.0
 """Limit from a connection to its first packet."""
 DENIED_PAUSE_SECS = 0.002
@@ -57,7 +62,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """``num_bytes`` at ``addr``: the file ``fd`` from its byte 0, or memory of a GPU.
+    """Memory of ``num_bytes`` at ``addr``: the file ``fd`` from its byte 0, or memory of a GPU.
 
     ``cuda_handle`` and ``cuda_offset``: the handle that opens memory of a GPU, and where this memory begins
     in it; see ``protocol.lane``.
@@ -72,9 +77,12 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class _Connection:
+    """An accepted caller, of this node's user."""
+
     sock: socket.socket
     user: int
     deadline: float
+    """When it must have said hello, a time of ``time.monotonic``."""
     instance_id: str = ""
     """The run of a prefill node that has the memory open; empty before its hello."""
     is_sole: bool = False
@@ -131,7 +139,7 @@ class LaneHost:
             timeout_secs = max(0.0, min(waiting) - time.monotonic()) if waiting else None
             for key, _ in self._selector.select(timeout_secs):
                 if key.fileobj is self._closed:
-                    self._leave()
+                    self._close_all()
                     return
                 if key.fileobj is self._listener:
                     self._accept()
@@ -172,7 +180,7 @@ class LaneHost:
         try:
             message = from_writer_decoder.decode(packet) if packet else None
         except msgspec.MsgspecError as error:
-            self._forget(connection)
+            self._remove(connection)
             self._deny(connection.sock, connection.user, f"malformed: {error}")
             return
         match message:
@@ -180,12 +188,13 @@ class LaneHost:
                 self.welcome(connection, message)
             case LaneSole() if connection.instance_id:
                 connection.is_sole = True
-            case _:
+            case _:  # the connection has ended, or the message comes out of order
                 self._drop(connection)
 
     def welcome(self, connection: _Connection, hello: LaneHello) -> None:
+        """Send the memory's windows and descriptors to a caller that has the token."""
         if not secrets.compare_digest(hello.token, self.offer.token):
-            self._forget(connection)
+            self._remove(connection)
             reason = "the token is not that of this decode node's registrations"
             self._deny(connection.sock, connection.user, reason)
             return
@@ -216,12 +225,14 @@ class LaneHost:
         sock.close()
         time.sleep(DENIED_PAUSE_SECS)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _remove(self, connection: _Connection) -> None:
         self.connections.discard(connection)
         self._selector.unregister(connection.sock)
 
     def _drop(self, connection: _Connection) -> None:
-        self._forget(connection)
+        """Close a connection. If it was its run's last, and the run promised to write in no other way, the
+        run is reported as ended."""
+        self._remove(connection)
         connection.sock.close()
         if not connection.instance_id:
             return
@@ -232,7 +243,7 @@ class LaneHost:
                 self._ended.append(connection.instance_id)
             self._wakeup()
 
-    def _leave(self) -> None:
+    def _close_all(self) -> None:
         for connection in self.connections:
             connection.sock.close()
         self._listener.close()

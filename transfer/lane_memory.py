@@ -1,5 +1,8 @@
 """A decode node's memory in a prefill node of the same machine: opens, maps, writes and unmaps it.
 
+``Lanes`` makes a ``Mapping`` in a thread for each decode node that offers its memory (``lane_host.py`` is the
+other end), writes through it, and closes it when that node has ended.
+
 Everything that the decode node's socket sends is checked: a file must have the stated length and be sealed
 against shrinking, or its owner could kill this process in the middle of a write.
 """
@@ -54,8 +57,9 @@ RUN_BYTES = 128 << 10
 PIECE_BYTES = 16 << 10
 """Bytes that a warp of the kernel for short ranges copies at a time."""
 PART_BYTES: Final = 32 << 20
+"""Most bytes that are copied between two calls of ``stop``."""
 PART_RANGES: Final = 4096
-"""Most bytes and ranges that are copied between two calls of ``stop``."""
+"""Most ranges that are copied between two calls of ``stop``."""
 
 
 class LaneError(Exception):
@@ -90,6 +94,7 @@ class Mapping:
         except BaseException:
             self._unmap()
             raise
+        # The windows, by number: where each begins and ends in the decode node, and where it begins here.
         self._starts = np.array([window.base_addr for window in opened], np.int64)
         self._ends = np.array([window.base_addr + window.num_bytes for window in opened], np.int64)
         self._here = np.array(here, np.int64)
@@ -186,9 +191,10 @@ class Mapping:
             _wait(in_flight)
 
     def _start_copy(self, window: int, part: Descriptors) -> GpuCopy | None:
-        """Copy to destinations in ``window``. Returns None if all bytes have landed."""
-        moved = self._here[window] - self._starts[window]
-        part = Descriptors(part.src_addrs, part.dst_addrs + moved, part.lengths)
+        """Copy to destinations in ``window``. Returns the copy of the GPU that is under way, or None if all
+        bytes have landed."""
+        to_here = self._here[window] - self._starts[window]
+        part = Descriptors(part.src_addrs, part.dst_addrs + to_here, part.lengths)
         by_gpu = (
             np.zeros(part.lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(part.src_addrs)
         )
@@ -244,6 +250,7 @@ class Mapping:
 
 @contextmanager
 def _gpu_failure() -> Iterator[None]:
+    """Turn any error into a TransferError after which bytes may still land."""
     try:
         yield
     except Exception as error:
@@ -252,8 +259,8 @@ def _gpu_failure() -> Iterator[None]:
 
 
 def _wait(copying: GpuCopy | None) -> None:
-    """Block until all bytes have landed, without the interpreter lock. Raises TransferError; bytes may follow
-    it."""
+    """Block until all bytes have landed, without the interpreter lock. Raises TransferError, after which
+    bytes may still land."""
     if copying is not None:
         with _gpu_failure():
             copying.wait()

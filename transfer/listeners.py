@@ -1,9 +1,10 @@
 """Closes Mooncake's listening sockets to foreign addresses.
 
-Mooncake listens on all interfaces whatever host it is given, knows no keys, and lets any caller read and
-write the registered memory. A packet filter is therefore attached to the listening sockets, and connections
-inherit it: the kernel drops packets from other addresses, as if nothing listened. Linux lets any process
-attach filters to its own sockets; a stricter kernel asks for CAP_NET_ADMIN.
+An engine starts Mooncake within ``guarded_listeners``. Mooncake listens on all interfaces whatever host it is
+given, knows no keys, and lets any caller read and write the registered memory. A packet filter is therefore
+attached to the listening sockets, and connections inherit it: the kernel drops packets from other addresses,
+as if nothing listened. Linux lets any process attach filters to its own sockets; a stricter kernel asks for
+CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _JUMP = 0x05
 _JUMP_IF_EQUAL = 0x15
 _RETURN = 0x06
 _NETWORK_HEADER = 0xFFF00000
-"""Added to an offset, makes it count from the IP header."""
+"""Offset at which the IP header begins."""
 _SOURCE_OFFSET = {4: 12, 6: 8}
+"""Offset of the source address in the header, by IP version."""
 _ACCEPT = 0xFFFFFFFF
 _DROP = 0
 
@@ -64,7 +66,7 @@ def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> I
 
     Raises TransferSetupError when there is a list and the kernel refuses the filter; without a list it warns.
     """
-    before = {inode for _, inode in _listening()}
+    inodes_before = {inode for _, inode in _listening()}
     yield
     peers = reachable_from(host, allowed, has_peers)
     if not peers:
@@ -72,7 +74,7 @@ def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> I
     program = _program(peers)
     try:
         for descriptor, inode in _listening():
-            if inode not in before:
+            if inode not in inodes_before:
                 attach(descriptor, program)
     except OSError as error:
         what = f"this system cannot close the KV ports to other addresses than {peers} ({error.strerror})"
@@ -117,10 +119,11 @@ def _program(allowed: PeerList) -> bytes:
         tests[network.version] += _test(network)
     for version in tests:
         tests[version].append((_RETURN, 0, 0, _DROP))
-    # A socket for both IP versions sees IPv4 packets with IPv4 headers.
+    # A socket for both IP versions sees IPv4 packets with IPv4 headers. A conditional jump skips 255
+    # instructions at most, so an unconditional one leads to the tests of IPv6.
     program: list[_Instruction] = [
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
-        (_SHIFT_RIGHT, 0, 0, 4),
+        (_SHIFT_RIGHT, 0, 0, 4),  # the version
         (_JUMP_IF_EQUAL, 0, 1, 4),
         (_JUMP, 0, 0, 1),
         (_JUMP, 0, 0, len(tests[4])),

@@ -1,8 +1,9 @@
 """Write plans: turn token slots on both sides into as few byte ranges as possible. Pure functions over numpy.
 
-``plan_writes`` coalesces tokens into runs that are contiguous in both pools, the same for every layer.
-``descriptors`` turns the runs into addresses for some layers and refuses slots outside the registered memory.
-``SlicedWrites`` does that slice by slice as the writes are carried out.
+``prefill_node/push.py`` plans each chunk with it. ``plan_writes`` coalesces tokens into runs that are
+contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for some
+layers and refuses slots outside the registered memory. ``SlicedWrites`` does that slice by slice as the
+sender's threads write.
 """
 
 from __future__ import annotations
@@ -201,21 +202,22 @@ def cost(writes: Descriptors) -> int:
 
 def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors]:
     """Yield the ranges of ``blocks`` in order, in slices that cost at most ``max_cost``; a slice of one range
-    may cost up to 4 MiB. The next block is requested only when the present slice has room for more."""
-    parts: list[Descriptors] = []
+    may cost up to MAX_DESCRIPTOR_BYTES. The next block is made only when the present slice has room for
+    more."""
+    parts: list[Descriptors] = []  # of the present slice
     left = max_cost
     for block in blocks:
         block = cut_long(block, MAX_DESCRIPTOR_BYTES)
-        ends = np.cumsum(np.maximum(block.lengths, DESCRIPTOR_COST_BYTES))
-        first = taken = 0
-        while first < ends.size:
-            stop = int(np.searchsorted(ends, taken + left, side="right"))
+        costs_up_to = np.cumsum(np.maximum(block.lengths, DESCRIPTOR_COST_BYTES))
+        first = taken = 0  # ranges of the block that are in slices, and their cost
+        while first < costs_up_to.size:
+            stop = int(np.searchsorted(costs_up_to, taken + left, side="right"))
             stop = max(stop, first if parts else first + 1)
             if stop > first:
                 parts.append(block.at(slice(first, stop)))
-                left -= int(ends[stop - 1]) - taken
-                first, taken = stop, int(ends[stop - 1])
-            if first < ends.size or left < DESCRIPTOR_COST_BYTES:
+                left -= int(costs_up_to[stop - 1]) - taken
+                first, taken = stop, int(costs_up_to[stop - 1])
+            if first < costs_up_to.size or left < DESCRIPTOR_COST_BYTES:
                 yield join_descriptors(parts)
                 parts, left = [], max_cost
     if parts:

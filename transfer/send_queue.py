@@ -1,7 +1,8 @@
-"""Decides which slice is written next to each peer: owns batches, slices and turns of all rooms. Pure.
+"""Decides which slice is written next to each decode node: owns batches, slices and turns of all rooms. Pure.
 
-The caller has the clock, the transport and a lock around all of this. It takes a slice, writes it, and
-reports the outcome; each session has at most one slice in flight.
+``Sender`` is the caller; it has the clock, the transport and a lock around all of this. It submits batches,
+takes a slice with ``next``, writes it, and reports the outcome with ``finish``; each session has at most one
+slice in flight.
 
 Batches of a room go out in the order of submission, cut into slices. The rooms of a peer take turns of at
 most ``SLICE_BYTES``: a room that joins the line waits for one turn of every other room, however long these
@@ -76,14 +77,17 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Progress:
-    """A batch and its progress. ``head``: its next slice, once that is cut."""
+    """A batch and its progress."""
 
     batch: WriteBatch
     remaining: Iterator[Descriptors]
+    """Slices that are not cut yet."""
     head: Descriptors | None = None
+    """Its next slice, once that is cut, until it comes back from the transport."""
     is_started: bool = False
     num_bytes_left: int = 0
     total: Outcome = field(default_factory=Outcome)
+    """The sum of its slices' outcomes."""
 
     def is_ready(self) -> bool:
         """Return whether the batch can be written without waiting. ``synchronize`` reports a failing
@@ -126,7 +130,9 @@ class _RoomQueue:
     refusal: str = ""
     """Why no slice of the room may start any more; empty until something failed."""
     num_untaken: int = 0
+    """Completions that ``take_completions`` has not returned yet."""
     overdue_reported: bool = False
+    """Whether ``overdue`` has named the room for ``slice``."""
 
     @property
     def is_over(self) -> bool:
@@ -135,11 +141,12 @@ class _RoomQueue:
 
 @dataclass(eq=False)
 class _Peer:
-    """A peer's rooms. ``line``: rooms with waiting batches and none in flight. ``num_bytes``: not written
-    yet."""
+    """The rooms that write to one session."""
 
     line: deque[Room] = field(default_factory=deque)
+    """Rooms with waiting batches and none in flight, in the order of their turns."""
     num_bytes: int = 0
+    """Bytes of all its batches that are not written yet."""
     num_rooms: int = 0
 
 
@@ -224,7 +231,7 @@ class SendQueue:
         if self._cut(room) and not self._refuse_rest(room):
             peer = self._peers[room.session]
             head = room.waiting[0].head
-            if head is not None and cost(head) <= room.credit:
+            if head is not None and cost(head) <= room.credit:  # its turn goes on
                 peer.line.appendleft(room_id)
             else:
                 room.credit = self._turn_bytes
@@ -294,8 +301,8 @@ class SendQueue:
         return peer.line[0]
 
     def _cut(self, room: _RoomQueue) -> bool:
-        """Cut the next slice of ``room``, and complete batches without further slices. False if no slice is
-        left."""
+        """Cut the next slice of ``room``, and complete batches that have no further slices. Return False if
+        no slice is left."""
         while room.waiting:
             progress = room.waiting[0]
             if progress.head is not None:
@@ -340,6 +347,7 @@ class SendQueue:
         return True
 
     def _complete(self, progress: _Progress, room: _RoomQueue, error: str) -> None:
+        """Make the completion of a batch. ``error``: empty if all of it was written."""
         batch, total = progress.batch, progress.total
         self._peers[room.session].num_bytes -= progress.num_bytes_left
         room.num_untaken += 1

@@ -1,7 +1,8 @@
-"""Owns the threads that write to peers: one per session, because a write to a stopped peer blocks for 30 s.
+"""Owns the threads that write to decode nodes: one per session, because a write to a stopped peer blocks for
+30 s.
 
-The engine loop submits batches and polls for completions; it never waits here. The threads take slices from
-the ``SendQueue``, which decides their order.
+The prefill engine's loop submits batches and polls for completions; it never waits here. The threads take
+slices from the ``SendQueue``, which decides their order, and write them over the session's lane (``Lanes``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ IDLE_THREAD_SECS = 60.0
 
 
 class Writer(Protocol):
-    """The part of a ``TransferEngine`` that a sender needs; see its ``write``."""
+    """Writes to sessions as ``TransferEngine.write`` does; ``Lanes`` is one."""
 
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None: ...
 

@@ -1,8 +1,9 @@
 """Chooses a node's KV transport once at its start, and checks whether peers can reach its address.
 
-``rdma`` means RDMA or an error, never TCP: whatever makes Mooncake fall back to TCP in silence is checked
-first. ``auto`` takes RDMA when no check fails, else TCP, and gives the reason. Peers compare their protocols
-when they register.
+Each engine calls ``choose_transport`` before it loads the model; the doctor reports the same checks. ``rdma``
+means RDMA or an error, never TCP: whatever makes Mooncake fall back to TCP in silence is checked first
+(``rdma.py`` has the devices). ``auto`` takes RDMA when no check fails, else TCP, and gives the reason. Peers
+compare their protocols when they register.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ AskedProtocol = Literal["tcp", "rdma", "auto"]
 RESOLVE_SECS = 5.0
 """Limit for resolving the name at which peers reach this node."""
 _MAX_REASON_CHARS = 400
+"""Longest reason, which is a label of a metric."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,16 @@ def _choose(
         return TCP
     host = settings.reachable_host
     selection = select_devices(settings.ib_device, host, machine, near, only_sure=asked == "auto")
-    found = (
+    checks = (
         *selection.faults,
         forced_tcp_fault(machine),
         memlock_fault(num_host_bytes, len(selection.devices), machine),
         gpu_direct_fault(machine) if uses_gpu and selection.devices else None,
     )
-    faults = [fault for fault in found if fault is not None]
+    faults = [fault for fault in checks if fault is not None]
     if not faults:
-        return Transport("rdma", selection.devices, _shorten("; ".join((selection.found, *selection.notes))))
+        reason = "; ".join((selection.found, *selection.notes))
+        return Transport("rdma", selection.devices, _shorten(reason))
     if asked == "auto":
         return Transport("tcp", (), _shorten("no RDMA: " + "; ".join(fault.what for fault in faults)))
     raise TransferSetupError("--transfer-protocol rdma: " + " | ".join(map(str, faults)))

@@ -1,7 +1,8 @@
-"""The addresses that may reach this node, and what hosts and addresses look like.
+"""``PeerList``: the addresses that may reach a node; and checks of what hosts and addresses look like.
 
-The control socket (``zap.py``), the bootstrap endpoint and look-up (``bootstrap.py``), registrations
-(``prefill_node/registrations.py``) and the KV ports (``transfer/listeners.py``) ask the same ``PeerList``.
+A node parses one list from ``--allowed-peers``. Its control socket (``zap.py``), its bootstrap endpoint and
+look-up (``bootstrap.py``), registrations (``prefill_node/registrations.py``) and the KV ports
+(``transfer/listeners.py``) all ask that list.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from hisparse_pd.base.vocabulary import StartError
 Network = IPv4Network | IPv6Network
 
 MAX_NETWORKS = 256
-"""Limit of entries in a list. Each takes a few instructions in the KV ports' packet filter, and the kernel
-accepts filters of 4096."""
+"""Limit of entries in a list. Each becomes a few instructions in the KV ports' packet filter, and the kernel
+accepts filters of 4096 instructions."""
 
 MAX_HOST_CHARS = 253
+"""Longest name that DNS has."""
 
 WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
 """Hosts that stand for every address of a machine. A socket can bind them, but no peer can connect to

@@ -1,4 +1,4 @@
-"""Limits log lines about what others send, which they may send any number of times."""
+"""Limits log lines about what other machines send, which they may repeat any number of times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LogLimiter:
         """Whether a line about ``subject`` may be logged now. If so, it counts as logged."""
         now = time.monotonic()
         if subject not in self._quiet_until and len(self._quiet_until) >= MAX_SUBJECTS:
-            self._quiet_until = {of: until for of, until in self._quiet_until.items() if until > now}
+            self._quiet_until = {other: until for other, until in self._quiet_until.items() if until > now}
             if len(self._quiet_until) >= MAX_SUBJECTS:
                 subject = None
         if now < self._quiet_until.get(subject, 0.0):

@@ -1,4 +1,5 @@
-"""Finds free ports for processes that are yet to be started."""
+"""Finds free ports for processes that are yet to be started: the services of ``hisparse-pd pair``, and
+tests'."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def _reserve(port: int) -> None:
     """Leave a connection of the port to itself in TIME_WAIT. Raises OSError if the port is taken."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
-        # Set before bind, it would let two servers share the port.
+        # After bind: before it, the option would let two servers share the port.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.listen(1)
         with socket.create_connection(("127.0.0.1", port), timeout=5):

@@ -1,4 +1,8 @@
-"""First steps of every process: standard streams, logging, signals, and ending with the parent process."""
+"""What every process does first: standard streams, logging, signals, and ending with its parent process.
+
+``commands/cli.py`` calls ``occupy_standard_streams`` for all; each service and child process sets up its
+logging, and children of ``multiprocessing`` call ``die_with_parent``.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
 """Environment of engines on a CPU, of which several may share its cores. Between two parallel regions each
 thread of GNU's OpenMP, which torch uses, would spin for some 10 ms and keep a core from threads with work."""
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Variables by which an operator chooses how long OpenMP's threads spin."""
 
 _STDERR = 2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -49,11 +54,11 @@ def say(words: str) -> None:
         print(words, flush=True)
     except OSError as error:
         log.error("standard output takes nothing: %s; %s", error.strerror, words)
-        with open(os.devnull, "wb") as nowhere:  # or flushing the rest would fail at the exit
+        with open(os.devnull, "wb") as nowhere:  # else flushing the rest at exit would fail again
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def chooses_its_waiting() -> bool:
+def openmp_wait_is_set() -> bool:
     """Whether the environment already says how OpenMP's threads wait."""
     return any(name in os.environ for name in _WAIT_VARIABLES)
 

@@ -1,7 +1,8 @@
 """Reads settings from options of the command line and from TOML or YAML files.
 
-Both name a setting as its field in ``hisparse_pd.base.settings``. Whatever is wrong raises SettingsError,
-which says where the value came from and what is allowed.
+Both name a setting as its field in the settings classes (``settings.py`` and its neighbours). The command
+line (``commands/cli.py``) calls ``load_settings`` for one service, and for ``pair`` combines the parts
+itself. Whatever is wrong raises SettingsError, which says where the value came from and what is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 
 S = TypeVar("S", bound=BaseModel)
 

@@ -1,4 +1,7 @@
-"""Opens this process's traces, if it makes any. What needs opentelemetry is in ``tracing.py``."""
+"""Opens the tracer of a decode node's front or of the router, if traces are on.
+
+It is apart from ``tracing.py``, which imports opentelemetry, so that processes without traces do not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def open_tracer(
     """Make a ``Tracer``, which takes the same arguments; None without an ``endpoint``. Raises StartError."""
     if not endpoint:
         return None
-    # Imported here: a process without traces does not pay for the import.
+    # Imported here so that a process without traces does not pay for it.
     from hisparse_pd.base.tracing import Tracer
 
     return Tracer(endpoint, service_name, instance, count, follows=follows)

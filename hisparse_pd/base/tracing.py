@@ -1,9 +1,10 @@
 """Traces: the spans of this process and their way to a collector, over OTLP (HTTP, protobuf).
 
-This module is imported only if traces are on, since it alone imports opentelemetry. One thread, the SDK's,
-sends spans. The number of spans that wait for it is limited, and further ones are dropped and counted, so
-that no request waits for a collector. The SDK's variables apply: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
-OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS and so on.
+``open_tracer`` (``traces.py``) makes the one ``Tracer`` of a process; a ``RequestSpan`` is one request's span
+with its parts. This module is imported only if traces are on, since it alone imports opentelemetry. One
+thread, the SDK's, sends spans. The number of spans that wait for it is limited, and further ones are dropped
+and counted, so that no request waits for a collector. The SDK's variables apply: OTEL_SERVICE_NAME,
+OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS and so on.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Tracer:
         learns that the caller records the request; false for callers that must not decide it, such as
         clients. Raises StartError for invalid OTEL_ variables.
         """
-        # opentelemetry warns about clients' headers, urllib3 about each failed attempt.
+        # Quiet: opentelemetry warns about clients' headers, urllib3 about each failed attempt.
         for name in ("opentelemetry", "urllib3"):
             logging.getLogger(name).setLevel(logging.ERROR)
         complaints = LogLimiter()  # a collector that is away fails every batch
@@ -71,7 +72,7 @@ class Tracer:
         )
         try:
             self._exporter = _CountingExporter(OTLPSpanExporter(endpoint=url), count)
-            self._waiting = _BoundedProcessor(self._exporter, count)
+            self._processor = _BoundedProcessor(self._exporter, count)
         except ValueError as error:
             raise StartError(f"traces: {error}; look at the OTEL_ variables") from error
         self._provider = TracerProvider(
@@ -79,7 +80,7 @@ class Tracer:
         )
         if not follows:
             self._provider.sampler = _OwnSampler(self._provider.sampler)
-        self._provider.add_span_processor(self._waiting)
+        self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("hisparse_pd", VERSION)
 
     def request(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> RequestSpan:
@@ -103,7 +104,7 @@ class RequestSpan:
         self._tracer = tracer
         self._span = tracer.start_span(
             f"POST {path}",
-            context=_propagator.extract(_carrier(headers)),
+            context=_propagator.extract(_trace_context_headers(headers)),
             kind=trace.SpanKind.SERVER,
             attributes={"http.request.method": "POST", "http.route": path, "url.path": path},
         )
@@ -152,7 +153,7 @@ class RequestSpan:
         self._span.end()
 
 
-def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
+def _trace_context_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
     """Return the headers of the trace context; with two traceparents none, as W3C has it."""
     carrier: dict[str, list[str]] = {}
     for name, value in headers:
@@ -162,8 +163,10 @@ def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
 
 
 class _OwnSampler(Sampler):
-    """Asks another sampler as if the request had no caller, with a trace id that its client did not
-    choose."""
+    """Samples a request as if it had no caller: by another sampler, with a trace id drawn here.
+
+    Otherwise clients could have all their requests recorded, by a flag or by their choice of the trace id.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -222,16 +225,17 @@ class _BoundedProcessor(BatchSpanProcessor):
     """Bounds the SDK's queue. The queue itself would drop its oldest spans, and count nothing."""
 
     def __init__(self, exporter: _CountingExporter, count: Count) -> None:
-        most = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) or MAX_WAITING_SPANS)
-        super().__init__(exporter, max_queue_size=most)
+        max_waiting = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) or MAX_WAITING_SPANS)
+        super().__init__(exporter, max_queue_size=max_waiting)
         self._exporter = exporter
         self._count = count
-        self._most = most
+        self._max_waiting = max_waiting
 
     def on_end(self, span: ReadableSpan) -> None:
+        """Queue a sampled span unless too many wait."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        if self._exporter.add(self._most):
+        if self._exporter.add(self._max_waiting):
             super().on_end(span)
         else:
             self._count("dropped", 1)

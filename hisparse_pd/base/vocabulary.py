@@ -1,4 +1,7 @@
-"""Words that all rooms share: what a request asks for, how it was served, how it ended."""
+"""Words that nodes, router and tools share: error codes, modes, sampling parameters, finish reasons, version.
+
+Everything here is plain data without a dependency on another package of the project.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 def pack_logit_bias(biases: Sequence[tuple[int, float]]) -> bytes:
     """Pack all token ids (int32) and then all biases (float32), little endian.
 
-    Each sample has a copy of up to a thousand of them, which would take fifteen times as much as objects.
+    Each sample has a copy of up to a thousand biases, which as objects would take fifteen times the memory.
     """
     token_ids, values = (token_id for token_id, _ in biases), (bias for _, bias in biases)
     return struct.pack(f"<{len(biases)}i{len(biases)}f", *token_ids, *values)

@@ -1,8 +1,8 @@
 """The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen``.
 
-Options are made from the fields of ``hisparse_pd.base.settings``, so the command line, a ``--config`` file
-and the code use the same names. The command line wins over the file. Services are imported only when they are
-run, so that ``--help`` answers at once.
+Options are made from the fields of the settings (``base/*settings.py``), so the command line, a ``--config``
+file and the code use the same names. The command line wins over the file. Services are imported only when
+they are run, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.ports import free_port, is_taken
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.process import occupy_standard_streams, say, setup_logging
-from hisparse_pd.base.settings import (
-    STARTUP_TIMEOUT_SECS,
-    DecodeSettings,
-    Device,
-    FrozenSettings,
-    Port,
-    PrefillSettings,
-    RouterSettings,
-)
+from hisparse_pd.base.router_settings import RouterSettings
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, Device, FrozenSettings, Port
 from hisparse_pd.base.settings_sources import (
     SettingsError,
     check_known,
@@ -76,8 +71,10 @@ SECTIONS: dict[str, type[BaseModel]] = {
 """Settings of each service of a pair, by the service's section in the pair's file."""
 
 NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
+"""Names in argparse's namespace that are no settings."""
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
-_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
+_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}
+"""Settings that ``pair`` does not take: it connects its services itself, and they are all on this machine."""
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
 """Settings of ``pair`` that concern its router alone, since its nodes stay on loopback."""
 
@@ -143,7 +140,10 @@ def pair_settings(
         check_known(sections[name], allowed, f"{config} [{name}]")
     check_known(from_file, {**_pair_fields(), **dict.fromkeys(SECTIONS)}, str(config))
 
-    pair = validate(PairSettings, _only(PairSettings, from_file), str(config), _only(PairSettings, given))
+    # The nodes' settings, with the ports that ``pair`` chooses for them.
+    pair = validate(
+        PairSettings, _known_to(PairSettings, from_file), str(config), _known_to(PairSettings, given)
+    )
     node_ports: dict[str, dict[str, Any]] = {
         "prefill": {"port": pair.prefill_port},
         "decode": {"port": pair.decode_port},
@@ -152,8 +152,8 @@ def pair_settings(
     merged: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for name in SECTIONS:
-        merged[name] = node_ports[name] | _shared(name, from_file) | sections[name]
-        options[name] = _shared(name, given)
+        merged[name] = node_ports[name] | _shared_values(name, from_file) | sections[name]
+        options[name] = _shared_values(name, given)
     if pair.decode_device is not None:
         options["decode"]["device"] = pair.decode_device
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
@@ -165,6 +165,7 @@ def pair_settings(
         bootstrap_port="bootstrap_port" in chosen or "bootstrap_port" in sections["prefill"],
     )
     decode = _with_ports(decode, port="decode_port" in chosen or "port" in sections["decode"])
+    # The router's settings, which name the nodes.
     merged["router"]["prefill"] = [(_node_url(prefill), prefill.bootstrap_port)]
     merged["router"]["decode"] = [_node_url(decode)]
     if node_keys := decode.api_key_file or prefill.api_key_file:
@@ -174,6 +175,7 @@ def pair_settings(
 
 
 def _pair_fields() -> dict[str, FieldInfo]:
+    """Return the options of ``pair``: its own, and those of its services that it does not set itself."""
     fields: dict[str, FieldInfo] = {}
     models: tuple[type[BaseModel], ...] = (*SECTIONS.values(), PairSettings)
     for model in models:
@@ -181,15 +183,16 @@ def _pair_fields() -> dict[str, FieldInfo]:
     return fields
 
 
-def _shared(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_values(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values outside any section that are for the service of ``section``."""
-    own = _only(SECTIONS[section], values)
+    own = _known_to(SECTIONS[section], values)
     if section != "router":
         own = {name: value for name, value in own.items() if name not in _ROUTER_ONLY_IN_PAIR}
     return own
 
 
-def _only(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+def _known_to(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that are fields of ``model``."""
     return {name: value for name, value in values.items() if name in model.model_fields}
 
 
@@ -259,6 +262,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """Add the option of one field, with its help and the number of values that it takes."""
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
     if field.annotation is bool:
         parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
@@ -288,6 +292,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
+    """Return a field's bounds in words."""
     words = []
     for constraint in field.metadata:
         match constraint:
@@ -318,6 +323,7 @@ def _unknown_options(unknown: Sequence[str], parser: argparse.ArgumentParser) ->
 def _run_pair(
     pair: PairSettings, prefill: PrefillSettings, decode: DecodeSettings, router: RouterSettings
 ) -> int:
+    """Run the three services of a pair as child processes. Returns the exit status."""
     from hisparse_pd.router.supervisor import Child, Supervisor
 
     setup_logging(router.log_level, "pair")
@@ -349,6 +355,7 @@ def _run_pair(
 
 
 def _keygen(path: Path, *, for_api: bool) -> int:
+    """Write a new control key, or an API key, to ``path``. Returns the exit status. Raises SettingsError."""
     if for_api:
         key = secrets.token_urlsafe(32).encode()
         use = "give the router, or a node, --api-key-file with it, and each client the key in it"

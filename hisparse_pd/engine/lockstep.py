@@ -1,8 +1,9 @@
-"""When the ranks of a node make a forward together, and how large it is.
+"""Decides when the ranks of a node make a forward together, and how large it is.
 
-While any rank has work, all agree before every forward, so that none is missing in it. When none has, each
-waits for its own messages. The first that gets work rings for the others and waits for them in the agreement.
-The ring carries the agreement's number: one that arrives after it is ignored.
+The engine's loop calls ``read_rings`` and ``agree`` in every turn. While any rank has work, all agree before
+every forward, because each must take part in it. When none has work, each waits for its own messages. The
+first that gets work rings for the others (``rank_bells.py``) and waits for them in the agreement. A ring
+carries the agreement's number: one that arrives after that agreement is ignored.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ class NodeStep:
 
 
 class Lockstep:
-    """One rank's part in the agreements. A node of one rank agrees with itself."""
+    """One rank's part in the agreements; ``ranks`` is None in a node of one rank, which decides alone."""
 
     def __init__(self, ranks: RankGroup | None) -> None:
         self._ranks = ranks
         self._number = 0
+        """Number of the next agreement."""
         self._is_rung = False
+        """Whether another rank has rung for the next agreement."""
         self.is_together = False
         """Whether the last agreement was a forward, after which the next is due without a ring."""
 
@@ -41,8 +44,8 @@ class Lockstep:
         lost, or other ranks wait for this one in the middle of the model."""
         return self._ranks is not None or isinstance(error, torch.AcceleratorError)
 
-    def hear(self) -> None:
-        """Take in the rings of other ranks. Call it before ``is_due`` and ``agree``."""
+    def read_rings(self) -> None:
+        """Read the rings of other ranks. Call it before ``is_due`` and ``agree``."""
         if self._ranks is not None:
             self._is_rung |= self._number in self._ranks.bells.heard()
 
@@ -54,7 +57,7 @@ class Lockstep:
     def agree(
         self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False, num_new: int = 1
     ) -> NodeStep:
-        """Agree with the other ranks on the next step; waits for them, unless nobody has work.
+        """Agree with the other ranks on the next step; waits for them, unless no rank has work.
 
         ``num_tokens``: requests of this rank, or the tokens that it computes. ``is_split``: whether this rank
         wants the step split. ``num_new``: the positions of a request that it wants; all ranks take the most.
@@ -62,15 +65,14 @@ class Lockstep:
         """
         if self._ranks is None:
             return NodeStep(num_tokens, is_split, is_stopping, num_new)
-        has_news = num_tokens > 0 or is_stopping
         if not self.is_due:
-            if not has_news:
+            if num_tokens == 0 and not is_stopping:
                 return NodeStep(0)
             self._ranks.bells.ring(self._number)
-        said = self._ranks.agree(num_tokens, is_split, is_stopping, num_new)
+        values_of_ranks = self._ranks.agree(num_tokens, is_split, is_stopping, num_new)
         self._number += 1
         self._is_rung = False
-        most, any_split, any_stops, num_new = (max(column) for column in zip(*said, strict=True))
+        most, any_split, any_stops, num_new = (max(column) for column in zip(*values_of_ranks, strict=True))
         self.is_together = most > 0 and not any_stops
         self._ranks.step_tokens = most
         return NodeStep(0 if any_stops else most, bool(any_split), bool(any_stops), num_new)

@@ -1,7 +1,8 @@
-"""The loop of an engine's process, and the parts of it that both nodes have.
+"""The loop of an engine's process: ``EngineLoop``, from which both nodes derive their engines.
 
-One turn is receive -> step -> report, all in one thread. A node's engine adds what it receives beside the
-fronts' messages, its step and its statistics. Before a step all ranks of the node agree (``lockstep.py``).
+One turn is receive -> step -> report, all in one thread. ``start.py`` makes the engine and calls ``run``. The
+derived class defines what it receives beside the fronts' messages, its step and its statistics. Before a step
+all ranks of the node agree (``lockstep.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from hisparse_pd.base.access import PeerList
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import parent_is_alive
-from hisparse_pd.base.settings import NodeSettings
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
@@ -48,14 +49,17 @@ from hisparse_pd.transfer.transport import Transport
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_SECS = 0.05
+"""Longest wait for a message in one turn: statistics and timeouts are looked after at least this often."""
 STATS_INTERVAL_SECS = 0.4
+"""Time between two EngineStats, which fronts expect at least twice a second."""
 IDLE_CHECK_INTERVAL_SECS = 5.0
+"""Time between two checks of the pools' integrity while no request is live."""
 
 SettingsT = TypeVar("SettingsT", bound=NodeSettings)
 
 
-class Books(Protocol):
-    """A node's record of who has which slots. It is empty when no request or room is live."""
+class LiveRecord(Protocol):
+    """A node's record of its live requests or rooms and their slots; its length is their number."""
 
     set_aside: SetAside
 
@@ -68,8 +72,9 @@ class Books(Protocol):
 class EngineLoop(ABC, Generic[SettingsT]):
     """Base of both nodes' engines.
 
-    A node's engine registers its pools with ``transfer`` and says by ``_set_books`` who has which slots.
-    Raises TransferError and ControlKeyError; an engine also raises StartError, as when its pools do not fit.
+    The constructor of a node's engine registers its pools with ``transfer`` and then calls
+    ``_set_live_record``. Raises TransferError and ControlKeyError; an engine also raises StartError, as when
+    its pools do not fit.
     """
 
     role: ClassVar[str]
@@ -108,13 +113,17 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._is_stopping = self._has_stopped = self._has_work = False
         self._next_stats_at = self._next_check_at = 0.0
 
-    def _set_books(
-        self, books: Books, prefixes: PrefixTree, kv: Mapping[PoolKind, Tensor], row_checks: Tensor | None
+    def _set_live_record(
+        self, live: LiveRecord, prefixes: PrefixTree, kv: Mapping[PoolKind, Tensor], row_checks: Tensor | None
     ) -> None:
-        """Set whose pools the loop looks after; it flushes and verifies ``prefixes``. See ``PrefixScrub``."""
-        self._books = books
+        """Set the record that the loop checks while it is idle, and the prefixes that it flushes and
+        verifies.
+
+        ``kv``, ``row_checks``: see ``PrefixScrub``.
+        """
+        self._live = live
         self._prefixes = prefixes
-        self._scrub = PrefixScrub(prefixes, books.set_aside, self._settings.page_size, kv, row_checks)
+        self._scrub = PrefixScrub(prefixes, live.set_aside, self._settings.page_size, kv, row_checks)
 
     def run(self) -> None:
         """Serve until Shutdown, or until the front is gone."""
@@ -141,51 +150,52 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._has_work = self._step()
         if self._has_stopped:
             return
-        is_idle = not self._books
+        is_idle = not self._live
         if is_idle and not self._has_work:
             self._scrub.verify_next()
         now = time.monotonic()
         if self._settings.debug_checks or (is_idle and now >= self._next_check_at):
             self._next_check_at = now + IDLE_CHECK_INTERVAL_SECS
-            self._books.check_integrity()
+            self._live.check_integrity()
         if now >= self._next_stats_at:
             self._next_stats_at = now + STATS_INTERVAL_SECS
             self._report(now)
 
-    def _hear_fronts(self, now: float) -> None:
-        """Take in what the fronts and other ranks have sent."""
+    def _receive_from_fronts(self, now: float) -> None:
+        """Handle the fronts' messages and the rings of other ranks."""
         for message in self.socket.receive():
             match message:
                 case FlushCache():
                     self._prefixes.flush()
                 case ReleasePage():
-                    self._books.set_aside.give_back(message.pool, message.start)
+                    self._live.set_aside.give_back(message.pool, message.start)
                 case Shutdown():
                     self._is_stopping = True
                 case _:
-                    self._take(message, now)
-        self._lockstep.hear()
+                    self._on_request_message(message, now)
+        self._lockstep.read_rings()
 
     def _report(self, now: float) -> None:
+        """Send statistics to the fronts. Stop if the process that started this one is gone."""
         stats = self._stats(now)
-        stats.gauges["set_aside_tokens"] = float(self._books.set_aside.num_tokens)
+        stats.gauges["set_aside_tokens"] = float(self._live.set_aside.num_tokens)
         stats.gauges[self.transfer.transport.info_metric] = 1.0
         for lane in stats.lanes:
             stats.gauges[lane.info_metric] = 1.0
-        for kind, count in self._books.set_aside.num_found.items():
+        for kind, count in self._live.set_aside.num_found.items():
             stats.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}'] = float(count)
         dropped = self._num_dropped
         for reason in {*DROP_REASONS, *dropped}:
             stats.counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = float(dropped[reason])
-        self.socket.send(replace(stats, set_aside=self._books.set_aside.shown()))
+        self.socket.send(replace(stats, set_aside=self._live.set_aside.shown()))
         if not parent_is_alive():
             log.error("the front process is gone, leaving")
-            self._has_stopped = True  # and the other ranks, whose front it is too
+            self._has_stopped = True  # other ranks of this machine see the same
 
-    def _take(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
-        """Take in a message about requests or their landing zones, which only a decode node has."""
+    def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
+        """Handle a message about requests or their landing zones, which only a decode node has."""
 
-    # --- what differs between nodes ---------------------------------------------------------------
+    # --- methods that each node defines ---------------------------------------------------------
 
     @staticmethod
     @abstractmethod
@@ -202,7 +212,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def _receive(self, now: float) -> None:
-        """Take in what has arrived, ``_hear_fronts`` included, and end what has waited for too long."""
+        """Handle all messages, with ``_receive_from_fronts``, and end what has waited for too long."""
 
     @abstractmethod
     def _step(self) -> bool:
@@ -218,4 +228,4 @@ class EngineLoop(ABC, Generic[SettingsT]):
     @property
     @abstractmethod
     def _num_dropped(self) -> Counter[str]:
-        """Control messages of peers that had no effect, by reason."""
+        """The number of control messages of peers that had no effect, by reason."""

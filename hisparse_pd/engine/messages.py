@@ -1,7 +1,8 @@
-"""Messages between a node's HTTP fronts and its engine processes, over ZMQ sockets.
+"""Messages between a node's HTTP fronts and its engine processes, which ``sockets.py`` carries.
 
-Both ends are one release of one program, so these carry no version. They are tagged Structs in
-msgpack like the control messages, decoded by one typed decoder a direction.
+Both ends are one release of one program, so the messages carry no version. They are tagged Structs in
+msgpack, like the control messages between nodes, with one typed decoder for each direction: ``ToEngine``,
+``FromEngine``.
 """
 
 from __future__ import annotations
@@ -53,9 +54,12 @@ class Generate(Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
-    """All samples of one prompt, which is sent once. They resume equally many of its tokens.
+    """All samples of one prompt, which is sent once. Where they resume a stream, each resumes equally many
+    tokens.
 
-    ``root``: the key of the request's isolation. ``prompt``: all token ids, packed by ``pack_token_ids``.
+    ``root``: the first key of the prompt's pages, which depends on the request's isolation
+    (``prompt_keys.py``).
+    ``prompt``: all token ids, packed by ``pack_token_ids``.
     """
 
     samples: tuple[Generate, ...]
@@ -82,20 +86,22 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
-    """An operator vouches that this run of a prefill node is over. Ignored by a prefill node."""
+    """An operator states that this run of a prefill node has ended, so that the slots that it might still
+    write to are free. A prefill node ignores it."""
 
     instance_id: str
 
 
 class ReleasePage(Struct, frozen=True, tag="release_page"):
-    """An operator vouches for a page that was set aside."""
+    """An operator states that a page that was set aside is good again."""
 
     pool: PoolKind
     start: int
 
 
 def request_prefix(front_number: int) -> str:
-    """Return what the ids of one HTTP request begin with. It names the front that answers are sent to."""
+    """Return the beginning of the ids of one HTTP request's samples: the number of the front that gets the
+    answers, and a random part."""
     return f"{front_number:02x}{secrets.token_hex(8)}"
 
 
@@ -227,14 +233,15 @@ class RequestFailed(Struct, frozen=True, tag="request_failed"):
 
 
 class QuarantinedRun(Struct, frozen=True):
-    """Slots that a decode node gives to nobody because one run of a prefill node may still write there."""
+    """Slots that a decode node does not reuse because one run of a prefill node may still write there."""
 
     prefill_node: str
     """Its bootstrap endpoint, ``host:port``."""
     instance_id: str
     num_rooms: int
     num_unacknowledged: int
-    """Rooms that the run has not called quiet yet. The slots of the others are free after a known time."""
+    """Rooms whose writes the run has not confirmed to be over. The slots of other rooms are free after a
+    known time."""
     longest_secs: float
     host_slots: int
     device_slots: int
@@ -243,7 +250,7 @@ class QuarantinedRun(Struct, frozen=True):
 
 
 class SetAsidePage(Struct, frozen=True):
-    """A page that a node gives to nobody because a row in it was not what was written."""
+    """A page that a node does not reuse because a row in it did not match its row check."""
 
     pool: PoolKind
     """"host" or "device"."""
@@ -272,7 +279,8 @@ class PeerLane(Struct, frozen=True):
 
 
 class EngineStats(Struct, frozen=True, tag="stats"):
-    """Sent at least twice a second while the engine loop turns; its arrival is what /health looks at.
+    """The engine's statistics, sent at least twice a second while its loop turns. /health depends on their
+    arrival.
 
     ``gauges`` are current values, ``counters`` monotone totals since the engine's start; the names are
     the metric names without prefix, with labels as ``name{label="value"}``.

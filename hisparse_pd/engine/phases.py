@@ -1,7 +1,8 @@
 """The phases of a request in an engine, which follow one another without a gap.
 
-An engine measures phases with its monotonic clock. It tells its fronts of ended ones in Unix time, which
-processes and machines share. Fronts make histograms and spans of them.
+Either node's engine keeps a ``PhaseLog`` for each request or room, in its monotonic clock. It sends phases
+that have ended to its fronts in Unix time, which processes and machines share; fronts make histograms and
+spans of them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""Verifies the rows of kept prefixes where they lie, a stretch in each idle turn of the engine's loop."""
+"""Verifies the rows of prefixes in place against their row checks, some in each idle turn of the engine's
+loop.
+
+A prefix's KV may be damaged while no request reads it. Scrubbing finds that before a request does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prefix_tree import Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import wrong_items
 
@@ -18,8 +23,16 @@ STRETCH_BYTES: Final = 1 << 20
 """Bytes of KV that are verified in one turn."""
 
 
+class Stretch(NamedTuple):
+    """Positions [start, stop) of a prefix, which are verified in one turn."""
+
+    prefix: Prefix
+    start: int
+    stop: int
+
+
 class PrefixScrub:
-    """Goes through all prefixes again and again; the page of a wrong row is set aside.
+    """Verifies all prefixes, over and over; the page of a wrong row is set aside.
 
     ``kv``: uint8 [num_layers, num_slots, item_bytes] of each pool that may be the first kind of a prefix.
     ``row_checks``: int32 [num_layers, num_slots], by the slots of a prefix's last kind; None: nothing is
@@ -39,10 +52,10 @@ class PrefixScrub:
         self._page_size = page_size
         self._kv = kv
         self._row_checks = row_checks
-        self._stretches: Iterator[tuple[Prefix, int, int]] = iter(())
+        self._stretches: Iterator[Stretch] = iter(())
 
     def verify_next(self) -> None:
-        """Verify the next stretch of all prefixes. Waits for the device."""
+        """Verify the next stretch. Waits for the device."""
         if self._row_checks is None:
             return
         stretch = next(self._stretches, None)
@@ -60,15 +73,15 @@ class PrefixScrub:
         )
         device = self._row_checks.device
         positions = torch.arange(start, stop, device=device)
-        places = slots.to(device), self._row_checks, check_slots.to(device), positions
-        for item in wrong_items(self._kv[kind], *places):
-            self._set_aside.found_wrong("scrub", kind, item)
+        kv = self._kv[kind]
+        for item in wrong_items(kv, slots.to(device), self._row_checks, check_slots.to(device), positions):
+            self._set_aside.record_wrong_row("scrub", kind, item)
 
-    def _all_stretches(self) -> Iterator[tuple[Prefix, int, int]]:
-        """Yield each prefix with the first position of a stretch and the position behind it."""
+    def _all_stretches(self) -> Iterator[Stretch]:
+        """Yield the stretches of all prefixes that there are now."""
         for prefix in list(self._prefixes):
             num_layers, _, item_bytes = self._kv[prefix.kinds[0]].shape
             num_tokens = max(1, STRETCH_BYTES // (num_layers * item_bytes))
             stop = prefix.end_page * self._page_size
             for start in range(prefix.start_page * self._page_size, stop, num_tokens):
-                yield prefix, start, min(start + num_tokens, stop)
+                yield Stretch(prefix, start, min(start + num_tokens, stop))

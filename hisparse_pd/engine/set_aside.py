@@ -1,6 +1,8 @@
-"""Owns which pages nobody gets because a row in them was not what was written, and why.
+"""The pages of a node that are not reused because a row in them did not match its row check, and why.
 
-Nothing but a test of the memory shows that such a page is good again: an operator gives it back.
+Whoever finds a wrong row, in a step, at a request's start or in a scrub, reports it to ``SetAside``, which
+withdraws the page from the pools and drops the prefixes that have it. Only a test of the memory can show that
+a page is good again, so an operator gives it back.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ WRONG_ROW_KINDS: Final = {
     "decode": ("landing", "page-in", "newest", "scrub"),
 }
 """Labels of ``kv_rows_corrupt_total``: when a wrong row is found. cached: before a forward reads it again.
-landing: when its request begins. page-in: when a step pages it in. newest: the same, of a row that this node
-wrote. scrub: while nobody needs it."""
+landing: when its request begins. page-in: when a step pages it in. newest: when a step pages in a row that
+this node wrote. scrub: in an idle turn, while no request is live."""
 
 MAX_PAGES_SHOWN: Final = 256
 """Most pages that are listed in statistics, which are sent twice a second."""
@@ -54,7 +56,7 @@ class SetAside:
         used = self._pools.used(Stage.SET_ASIDE)
         return used.host + used.device
 
-    def found_wrong(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
+    def record_wrong_row(self, kind: str, pool: PoolKind, item: WrongItem) -> str:
         """Count a wrong row and set its page aside, with every prefix that has it. Returns the error.
 
         ``kind``: one of ``WRONG_ROW_KINDS``.
@@ -73,7 +75,7 @@ class SetAside:
         return error
 
     def give_back(self, pool: PoolKind, start: int) -> None:
-        """Let others have the page again: an operator says that it is good."""
+        """Return the page to the pools, because an operator says that it is good."""
         self._pages.pop((pool, start), None)
         found = self._pools.take_back(pool, start)
         log.warning("page at slot %d of the %s pool is good, says an operator (%s)", start, pool, found)

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     EngineLoading,
@@ -47,7 +47,7 @@ _RECEIVED_A_TURN = 64
 
 
 class FrontGone(Exception):
-    """A front on another machine is gone: nobody waits for what this engine computes."""
+    """A front on another machine is gone, so that nobody waits for this engine's answers."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class FrontChannel:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the connection to a front on another machine has ended; always False on one machine."""
         return self._losses is not None and bool(self._losses.poll(0))
 
     def send(self, frame: bytes, *, may_be_dropped: bool = False) -> None:
@@ -130,16 +131,17 @@ class EngineSocket:
         """``endpoints``: ZMQ's, one a front. ``crossing``: None when the fronts are on this machine."""
         self.channels = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
         self._leaving: set[int] = set()
-        """The indices of fronts that have said Shutdown."""
+        """The indices of fronts that have sent Shutdown."""
         self._num_turns = 0
+        """Calls of ``receive``; they decide which channel is read first."""
 
     def receive(self) -> Iterator[ToEngine]:
         """Yield what has arrived, without waiting, at most a burst; a group counts with each of its samples.
 
-        ``Shutdown`` comes once all fronts have said it. Raises FrontGone when nothing has arrived, and
-        nothing will.
+        ``Shutdown`` is yielded once all fronts have sent it. Raises FrontGone if nothing has arrived and a
+        front is lost.
         """
-        self._num_turns += 1  # the channels take turns: a burst of one front must not be all that is heard
+        self._num_turns += 1  # each channel is read first in turn, so that no front's burst keeps others out
         first = self._num_turns % len(self.channels)
         channels = self.channels[first:] + self.channels[:first]
         for channel in channels:
@@ -159,7 +161,7 @@ class EngineSocket:
             raise FrontGone(f"the front at {lost[0]} is gone")
 
     def send(self, message: FromEngine) -> None:
-        """Send to all fronts what concerns the engine, and what concerns a request to the request's front.
+        """Send a message about the engine to all fronts, or one about a request to the request's front.
 
         Never waits. Statistics for which there is no room are dropped.
         """
@@ -261,7 +263,7 @@ class FrontSocket:
         """Yield what has arrived, at most ``_RECEIVED_A_TURN`` messages."""
         for _ in range(_RECEIVED_A_TURN):
             try:
-                if self._watch is None:  # a frame with what is known of its sender takes twice as long
+                if self._watch is None:  # a Frame object, which knows its sender, takes twice as long
                     yield engine_messages.from_engine_decoder.decode(self.socket.recv(zmq.NOBLOCK))
                     continue
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -270,8 +272,10 @@ class FrontSocket:
             try:
                 message = engine_messages.from_engine_decoder.decode(frame.bytes)
             except msgspec.MsgspecError as error:
-                # Without a key anybody may connect before the engine, which tries again.
-                log.warning("dropped what no engine says, from %s: %s", frame.get("Peer-Address"), error)
+                # Without a key any process may connect before the engine, which then tries again.
+                log.warning(
+                    "dropped a message that is no engine's, from %s: %s", frame.get("Peer-Address"), error
+                )
                 continue
             if not self._watch.knows_engine:
                 self._watch.note_engine(int(frame.get(zmq.SRCFD)))

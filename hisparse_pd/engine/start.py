@@ -1,6 +1,7 @@
-"""The start of an engine's process, the same on both nodes.
+"""The start of an engine's process, the same on both nodes: from settings to a loop that serves.
 
-Everything that can be checked early is checked before the model is loaded, since that may take minutes.
+Each rank of a node is a process that runs ``run_engine_process``. Everything that can be checked early is
+checked before the model is loaded, because loading may take minutes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import die_with_parent, setup_logging
-from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.base.vocabulary import VERSION, RankPlace
 from hisparse_pd.core.memory.device import check_devices, use_device
 from hisparse_pd.core.memory.free import check_host_memory

@@ -1,4 +1,4 @@
-// Parameters of the kernels: plain structs, passed by value; kernels/cuda.py mirrors them field by field.
+// Parameters of the kernels: plain structs, passed by value; kernels/cuda_params.py mirrors them field by field.
 #pragma once
 
 #ifndef PAGE_SIZE
@@ -185,6 +185,14 @@ struct CheckRowsParams {
     int* out;                    // [num_layers][layer_out]
     i64 layer_out, num_items;
     int first_layer, padding;
+};
+
+// Parameters for verifying all items of a dense row in each layer of the device pool.
+struct CheckDenseRowParams {
+    Tables tables;
+    Pool pool;
+    RowChecks checks;
+    int row, num_tokens;
 };
 
 struct NewestSlotsParams {

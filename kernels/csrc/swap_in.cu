@@ -638,6 +638,22 @@ extern "C" __global__ void check_rows(const __grid_constant__ CheckRowsParams p)
     }
 }
 
+// grid: [any, num_layers]; one warp for each position.
+extern "C" __global__ void check_dense_row(const __grid_constant__ CheckDenseRowParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
+    const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP, layer = blockIdx.y;
+    const int num_warps = gridDim.x * num_warps_of_block;
+    const int* index_pages = index_pages_of(p.checks, p.row);
+#pragma unroll 1
+    for (int i = blockIdx.x * num_warps_of_block + threadIdx.x / WARP; i < p.num_tokens; i += num_warps) {
+        const Expected expected = Expected::of(p.checks, layer, index_pages, i);
+        const int slot = dense_slot(p.tables, p.row, i);
+        const Passed passed = pass_item(device_item(p.pool, layer, slot), nullptr, p.pool, expected, lane);
+        verify(p.checks, layer, {slot, 0, i, p.row}, passed.expected, passed.sum_of_lane, lane);
+    }
+}
+
 // grid: any; one warp for each item and layer. The row is empty and its swap-ins come later, so order does not matter.
 extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     wait_for_kernel_in_front();

@@ -8,7 +8,8 @@
 // has adjacent positions, so that blocks and warps agree only once on where each of them writes.
 #include "sync.cuh"
 
-constexpr int NUM_THREADS = 1024;
+constexpr int NUM_THREADS = BLOCK_THREADS;
+constexpr int THREADS_OF_MULTIPROCESSOR = 1024;  // more would leave a thread too few registers
 constexpr int NUM_WARPS = NUM_THREADS / WARP;
 constexpr int NUM_PASSES = 3;
 constexpr int NUM_BINS = 2048;
@@ -246,7 +247,8 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const Slice&
     return threshold;
 }
 
-extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void topk(const TopkParams p) {
+extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_OF_MULTIPROCESSOR / NUM_THREADS)
+void topk(const TopkParams p) {
     __shared__ Shared shared;
     const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
 #pragma unroll

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api.text_codec import TextCodec

@@ -306,6 +306,25 @@ def test_fp8_pools_that_are_no_whole_pages(name: str, num_slots: int, generator:
     check(backend, kv_format, q, pool, some_slots(3, 128, num_slots, generator))
 
 
+@pytest.mark.I5
+@pytest.mark.parametrize(("format_name", "name"), BACKENDS)
+def test_no_bit_depends_on_whether_lengths_are_given(
+    format_name: str, name: str, generator: torch.Generator
+) -> None:
+    kv_format = KvFormat(format_name, *DEEPSEEK)
+    backend = backend_for(name, kv_format, 64, 512)
+    lengths = torch.tensor([512, 0, 1, 63, 64, 65, 127, 128, 129, 300, 511, 449])
+    q = torch.randn((len(lengths), 64, 576), generator=generator).bfloat16().to(DEVICE)
+    pool = filled_pool(kv_format, 640, generator).to(DEVICE)
+    slots = 2 * torch.randint(0, 320, (len(lengths), 512), generator=generator).int() + 1
+    slots[torch.arange(512) >= lengths[:, None]] = -1
+    slots = slots.to(DEVICE)
+    num_columns = lengths.int().to(DEVICE)
+    whole, shortened = (backend.attend(q, pool, slots, SCALE, given) for given in (None, num_columns))
+    assert torch.equal(whole, shortened)
+    assert bool((whole[1] == 0).all())
+
+
 @pytest.mark.parametrize(("format_name", "name"), BACKENDS)
 def test_no_tokens(format_name: str, name: str) -> None:
     kv_format = KvFormat(format_name, *DEEPSEEK)

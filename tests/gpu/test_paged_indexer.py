@@ -8,6 +8,7 @@ side computes its own logits, in another order of additions, the scores of the c
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,14 @@ from torch import Tensor
 
 from hisparse_pd.kernels.indexer import index_logits
 from hisparse_pd.kernels.kv_format import IndexKeyFormat
-from hisparse_pd.kernels.paged_indexer import IndexerScratch, paged_index_topk
+from hisparse_pd.kernels.paged_indexer import (
+    IndexerScratch,
+    UnpackedKeys,
+    paged_index_topk,
+    unpacked_index_topk,
+)
 from hisparse_pd.kernels.selection import ABSENT, select_topk
+from hisparse_pd.kernels.topk import NUM_THREADS_OF_MANY
 from tests.gpu.index_batch import Batch, stored_keys
 from tests.gpu.support import DEVICE, needs_gpu
 
@@ -62,7 +69,9 @@ KINDS = (
 )  # fmt: skip
 
 
-def check_topk(logits: Tensor, lens: Tensor, top_k: int, cluster_size: int | None) -> None:
+def check_topk(
+    logits: Tensor, lens: Tensor, top_k: int, cluster_size: int | None, num_threads: int | None = None
+) -> None:
     from hisparse_pd.kernels.topk import select
 
     num_tokens, max_len = logits.shape
@@ -75,6 +84,7 @@ def check_topk(logits: Tensor, lens: Tensor, top_k: int, cluster_size: int | Non
     select(
         buffer, torch.zeros_like(lens), lens - 1, num_real, out,
         first_token=0, block_tokens=num_tokens, num_rows=1, max_len=max_len, cluster_size=cluster_size,
+        num_threads=num_threads,
     )  # fmt: skip
     expected = select_topk(logits, lens, top_k)
     wrong = torch.nonzero((out != expected).any(1)).flatten().tolist()
@@ -95,12 +105,22 @@ def test_topk_of_each_distribution(kind: str, top_k: int) -> None:
     )
     for cluster_size in cluster_sizes():
         check_topk(drawn_logits(kind, (len(lens), max_len), top_k), lens, top_k, cluster_size)
+    check_topk(drawn_logits(kind, (len(lens), max_len), top_k), lens, top_k, 1, NUM_THREADS_OF_MANY)
 
 
 @pytest.mark.parametrize("kind", ["normal", "relu"])
 @pytest.mark.parametrize(
     ("num_tokens", "max_len"),
-    [(1, 131072), (3, 1 << 20), (8, 131072), (40, 40000), (64, 65536), (140, 30000), (1000, 3000)],
+    [
+        (1, 131072),
+        (3, 1 << 20),
+        (8, 131072),
+        (40, 40000),
+        (64, 65536),
+        (140, 30000),
+        (200, 50000),
+        (1000, 3000),
+    ],
 )
 def test_topk_of_each_size(kind: str, num_tokens: int, max_len: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(num_tokens)
@@ -156,6 +176,91 @@ def test_logits(key_format: str, q_dtype: torch.dtype, shape: dict[str, int]) ->
             logits[token, :length], expected, rtol=0, atol=tolerance(batch, length, token)
         )
         assert logits[token, length:].isnan().all(), "positions that the query does not see were written"
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("key_format", "q_dtype"), TYPES, ids=str)
+def test_queries_that_share_keys_have_the_bits_of_one(
+    key_format: str, q_dtype: torch.dtype, shape: dict[str, int]
+) -> None:
+    """Requests begin and end at any query of a program; padding, rows out of range and short queries lie
+    between others."""
+    from hisparse_pd.kernels.triton_indexer import write_logits
+
+    lens, top_k = (2500, 130, 64, 700), 50
+    keys = Batch(9, key_format, lens=lens, top_k=top_k, q_dtype=q_dtype, device=DEVICE, **shape)
+    rows = [0] * 9 + [1] * 3 + [2, 3, 3, -1, 3, 3, 0, 4, 1, 1, 1, 1, 1]
+    seen = torch.Generator().manual_seed(3)
+    positions = [
+        int(torch.randint(0, lens[row] if 0 <= row < len(lens) else 9, (), generator=seen)) for row in rows
+    ]
+    positions[4] = positions[11] = top_k - 1
+    batch = keys.with_queries(rows, positions)
+    batch.num_real -= 2
+    for first_token, block_tokens in ((0, len(rows)), (3, 7), (len(rows) - 6, 5)):
+        alone, together = (
+            IndexerScratch.create(block_tokens, max(lens), DEVICE).logits.fill_(NAN) for _ in range(2)
+        )
+        for logits, is_prompt in ((alone, False), (together, True)):
+            write_logits(
+                **batch.arguments(), logits=logits, first_token=first_token, block_tokens=block_tokens,
+                max_len=max(lens), is_prompt=is_prompt,
+            )  # fmt: skip
+        assert torch.equal(alone.view(torch.int32), together.view(torch.int32))
+        assert not alone.isnan().all()
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("lens", [(5000, 130, 64, 700), (40, 2600)])
+def test_unpacked_keys_give_the_bits_of_paged_ones(lens: tuple[int, ...]) -> None:
+    """Requests begin and end anywhere; padding, rows out of range and short queries lie between others."""
+    sizes = {"num_heads": 64, "head_dim": 128, "page_size": 64}
+    if not UnpackedKeys.serve(64, 128, torch.bfloat16, "fp8_e4m3", torch.device(DEVICE)):
+        pytest.skip("unpacked keys need a Hopper GPU")
+    keys = Batch(10, "fp8_e4m3", lens=lens, top_k=50, q_dtype=torch.bfloat16, device=DEVICE, **sizes)
+    last = len(lens) - 1
+    rows = [0] * 9 + [1] * 3 + [last, last, -1, last, 0, last + 1] + [1] * 5 + [0] * 700
+    drawn = torch.Generator().manual_seed(4)
+    positions = [
+        int(torch.randint(0, lens[row] if 0 <= row <= last else 9, (), generator=drawn)) for row in rows
+    ]
+    positions[4] = 49
+    batch = keys.with_queries(rows, positions)
+    batch.num_real -= 2
+    used_pages = [-(-length // 64) for length in lens]
+    page_ids = torch.cat([keys.page_table[row, :count] for row, count in enumerate(used_pages)])
+    unpacked = UnpackedKeys.create(64 * len(page_ids), 128, DEVICE)
+    unpacked.keys.fill_(NAN)
+    unpacked.scales.fill_(NAN)
+    key_format = IndexKeyFormat("fp8_e4m3", 128)
+    key_format.unpack(keys.index_pool, page_ids, 64, unpacked.keys, unpacked.scales)
+    first_keys = 64 * torch.tensor([0, *used_pages], device=DEVICE).cumsum(0)[:-1].int()
+
+    from hisparse_pd.kernels import gluon_indexer, triton_indexer
+
+    for first_token, block_tokens in ((0, len(rows)), (3, 10), (len(rows) - 6, 5), (12, 1)):
+        paged, found = (
+            IndexerScratch.create(block_tokens, max(lens), DEVICE).logits.fill_(NAN) for _ in range(2)
+        )
+        some: dict[str, Any] = {
+            "first_token": first_token,
+            "block_tokens": block_tokens,
+            "max_len": max(lens),
+        }
+        triton_indexer.write_logits(**batch.arguments(), logits=paged, **some)
+        gluon_indexer.write_logits(
+            batch.q_index, batch.weights, unpacked.keys, unpacked.scales, first_keys, batch.req_rows,
+            batch.query_positions, batch.num_real, found, top_k=50, **some,
+        )  # fmt: skip
+        assert torch.equal(paged.view(torch.int32), found.view(torch.int32))
+        assert block_tokens < len(rows) or not paged.isnan().all()
+    scratch = IndexerScratch.create(100, max(lens), DEVICE)
+    selected = unpacked_index_topk(
+        batch.q_index, batch.weights, unpacked, first_keys, batch.req_rows, batch.query_positions,
+        batch.num_real, top_k=50, scratch=scratch, max_len=max(lens),
+    )  # fmt: skip
+    assert torch.equal(selected, batch.call())
 
 
 def test_queries_far_from_one_are_as_exact() -> None:

@@ -15,7 +15,7 @@ from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from tests.gpu.support import DEVICE, needs_gpu
@@ -67,7 +67,7 @@ def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: st
     tokens = [*decode_step.random_tokens(spec, PROMPT).tolist(), *output[: NUM_STEPS + 1]]
     bootstrap = bootstrap_of(1, tokens, num_resumed_tokens=NUM_STEPS)
     nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
-    record = RoomRecord(nobody, bootstrap, 0.0, page_ids=list(range(num_pages)))
+    record = PrefillRequest(nobody, bootstrap, 0.0, page_ids=list(range(num_pages)))
     for start in (PROMPT, PROMPT - 70):
         memory.kv.zero_()
         memory.index.zero_()

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt
 from hisparse_pd.kernels.reference_check import reference_checks
-from hisparse_pd.kernels.row_check import check_in_place, row_checks_of, store_row_checks, wrong_row
+from hisparse_pd.kernels.row_check import (
+    check_dense_row,
+    check_in_place,
+    row_checks_of,
+    store_row_checks,
+    wrong_row,
+)
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
@@ -101,6 +107,33 @@ def test_rows_in_place_without_a_wait() -> None:
     found = wrong_row(state, 1)
     assert found == (ReadAt.START, (1, 41, int(slots[41]), expected, actual), False)
     assert state.error_flags.tolist() == [0, HotBufferError.WRONG_ROW, 0]
+
+
+@pytest.mark.parametrize("item_bytes", [656, 1152, 24, 9, 7])
+def test_a_dense_row_as_it_landed(item_bytes: int) -> None:
+    pool = filled((3, 208, item_bytes), "device")
+    row_checks = torch.zeros((3, 192), dtype=torch.int32, device=DEVICE)
+    state = HotBufferState.create(1, 3, 160, 6, 16, 160, DEVICE, row_checks=row_checks)
+    state.set_pages(1, 0, torch.tensor([12, 3, 9, 0, 5]))
+    state.set_index_pages(1, 0, torch.tensor([2, 0, 11, 1, 7]))
+    positions = torch.arange(75, device=DEVICE)
+    slots, at = (
+        table[1, positions // 16].long() * 16 + positions % 16
+        for table in (state.page_table, state.index_pages)
+    )
+    store_row_checks(row_checks, at, pool, slots, positions, range(3))
+    for wrong, num_tokens in ((None, 75), (74, 74), (74, 75)):
+        if wrong is not None:
+            pool[2, slots[wrong], item_bytes - 1] ^= 64 if num_tokens == wrong else 0
+        with no_waiting():
+            check_dense_row(state, 1, pool, num_tokens)
+        is_wrong = wrong is not None and num_tokens > wrong
+        assert state.error_flags.tolist() == [0, HotBufferError.WRONG_ROW if is_wrong else 0, 0]
+    expected, actual = (
+        int(checks) & 0xFFFFFFFF
+        for checks in (row_checks[2, at[74]], expected_checks(pool, slots, positions)[2, 74])
+    )
+    assert wrong_row(state, 1) == (ReadAt.START, (2, 74, int(slots[74]), expected, actual), False)
 
 
 @pytest.mark.parametrize("item_bytes", [656, 1152, 24, 9, 7, 4608])

@@ -97,7 +97,16 @@ class Node:
         return PrefillMemory(self.spec, num_slots=num_slots, num_aux_slots=1, device=self.model.device)
 
     def prefill_kernels(self, memory: PrefillMemory) -> AttentionKernels:
-        return PromptRunner(self.model, memory, PAGE_SIZE, self.arguments.attention_backend, 4096).kernels
+        arguments = self.arguments
+        runner = PromptRunner(
+            self.model,
+            memory,
+            PAGE_SIZE,
+            arguments.attention_backend,
+            4096,
+            arguments.attention_split_tile_size,
+        )
+        return runner.kernels
 
     def prefilled(
         self, forwards_of: Sequence[Sequence[tuple[int, int, int]]]
@@ -185,5 +194,7 @@ def test_a_step_whose_queries_are_whole_is_a_prompts_forward(
     node: Node, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr(node.arguments, "attention_split_tile_size", 0)
+    prompt = decode_step.prefill(node.spec, node.model, node.settings(1, 0), 2048, CONTEXT)
+    monkeypatch.setattr(node, "prompt", prompt)
     logits = node.first_logits(Mode.HISPARSE, 3)
     assert torch.equal(logits[0], node.behind_prompt(num_tokens)[0])

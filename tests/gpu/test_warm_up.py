@@ -17,7 +17,7 @@ from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.protocol.prompt_scores import WantedScores
@@ -43,12 +43,12 @@ def num_compiled() -> dict[str, int]:
     return found
 
 
-def part(room: int, start: int, stop: int, num_tokens: int, pages: range) -> tuple[RoomRecord, Chunk]:
+def part(room: int, start: int, stop: int, num_tokens: int, pages: range) -> tuple[PrefillRequest, Chunk]:
     """Return positions [start, stop) of a prompt, of which ``num_tokens`` tokens are computed."""
     tokens = np.arange(num_tokens + 1) % 90 + 32
     nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
     bootstrap = bootstrap_of(room, tokens.tolist(), scores=WantedScores(1, 2))
-    record = RoomRecord(nobody, bootstrap, 0.0, page_ids=list(pages))
+    record = PrefillRequest(nobody, bootstrap, 0.0, page_ids=list(pages))
     return record, Chunk(Room(room), start, stop, admits=start == 0)
 
 

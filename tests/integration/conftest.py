@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.integration.harness import DEVICE, Deployment, Service, deployment
-from tests.integration.preloaded import Preloaded
+from tests.preloaded import Preloaded
 
 
 @pytest.fixture(autouse=True, scope="package")
-def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork services from a process that has imported what they import, unless there is a GPU.
-
-    All processes of a test run share it.
-    """
+def services_are_forked(preloaded: Preloaded) -> Iterator[None]:
+    """Fork services from a process that has imported what they import, unless there is a GPU."""
     if DEVICE != "cpu":
         yield
         return
-    directory = tmp_path_factory.getbasetemp()
-    shared = directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
-    with closing(Preloaded(shared)) as preloaded, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Service, "preloaded", preloaded)
         yield
 

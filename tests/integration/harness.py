@@ -24,8 +24,8 @@ import httpx
 from hisparse_pd.base.ports import free_port
 from hisparse_pd.router.supervisor import Health, ProgressTimeout, probe
 from tests import waiting
-from tests.integration.preloaded import NAME as PRELOADED
-from tests.integration.preloaded import ForkedService, Preloaded
+from tests.preloaded import NAME as PRELOADED
+from tests.preloaded import ForkedService, Preloaded
 from tests.stream_events import events_in
 from tests.tls_files import TlsFiles
 

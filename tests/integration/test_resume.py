@@ -56,7 +56,6 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-FUNCTION = {"name": "look", "parameters": SCHEMA}
 FREE = {"temperature": 0, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "ignore_eos": True}
 PENALTIES = {"frequency_penalty": 0.7, "presence_penalty": 0.3}
@@ -90,44 +89,15 @@ def messages(**fields: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
-    "completions": completions(**FREE, **USAGE),
     "completions-sampled-n2": completions(max_tokens=20, n=2, **SAMPLED, **USAGE),
-    "completions-penalized": completions(**PENALIZED),
-    "completions-logprobs": completions(logprobs=2, **FREE),
-    "completions-echo-ids": completions(echo=True, return_token_ids=True, **SAMPLED),
     "completions-schema": completions(max_tokens=30, json_schema=SCHEMA, hisparse=False, temperature=0),
     "chat-hisparse": chat(hisparse=True, **FREE, **USAGE),
-    "chat-dense-sampled": chat(hisparse=False, **SAMPLED),
     "chat-auto-n2": chat(max_tokens=20, n=2, hisparse="auto", logprobs=True, **PENALIZED),
-    "chat-reasoning-min-tokens": chat(**REASONING, temperature=1.5, seed=3),
-    "chat-forced-tool": chat(
-        max_tokens=180,
-        tools=[{"type": "function", "function": FUNCTION}],
-        tool_choice="required",
-        temperature=0.8,
-        seed=5,
-    ),
-    "generate": generate(FREE),
     "generate-logprobs": generate(
         {"temperature": 0.7, "sampling_seed": 9}, return_logprob=True, top_logprobs_num=2
     ),
     "generate-regex-list": generate({"regex": "([ab]{3}-){4}", "temperature": 0}, text=["one", TEXT]),
-    "generate-penalized-n2": generate(
-        {"max_new_tokens": 18, "min_new_tokens": 15, "n": 2, "temperature": 1.5, "sampling_seed": 4}
-        | PENALTIES,
-        hisparse="auto",
-    ),
-    "responses": responses(**SAMPLED),
     "responses-penalized-reasoning": responses(**PENALIZED | REASONING),
-    "responses-forced-tool": responses(
-        max_output_tokens=180,
-        tools=[{"type": "function", **FUNCTION}],
-        tool_choice="required",
-        temperature=0.8,
-        seed=7,
-    ),
-    "messages": messages(**FREE),
-    "messages-penalized-reasoning": messages(**PENALIZED | REASONING),
     "messages-forced-tool": messages(
         max_tokens=180,
         tools=[{"name": "look", "input_schema": SCHEMA}],
@@ -136,6 +106,7 @@ CASES: dict[str, Case] = {
         seed=6,
     ),
 }
+"""Cases that differ in what the nodes compute; tests/unit/api/test_journal.py has what fronts do at a cut."""
 
 
 class Stream:
@@ -198,7 +169,7 @@ class Cut:
     @functools.cached_property
     def undisturbed(self) -> tuple[list[Any], list[int]]:
         """What the streams and whole answers of ``lose`` say when no node is lost."""
-        streams = at_once(lambda name: self.said(*long_body(name)), LONG, len(LONG))
+        streams = at_once(lambda case: self.said(*case), LONG, len(LONG))
         whole = httpx.post(f"{self.nodes.url}/generate", json=WHOLE, timeout=60)
         return streams, whole.json()["output_ids"]
 
@@ -272,61 +243,9 @@ def nearly(said: Any) -> Any:
     return pytest.approx(said, abs=1e-3) if isinstance(said, float) else said
 
 
-STOPPED: dict[str, Json] = dict(
-    (
-        completions(**SAMPLED),
-        chat(**SAMPLED),
-        generate({"temperature": 0.9, "sampling_seed": 11, "ignore_eos": True}),
-        responses(**SAMPLED),
-        messages(**SAMPLED),
-    )
-)
-
-
-def text_in(path: str, said: Any) -> str:
-    """Return the text of the answer's one sample."""
-    match path:
-        case "/v1/completions":
-            found = said["choices"][0]["text"]
-        case "/v1/chat/completions":
-            found = said["choices"][0]["message"]["content"]
-        case "/generate":
-            found = said[0]["text"]
-        case "/v1/messages":
-            (block,) = said["content"]
-            found = block["text"]
-        case _:
-            (item,) = said["output"]
-            found = item["content"][0]["text"]
-    assert isinstance(found, str)
-    return found
-
-
-def test_stop_strings_may_lie_across_the_cut(cut: Cut) -> None:
-    """A stop string's possible beginning is not shown, so the second cut comes while it is held back."""
-    bodies = {path: body | {"speculative": False} for path, body in STOPPED.items()}
-
-    def said(path: str) -> Any:
-        return cut.said(path, bodies[path], f"stop{path}")
-
-    texts = list(map(text_in, STOPPED, at_once(said, STOPPED, len(STOPPED))))
-    stops = [text[2 * LINES_BETWEEN_CUTS :][:7] for text in texts]
-    for (path, body), stop in zip(bodies.items(), stops, strict=True):
-        if path == GENERATE:
-            body["sampling_params"] = body["sampling_params"] | {"stop": [stop]}
-        else:
-            body["stop_sequences" if path == MESSAGES else "stop"] = [stop]
-    undisturbed = at_once(said, STOPPED, len(STOPPED))
-    expected = [text[: text.index(stop)] for text, stop in zip(texts, stops, strict=True)]
-    assert list(map(text_in, STOPPED, undisturbed)) == expected
-    with cut.cutting():
-        assert at_once(said, STOPPED, len(STOPPED)) == undisturbed
-    assert {f"stop{path}" for path in STOPPED} <= cut.cut_ids
-
-
 def test_prompts_may_be_held_or_not(cut: Cut) -> None:
     """A cut stream's prompt may be held at either node, or not; those of other tests mostly are."""
-    path, body = CASES["completions"]
+    path, body = completions(**FREE, **USAGE)
 
     def num_held() -> float:
         return sum(node.metrics()["hisparse_pd:held_hits_total"] for node in cut.nodes.decode)
@@ -347,17 +266,14 @@ def test_journals_are_given_back(cut: Cut) -> None:
     assert samples['hisparse_pd:router_resumes_total{reason="lost"}'] >= len(CASES)
 
 
-LONG = ["completions", "completions-penalized", "chat-dense-sampled", "generate", "responses", "messages"]
-
-
-def long_body(name: str) -> Case:
-    path, body = CASES[name]
-    if path == GENERATE:
-        return path, body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 70}}
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    return path, body | {limit: 70}
-
-
+LONG: list[Case] = [
+    completions(**PENALIZED | {"max_tokens": 70}),
+    chat(hisparse=False, **SAMPLED | {"max_tokens": 70}),
+    generate(FREE | {"max_new_tokens": 70}),
+    responses(**SAMPLED | {"max_output_tokens": 70}),
+    messages(**FREE | {"max_tokens": 70}),
+]
+"""Streams that are read while a node is lost."""
 _, WHOLE = generate(FREE | {"max_new_tokens": 60})
 
 
@@ -368,7 +284,7 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
     answers: list[httpx.Response] = []
 
     def read_streams() -> None:
-        found.extend(at_once(lambda name: cut.said(*long_body(name)), LONG, len(LONG)))
+        found.extend(at_once(lambda case: cut.said(*case), LONG, len(LONG)))
 
     def ask_whole() -> None:
         answers.append(httpx.post(f"{cut.nodes.url}/generate", json=WHOLE, timeout=120))
@@ -384,7 +300,7 @@ def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
     assert [answer.json()["output_ids"] for answer in answers] == [expected] * 2
 
 
-ENDLESS = CASES["completions-penalized"][1] | {"max_tokens": 7000}
+_, ENDLESS = completions(**PENALIZED | {"max_tokens": 7000})
 """A request that takes longer than anything that a test does meanwhile."""
 
 

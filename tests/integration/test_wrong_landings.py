@@ -92,9 +92,9 @@ def nodes(
     ("kind", "share", "is_cached"),
     [
         ("flipped landing", 0.5, False),
-        ("other layer", 0.5, True),
-        ("other positions", 0.5, False),
-        ("early", 0.5, False),
+        pytest.param("other layer", 0.5, True, marks=pytest.mark.slow),
+        pytest.param("other positions", 0.5, False, marks=pytest.mark.slow),
+        ("early", 1.0, False),
         ("cached", 1.0, True),
         ("neighbours", 1.0, False),
         ("repeated", 1.0, True),

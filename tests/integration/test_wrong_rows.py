@@ -35,12 +35,9 @@ def ask(url: str, prompt: Sequence[int], hisparse: bool) -> httpx.Response:
 
 
 @pytest.mark.I9
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "has_ranks",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["plain", "two ranks with drafts"],
-)
+@pytest.mark.parametrize("has_ranks", [False, True], ids=["plain", "two ranks with drafts"])
 def test_bits_that_flip_in_the_host_pool(
     tied_checkpoint: Callable[[str], Path],
     drafting_checkpoint: Callable[[str], Path],

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.core.paging.prompt_keys import PageKey, root_of

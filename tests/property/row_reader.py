@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
@@ -26,20 +26,22 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.metrics import Metrics
-from hisparse_pd.decode_node.prefill_peers import RoomMessage
+from hisparse_pd.decode_node.peer_events import RoomMessage
+from hisparse_pd.decode_node.prefill_events import PrefillEvents
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_life import RequestLife
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner
-from hisparse_pd.decode_node.scheduler import Limits
 from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.step_line import StepLine
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import FromEngine, Generate, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.kernels.kv_format import KvFormat
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.protocol.messages import Bootstrap, RoomDone, RoomQuiet
 from tests.books import PEER
@@ -168,7 +170,18 @@ class RowReader:
 
     name = reason = "reader"
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+    @property
+    def kv_format(self) -> KvFormat:
+        return self.spec.item_format
+
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
         """Whether all items of a row are what it wanted, nan for none: bool [num_rows]."""
         items = layer_pool[device_slots.clamp(min=0).long()]
         is_right = (items == q.view(torch.uint8)).all(dim=-1) & (device_slots >= 0)
@@ -314,7 +327,7 @@ class Node:
         self._say(RoomQuiet(request.room, False))
 
     def _say(self, message: RoomDone | RoomQuiet) -> None:
-        self.life.peer_event(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
+        PrefillEvents(self.life).handle(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
 
     def is_right(self, pool: Tensor, slots: Tensor, token_ids: Sequence[int]) -> Tensor:
         """Return for each layer and position whether its row is right: bool [num_layers, num_tokens]."""

@@ -37,7 +37,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.prefill_node.compute import Computed, LayerWritten
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from tests.property.sim_transport import SafetyViolation
 from tests.unit.model.model_specs import make_spec
@@ -119,7 +119,7 @@ class SimPromptRunner:
         self._fails_at = fails_at
         self._memory = memory
 
-    def run(self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Computed:
+    def run(self, batch: Sequence[tuple[PrefillRequest, Chunk]], on_written: LayerWritten) -> Computed:
         rows = []
         for record, chunk in batch:
             said = (record.bootstrap.root, *record.token_ids.tolist())

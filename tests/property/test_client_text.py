@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -142,6 +142,13 @@ def items(write: Callable[[], str], *, has_tools: bool) -> dict[str, Any]:
 
 BODIES = {Endpoint.CHAT: chat, Endpoint.MESSAGES: turns, Endpoint.RESPONSES: items}
 MOST_TEXTS = 40
+MOST_PIECES = 4
+
+
+def numbered_text(pieces: Sequence[str], number: int) -> Texts:
+    """Return the text whose pieces are the digits of ``number``: one draw instead of one for each piece."""
+    number, first = divmod(number, len(pieces))
+    return [pieces[first], *(numbered_text(pieces, number) if number else ())]
 
 
 def writer(texts: list[Texts], known: tuple[str, ...] = ()) -> Callable[[], str]:
@@ -157,10 +164,10 @@ def writer(texts: list[Texts], known: tuple[str, ...] = ()) -> Callable[[], str]
 def test_a_chat_has_the_control_tokens_of_a_harmless_one(
     kind: str, endpoint: Endpoint, data: st.DataObject
 ) -> None:
-    pieces = st.sampled_from(spellings(kind)) | st.sampled_from(WORDS)
-    texts = data.draw(
-        st.lists(st.lists(pieces, min_size=1, max_size=4), min_size=MOST_TEXTS, max_size=MOST_TEXTS)
-    )
+    pieces = (*WORDS, *spellings(kind))
+    numbers = st.integers(0, len(pieces) ** MOST_PIECES - 1)
+    drawn = data.draw(st.lists(numbers, min_size=MOST_TEXTS, max_size=MOST_TEXTS))
+    texts = [numbered_text(pieces, number) for number in drawn]
     has_tools = kind != "retrieval"
     forging = BODIES[endpoint](writer(texts), has_tools=has_tools)
     # Names and keys have to stay different from one another, so that no two become one.

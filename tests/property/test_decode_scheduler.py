@@ -20,12 +20,13 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, Reserve
-from hisparse_pd.decode_node.scheduler import AUTO_DENSE_MARGIN, Limits, StepPlan, refusal
+from hisparse_pd.decode_node.scheduler import AUTO_DENSE_MARGIN, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.books import carry_out, end, enqueue, make_request

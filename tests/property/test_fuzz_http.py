@@ -18,7 +18,7 @@ from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.errors import NodeRefused
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.body_parts import MAX_ROOM
-from hisparse_pd.serving.api.requests import RequestLimits, grouped, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, engine_groups, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.api.tokens import answer_about_tokens
@@ -170,7 +170,7 @@ def check_body(endpoint: Endpoint, loop: asyncio.AbstractEventLoop, body: bytes)
         assert all(0 <= token < CODEC.vocab_size for token in token_ids)
         num_tokens = generate.num_prompt_tokens + generate.sampling.max_new_tokens - 1
         assert num_tokens <= LIMITS.context_length
-    for group in grouped(samples):
+    for group in engine_groups(samples):
         frame = engine_messages.encoder.encode(group)
         assert engine_messages.to_engine_decoder.decode(frame) == group
 

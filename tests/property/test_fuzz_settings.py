@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from hisparse_pd.base.access import KeyFileError, PeerList, is_host
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
 from hisparse_pd.commands import cli
 from hisparse_pd.protocol.channels import ControlKeys

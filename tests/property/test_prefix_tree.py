@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Kinds, Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
@@ -122,15 +123,15 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         user.holding = self.pools.reserve(Room(len(self.users)), need)
 
     @precondition(lambda self: self.users)
-    @rule(data=st.data(), keeps_known=st.booleans())
-    def share(self, data: st.DataObject, keeps_known: bool) -> None:
+    @rule(data=st.data(), keeps_copies=st.booleans())
+    def share(self, data: st.DataObject, keeps_copies: bool) -> None:
         user = data.draw(st.sampled_from(self.users))
         if user.is_computed:
             return
         user.is_computed = True
         own, num_shared = user.own_pages(), len(user.shared_pages())
         keys, kinds = user.prompt.keys, user.prompt.kinds
-        user.prefix = self.tree.share(user.holding, keys, kinds, user.prefix, keeps_known=keeps_known)
+        user.prefix = self.tree.share(user.holding, keys, kinds, user.prefix, keeps_copies=keeps_copies)
         starts = user.prompt.starts()
         taken = {
             page
@@ -138,7 +139,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             if self.page_of.setdefault(start, page) == page
         }
         assert user.shared_pages() == [self.page_of[start] for start in starts]
-        assert user.own_pages() == ([page for page in own if page not in taken] if keeps_known else [])
+        assert user.own_pages() == ([page for page in own if page not in taken] if keeps_copies else [])
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.pools import Stage
-from hisparse_pd.decode_node.prefill_peers import LAST_WORDS_SECS
+from hisparse_pd.decode_node.prefill_peers import LATE_MESSAGE_SECS
 from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
@@ -344,7 +344,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         left += [f"decode: room {entry.room} is quarantined" for entry in rooms.quarantine]
         for node in world.prefill.values():
             life = node.engine.life
-            left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
+            left += [f"prefill: room {request.room} is {request.state}" for request in life.requests]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:
@@ -419,7 +419,7 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
         front, node = world.decode.front, write_slowly(world, 3)
         (client,) = world.network.clients
         if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
-            node.engine.life.fail(node.engine.life.rooms.live(Room(1)), 502, "no", world.now)
+            node.engine.life.fail(node.engine.life.requests.live(Room(1)), 502, "no", world.now)
         finish_writes(world, node, client, fate)
         world.network.break_connection(client, 0)
         for _ in range(8):
@@ -460,7 +460,7 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
             network.deliver_all()
             world.pass_time(1.0, late_bytes_land=False)
             world.turn_decode(answers_lookups=answers_lookups)
-        assert decode.peers.may_entrust(address)
+        assert decode.peers.is_registered(address)
         assert decode.peers.instance_id(address) == new_run
 
 
@@ -492,7 +492,7 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
 def turn_for_last_words(world: World) -> None:
     """The decode node turns, and once more when what a lane that has ended had said must be there."""
     world.turn_decode()
-    world.pass_time(LAST_WORDS_SECS, late_bytes_land=False)
+    world.pass_time(LATE_MESSAGE_SECS, late_bytes_land=False)
     world.turn_decode()
 
 

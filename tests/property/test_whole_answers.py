@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body
@@ -86,27 +86,30 @@ def messages_of(data: st.DataObject, num_logprobs: int | None) -> Iterator[Token
     """What the engine says of one sample."""
     token_ids = b"".join(data.draw(TEXTS))
     step = data.draw(st.sampled_from([1, 3, 1000]))
+    logprob, other = data.draw(LOGPROBS), data.draw(st.integers(0, 255))
+    stats = RequestStats(Mode.DENSE, num_cached_tokens=1, num_drafted=data.draw(st.sampled_from([0, 4])))
     for start in range(0, len(token_ids) + 1, step):
         part = tuple(token_ids[start : start + step])
         logprobs: tuple[TokenLogprob, ...] = ()
         if num_logprobs is not None:
-            logprob, other = data.draw(LOGPROBS), data.draw(st.integers(0, 255))
-            top = tuple((other + rank, logprob - rank) for rank in range(num_logprobs))
-            logprobs = tuple(TokenLogprob(token_id, logprob, top) for token_id in part)
+            top = tuple(
+                ((other + start + rank) % 256, logprob - start - rank) for rank in range(num_logprobs)
+            )
+            logprobs = tuple(TokenLogprob(token_id, logprob - start, top) for token_id in part)
         finish = matched = None
         if start + step > len(token_ids):
             finish = data.draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
             matched = part[-1] if part and finish is FinishReason.STOP and data.draw(st.booleans()) else None
-        stats = RequestStats(Mode.DENSE, num_cached_tokens=1, num_drafted=data.draw(st.sampled_from([0, 4])))
         yield Tokens("", part, logprobs, finish, matched, stats)
 
 
 def said_of(data: st.DataObject, work: Work) -> Said:
     """The samples' messages in any order among each other."""
     left = [list(messages_of(data, s.options.sampling.num_logprobs)) for s in work.samples]
+    order = data.draw(st.randoms(use_true_random=True))
     said: Said = []
     while live := [index for index, messages in enumerate(left) if messages]:
-        index = data.draw(st.sampled_from(live))
+        index = order.choice(live)
         said.append((index, left[index].pop(0)))
     return said
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag, Mode
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.memory import pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request, RequestState, RunStage

@@ -70,13 +70,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
 """Files that may import a library, at once or later."""
 
 PURE = (
-    *(
-        "decode_node/scheduler.py",
-        "decode_node/next_plan.py",
-        "decode_node/reserve.py",
-    ),
+    *(f"decode_node/{name}.py" for name in ("scheduler", "limits", "next_plan", "reserve")),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
-    *("prefill_node/scheduler.py", "prefill_node/rooms.py"),
+    *("prefill_node/scheduler.py", "prefill_node/requests.py"),
     *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
     *("transfer/plan.py", "transfer/send_queue.py"),
 )

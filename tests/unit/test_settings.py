@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from hisparse_pd.base.decode_settings import DecodeSettings, HisparsePolicy
 from hisparse_pd.base.ports import is_taken
-from hisparse_pd.base.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
 from hisparse_pd.commands import cli
 from hisparse_pd.commands.cli import pair_settings
@@ -82,7 +84,7 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
     [
         ({"control_port": "8995", "dp_size": "4"}, "ports up to 8998, and bootstrap_port 8998 is among them"),
         ({"control_port": "30000"}, "ports up to 30000, and port 30000 is among them"),
-        ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the last one there is is 65535"),
+        ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the highest port is 65535"),
         ({"kv_pool_tokens": "10"}, "kv_pool_tokens 10 must be at least page_size 64"),
     ],
 )
@@ -127,7 +129,7 @@ def test_each_machine_has_its_ranks_and_gpus() -> None:
     node = {**MODEL, "nnodes": "2", "dp_size": "6", "dist_init_addr": "[fd00::1]:20000", "device": "cuda:1"}
     first, second = (load_settings(DecodeSettings, {**node, "node_rank": rank}) for rank in ("0", "1"))
     assert (first.ranks_here, second.ranks_here) == (range(3), range(3, 6))
-    assert first.meeting == ("fd00::1", 20000)
+    assert first.dist_init_host_port == ("fd00::1", 20000)
     assert [second.of_rank(rank).device for rank in second.ranks_here] == ["cuda:1", "cuda:2", "cuda:3"]
     assert first.of_all_machines == second.of_all_machines
     assert {"dp_size", "page_size", "max_running_requests"} <= first.of_all_machines.keys()

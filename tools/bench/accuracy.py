@@ -56,7 +56,8 @@ BUFFER_FACTOR = 3
 MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True), ("auto", "auto"))
 
 
-def judged(system: str, prompt: Retrieval, text: str, **more: Any) -> Response:
+def response_of(system: str, prompt: Retrieval, text: str, **more: Any) -> Response:
+    """Return the response of ``system`` to ``prompt``, judged."""
     return Response(
         system=system,
         length=prompt.length,
@@ -92,13 +93,13 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
             responses += recorded_oracle(arguments.oracle_from, prompts)
         elif not arguments.no_oracle:
             responses += ask_oracle(model_path, prompts, step)
-        of_all = (
+        common_options = (
             f"{PAIR_OPTIONS} --dtype {arguments.dtype} --kv-cache-dtype {arguments.kv_cache_dtype} "
             f"--device {arguments.device} --attention-backend {arguments.attention_backend}"
         )
         runs = list(pair_runs(top_k, arguments.speculative_num_steps))
         for num_drafts, buffer, modes in runs:
-            options = f"{of_all} --device-buffer-size {buffer} --speculative-num-steps {num_drafts}"
+            options = f"{common_options} --device-buffer-size {buffer} --speculative-num-steps {num_drafts}"
             with running_pair(model_path, options.split(), console) as pair:
                 note = f"pair, hot buffers of {buffer}, {num_drafts} drafts"
                 advance = step(note, len(prompts))
@@ -113,7 +114,7 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "device": arguments.device,
         "num_prompts": len(prompts),
-        "pair_options": of_all,
+        "pair_options": common_options,
         "device_buffer_size": [buffer for _, buffer, _ in runs],
         "speculative_num_steps": [num_drafts for num_drafts, _, _ in runs],
         "responses": responses,
@@ -145,7 +146,7 @@ def ask_oracle(
     model = oracle.load(model_path, attention="sdpa")
     answers = oracle.generate(model, [prompt.token_ids for prompt in prompts], MAX_NEW_TOKENS)
     for prompt, tokens in zip(prompts, answers, strict=True):
-        yield judged(ORACLE, prompt, tokenizer().decode(tokens), tokens=tuple(tokens))
+        yield response_of(ORACLE, prompt, tokenizer().decode(tokens), tokens=tuple(tokens))
         advance()
 
 
@@ -203,13 +204,13 @@ def generate(
     try:
         answer = client.post(f"{router_url}/generate", json=body)
         if answer.is_error:
-            return judged(system, prompt, "", error=f"HTTP {answer.status_code}: {answer.text[:300]}")
+            return response_of(system, prompt, "", error=f"HTTP {answer.status_code}: {answer.text[:300]}")
         found = answer.json()
         text, tokens, usage = found["text"], tuple(found["output_ids"]), found["meta_info"]
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        return judged(system, prompt, "", error=f"{type(error).__name__}: {error}")
+        return response_of(system, prompt, "", error=f"{type(error).__name__}: {error}")
     secs = time.perf_counter() - started
-    return judged(system, prompt, text, tokens=tokens, secs=secs, **vars(served(usage)))
+    return response_of(system, prompt, text, tokens=tokens, secs=secs, **vars(served(usage)))
 
 
 def problems(measured: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Counts what ``tools.bench.accuracy`` measured, by system, length and depth, and prints tables."""
+"""Counts the answers that ``tools.bench.accuracy`` got, by system, length and depth, and prints tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tools.bench.served import Served, tokens_per_step
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Served):
-    """One system's answer to one task. ``secs``: the time of the whole request."""
+    """One system's answer to one prompt. ``right``: whether each of the prompt's answers is in it;
+    ``depths``: where their facts stand in the prompt, 0 to 1; ``secs``: the time of the whole request."""
 
     system: str
     length: int

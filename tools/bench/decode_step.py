@@ -9,7 +9,8 @@ some untimed steps, the decode node's runner takes ``--steps`` steps timed by th
 timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
 longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens" are
 those of a request in a step, "misses" those of a token; the other columns are of a step. With
-``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses.
+``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses. The JSON is
+written after every line.
 
 ``--grammar`` measures each line once more with all requests bound to endless JSON: the difference is the cost
 of masks. It is realistic with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py
@@ -37,7 +38,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, SamplingParams, StartError
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
 from hisparse_pd.core.memory.device import use_device
@@ -147,7 +148,9 @@ def prefill(
     """
     device = model.device
     memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
-    kernels = PromptRunner(model, memory, PAGE_SIZE, settings.attention_backend, chunk).kernels
+    kernels = PromptRunner(
+        model, memory, PAGE_SIZE, settings.attention_backend, chunk, settings.attention_split_tile_size
+    ).kernels
     tokens = random_tokens(spec, context)
     pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
     hints: dict[int, Tensor] = {}
@@ -631,6 +634,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 of_row = (prompt, Mode(mode), batch, num_drafts, grammar)
                 row = measure(model, arguments, *of_row, chooses_drafts=chooses)
                 report["rows"].append(row)
+                write_json(arguments.out.with_suffix(".json"), report)
                 console.print(
                     f"{mode} {batch}, {'up to ' if chooses else ''}{num_drafts} drafts"
                     f"{', grammar' if grammar else ''}: {row['step_ms']:.3f} ms, "
@@ -638,7 +642,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     highlight=False,
                 )
     print_report(report, console)
-    write_json(arguments.out.with_suffix(".json"), report)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The demo: a pair and a router on loopback, real requests, and a table of what happened.
+"""The demo: starts a pair and a router on loopback, sends real requests, and prints a table of the outcomes.
 
     python -m tools.bench.demo --model-path tools/checkpoints/retrieval
 
@@ -33,6 +33,7 @@ from tools.bench.served import Served, served, tokens_per_step
 
 REQUEST_TIMEOUT_SECS = 300.0
 MAX_TOKENS = 64
+"""Longest answer, in tokens; the retrieval model's are shorter."""
 NUM_DRAFTS = 3
 """Drafts of a step; the retrieval model's MTP layer was trained for as many."""
 
@@ -230,7 +231,7 @@ def report(outcomes: list[Outcome]) -> Table:
     return table("What happened", columns, rows, num_left=2)
 
 
-def tell_of_drafts(pair: Pair) -> str:
+def describe_drafts(pair: Pair) -> str:
     names = ("verifying_steps_total", "drafted_tokens_total", "accepted_draft_tokens_total")
     num_steps, num_drafted, num_accepted = (pair.counter(pair.decode_url, name) for name in names)
     return (
@@ -258,7 +259,7 @@ def main() -> int:
             model = httpx.get(f"{api}/models", trust_env=False).raise_for_status().json()["data"][0]["id"]
             for case in make_cases():
                 outcomes.append(run_case(pair, model, case, knows_the_task, console))
-            about_drafts = tell_of_drafts(pair)
+            about_drafts = describe_drafts(pair)
     except (PairError, OSError, ValueError, httpx.HTTPError) as error:
         console.print(f"[red]{error}")
         return 1

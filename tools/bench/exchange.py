@@ -1,5 +1,7 @@
-"""Measures a layer's exchange between ranks, by number of tokens and by transport, for
-``tools.bench.whole_node``."""
+"""Measures the exchange of one layer of experts between ranks, by number of tokens and by transport.
+
+``tools.bench.whole_node`` calls ``measure_collectives`` on all ranks at once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def measure_collectives(
     """
     own = ranks.exchange
     ways = {"nccl" if device.type == "cuda" else "gloo": None, **({} if own is None else {"memory": own})}
-    max_gather_bytes = 0 if own is None else own.max_gather_bytes
+    max_gather_bytes = 0 if own is None else own.max_gather_bytes  # lifted here, and restored at the end
     try:
         for num_tokens in by_tokens:
             for way, ranks.exchange in ways.items():

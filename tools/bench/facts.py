@@ -1,4 +1,7 @@
-"""The facts that a benchmark's numbers depend on: commit, machine, versions, date and command."""
+"""The facts that a benchmark's numbers depend on: commit, machine, versions, date and command.
+
+``report.write_report`` puts them at the head of every file.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ def run_facts() -> dict[str, Any]:
     files alone; whether they were changed is then unknown.
     """
     commit = _git("rev-parse", "HEAD")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = f"tools.bench.{Path(sys.argv[0]).stem}" if spec is None else spec.name
     return {
-        "command": shlex.join(["python", "-m", f"tools.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module.removesuffix(".__main__"), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": os.environ.get("SOURCE_COMMIT") or commit or "none",
         "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
@@ -40,6 +45,16 @@ def run_facts() -> dict[str, Any]:
         "mooncake": next((found for name in _MOONCAKE_PACKAGES if (found := _version(name))), "none"),
         "mooncake_env": {name: value for name, value in os.environ.items() if name.startswith("MC_")},
     }
+
+
+def gpus() -> list[str]:
+    """Return name and driver of this machine's GPUs; none where there is no driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Measures how long work takes on a GPU, by events around it."""
+"""Measures how long work takes on a GPU, by events around it: once (``timed_us``), or the calls of a CUDA
+graph (``graph_us``)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 from tools.bench.facts import spread
 
 NUM_REPLAYS: Final = 11
+"""Timed replays of a graph."""
 _LAUNCHING_CYCLES: Final = 1_000_000
-"""Cycles that the GPU waits, so that everything is launched when it begins."""
+"""Cycles that the GPU waits first, so that the host has launched everything before the work begins."""
 
 
 def timed_us(run: Callable[[], object], before: Callable[[], object] | None = None) -> float:

@@ -2,6 +2,7 @@
 
     python -m tools.bench.kernels attention [--batch 1 8 32 64 128 256] [--kv-format bfloat16 fp8_e4m3]
     python -m tools.bench.kernels indexer [--batch 1 8 64 128] [--context 4096 32768 131072]
+    python -m tools.bench.kernels prompts [--tokens 8192] [--first 0 8192 24576 122880]
     python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
     python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
@@ -12,6 +13,9 @@ that is replayed between two events: us = time / calls, the median of the replay
 - attention: sparse attention of each backend, slots scattered over a pool of a million.
 - indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to
   read the keys once, at the highest rate in this run of a copy of 1 GiB or of a sum over it.
+- prompts: fp8 attention, indexer logits and top-k of a prompt's tokens behind ``--first`` others, each by the
+  kernel that reads the pool and by the one that reads unpacked items or keys, unpacking included. The logits
+  of both must have the same bits.
 - experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights.
 - swap-in: see ``tools/bench/swap_in.py``.
 - row-checks: the pass over a dense request's items in scattered pages, and the checks of new items.
@@ -32,12 +36,12 @@ from torch import Tensor
 
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
-from hisparse_pd.kernels.attention_backends import choose_backend
+from hisparse_pd.kernels.attention_backends import choose_backend, choose_prompt_backend
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
-from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
-from hisparse_pd.kernels.paged_indexer import IndexerScratch
-from hisparse_pd.kernels.row_check import check_in_place, row_checks_of, store_row_checks
+from hisparse_pd.kernels.paged_indexer import IndexerScratch, UnpackedKeys
+from hisparse_pd.kernels.row_check import check_dense_row, row_checks_of, store_row_checks
 from hisparse_pd.kernels.selection import select_topk
 from tools.bench.facts import OUT
 from tools.bench.gpu_timing import graph_us, timed_us
@@ -153,6 +157,76 @@ def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, A
     }
 
 
+def prompts(options: argparse.Namespace) -> Cells:
+    """Raises RuntimeError where logits of unpacked keys have other bits."""
+    for first in options.first:
+        torch.manual_seed(0)
+        yield {"tokens": options.tokens, "first": first, **_prompt(options.tokens, first)}
+
+
+def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
+    from hisparse_pd.kernels import gluon_indexer, triton_indexer
+    from hisparse_pd.kernels.topk import select
+
+    context, device = first + num_tokens, torch.device(HOME)
+    num_pages = -(-context // PAGE_SIZE)
+    pages = torch.randperm(num_pages, device=HOME).int()
+    slots = torch.arange(num_pages * PAGE_SIZE, device=HOME)
+    items_format, key_format = KvFormat(FP8_E4M3, RANK, ROPE), IndexKeyFormat(FP8_E4M3, INDEX_DIM)
+    items, keys = (
+        torch.zeros((len(slots), each.item_bytes), dtype=torch.uint8, device=HOME)
+        for each in (items_format, key_format)
+    )
+    items_format.store(items, slots, torch.randn((len(slots), RANK + ROPE), device=HOME))
+    key_format.store(keys, slots, torch.randn((len(slots), INDEX_DIM), device=HOME))
+    q_index = torch.randn((num_tokens, INDEX_HEADS, INDEX_DIM), device=HOME).bfloat16()
+    weights = torch.randn((num_tokens, INDEX_HEADS), device=HOME)
+    positions = torch.arange(first, context, device=HOME)
+    real = torch.tensor([num_tokens], dtype=torch.int32, device=HOME)
+    queries = torch.zeros_like(positions), positions, real
+    unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
+    first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
+    paged, other = (torch.zeros((num_tokens, -(-context // 64) * 64), device=HOME) for _ in range(2))
+    some: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
+
+    def paged_logits(is_prompt: bool) -> None:
+        triton_indexer.write_logits(
+            q_index, weights, keys, pages[None], *queries, paged, page_size=PAGE_SIZE, top_k=0,
+            key_format=FP8_E4M3, is_prompt=is_prompt, **some,
+        )  # fmt: skip
+
+    def unpacked_logits() -> None:
+        key_format.unpack(keys, pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
+        gluon_indexer.write_logits(
+            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, other, top_k=0, **some
+        )
+
+    us = {
+        "logits_alone_us": graph_us([partial(paged_logits, False)]),
+        "logits_shared_us": graph_us([partial(paged_logits, True)]),
+    }
+    if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, device):
+        us["logits_unpacked_us"] = graph_us([unpacked_logits])
+        if not torch.equal(paged, other):
+            raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
+    selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
+    us["top_k_us"] = graph_us([partial(select, paged, *queries, selected, num_rows=1, **some)])
+    q = torch.randn((num_tokens, 128, RANK + ROPE), device=HOME).bfloat16()
+    sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": 128, "top_k": TOP_K}
+    whole = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)
+    num_columns = (positions + 1).clamp(max=TOP_K).int()
+    reads_pool, for_prompts = choose_backend("auto", **sizes), choose_prompt_backend("auto", **sizes)
+
+    def attend_unpacked() -> None:
+        items_format.unpack(items, pages, PAGE_SIZE, whole)
+        for_prompts.attend(q, whole.view(torch.uint8), selected, 0.04, num_columns)
+
+    us["attention_us"] = graph_us([partial(reads_pool.attend, q, items, selected, 0.04)])
+    if for_prompts.kv_format != items_format:
+        us["attention_unpacked_us"] = graph_us([attend_unpacked])
+    return us
+
+
 @torch.inference_mode()
 def experts(options: argparse.Namespace) -> Cells:
     matrices = 3 * options.hidden * options.inner
@@ -200,11 +274,11 @@ def row_checks(options: argparse.Namespace) -> Cells:
             state = HotBufferState.create(1, 1, context, 1, PAGE_SIZE, PAGE_SIZE, HOME, row_checks=checks)
             positions = torch.arange(context, device=HOME)
             pages = torch.randperm(num_pages, device=HOME)
+            state.set_pages(0, 0, pages)
             state.set_index_pages(0, 0, pages)
             slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
             store_row_checks(checks, slots, pool, slots, positions, layers)
-            is_there = torch.ones_like(positions, dtype=torch.bool)
-            landed = partial(check_in_place, state, 0, pool, slots, positions, is_there, read_at=ReadAt.START)
+            landed = partial(check_dense_row, state, 0, pool, context)
             ones = [(slots[i : i + 1], positions[i : i + 1]) for i in range(NUM_CALLS)]
             checked = graph_us([partial(row_checks_of, pool, slots, positions)])
             passed = graph_us([landed])
@@ -242,6 +316,10 @@ def main() -> None:
     own.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072])
     own.add_argument("--keys", nargs="+", default=[BFLOAT16, FP8_E4M3], choices=(BFLOAT16, FP8_E4M3))
     own.set_defaults(measure=indexer)
+    own = names.add_parser("prompts")
+    own.add_argument("--tokens", type=int, default=8192)
+    own.add_argument("--first", type=int, nargs="+", default=[0, 8192, 24576, 122880])
+    own.set_defaults(measure=prompts)
     own = names.add_parser("experts")
     own.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096])
     own.add_argument("--weights", nargs="+", default=["fp8"], choices=("fp8", "bfloat16"))

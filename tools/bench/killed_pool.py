@@ -20,7 +20,7 @@ from typing import Any
 from tools.bench.facts import OUT, spread
 from tools.bench.report import make_console, table_of, write_report
 
-READY_SECS, END_SECS = 600.0, 300.0
+END_SECS = 300.0
 CHILD = """
 import sys, threading
 import torch

@@ -1,5 +1,8 @@
-"""A process of ``tools.bench.links``: it makes blocks of main memory on a NUMA node and copies to a
-device."""
+"""The processes of ``tools.bench.links``, which gives them orders through a pipe.
+
+``serve_copies`` runs in one process for each GPU: it makes blocks of main memory on a NUMA node and copies
+between them and the device. ``serve_host_rates`` measures main memory alone.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 @dataclass(frozen=True)
 class Block:
-    """Main memory to copy from or to. ``node``: None leaves it wherever threads on any CPU touch it.
+    """An order to make main memory to copy from or to. ``node``: None leaves it wherever threads on any CPU
+    touch it.
 
     ``pages``: ``shared`` and ``private`` are the kinds that pools have, both with huge pages where the kernel
     gives them; ``small`` has pages of 4 KiB, ``hugetlb`` reserved pages of 2 MiB.
@@ -76,7 +80,7 @@ def stay_on(cpus: Sequence[int]) -> None:
 
 
 @contextmanager
-def made(block: Block, all_cpus: Sequence[int], *, pinned: bool) -> Iterator[Tensor]:
+def allocated(block: Block, all_cpus: Sequence[int], *, pinned: bool) -> Iterator[Tensor]:
     """Yield the block as a tensor, touched by CPUs of its node, and registered with CUDA if ``pinned``."""
     placement = placement_on(block.node, Machine())
     stay_on(placement.cpus or all_cpus)
@@ -141,7 +145,8 @@ class Copier:
         self._all_cpus = sorted(os.sched_getaffinity(0))
         self._dev = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._host = torch.empty(0, dtype=torch.uint8)
-        self._made = ExitStack()
+        self._block = ExitStack()
+        """Frees the present block when it is closed."""
 
     def make(self, block: Block) -> dict[str, Any]:
         """Replace the previous block. Returns where the new one lies."""
@@ -149,7 +154,7 @@ class Copier:
         if self._dev.numel() != block.num_bytes:
             self._dev = torch.empty(block.num_bytes, dtype=torch.uint8, device=self._device)
         is_gpu = self._device.type == "cuda"
-        self._host = self._made.enter_context(made(block, self._all_cpus, pinned=is_gpu))
+        self._host = self._block.enter_context(allocated(block, self._all_cpus, pinned=is_gpu))
         stay_on(self._all_cpus if block.node is None else self._home)
         for target, source in ((self._dev, self._host), (self._host, self._dev)):
             target.copy_(source)  # pays the one-time cost of the first copy
@@ -175,10 +180,11 @@ class Copier:
 
     def close(self) -> None:
         self._host = torch.empty(0, dtype=torch.uint8)
-        made_before, self._made = self._made, ExitStack()
-        made_before.close()
+        block, self._block = self._block, ExitStack()
+        block.close()
 
     def _copy_until(self, target: Tensor, source: Tensor, order: Copy) -> float:
+        """Copy for the time of ``order``, again and again. Returns GB/s."""
         pieces = list(zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True))
         is_gpu = self._device.type == "cuda"
         stream = torch.cuda.Stream(self._device) if is_gpu else None
@@ -240,7 +246,7 @@ def serve_host_rates(answers: Connection, nodes: Sequence[int | None], num_bytes
 def _host_rates(cpus_of: int | None, memory_of: int | None, num_bytes: int, secs: float) -> dict[str, Any]:
     all_cpus = sorted(os.sched_getaffinity(0))
     try:
-        with made(Block(memory_of, "private", 2 * num_bytes), all_cpus, pinned=False) as memory:
+        with allocated(Block(memory_of, "private", 2 * num_bytes), all_cpus, pinned=False) as memory:
             cpus = placement_on(cpus_of, Machine()).cpus or all_cpus
             stay_on(cpus)
             first, second = memory.data_ptr(), memory.data_ptr() + num_bytes

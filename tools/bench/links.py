@@ -54,6 +54,7 @@ from tools.bench.report import make_console, table_of, write_report
 
 DIRECTIONS = ("to_device", "to_host", "both")
 AT_ONCE = (1, 2, 3, 4, 6, 8)
+"""Numbers of GPUs that copy at the same time."""
 START_SECS = 0.03
 """Time from an order to the start that it names; longer than the order takes to reach all processes."""
 ANSWER_SECS = 60.0
@@ -73,22 +74,23 @@ class Cell:
 
 def plan(num_gpus: int, places: Sequence[str], pages: Sequence[str]) -> list[Cell]:
     """Return all cells to measure, those of one kind of block together, and the kinds in the order given."""
-    first_ones = [tuple(range(count)) for count in AT_ONCE if count < num_gpus] + [tuple(range(num_gpus))]
-    each = [(gpu,) for gpu in range(num_gpus)]
+    first_gpus = [tuple(range(count)) for count in AT_ONCE if count < num_gpus] + [tuple(range(num_gpus))]
+    single_gpus = [(gpu,) for gpu in range(num_gpus)]
     cells = []
     for kind in pages:
         for place in places:
-            together = first_ones
+            groups = first_gpus
             if (place, kind) == (places[0], pages[0]):
-                together = list(dict.fromkeys([*first_ones, *each, *combinations(range(num_gpus), 2)]))
-            cells += [Cell(place, kind, gpus, direction) for gpus in together for direction in DIRECTIONS]
+                pairs = combinations(range(num_gpus), 2)
+                groups = list(dict.fromkeys([*first_gpus, *single_gpus, *pairs]))
+            cells += [Cell(place, kind, gpus, direction) for gpus in groups for direction in DIRECTIONS]
     return cells
 
 
 def blocks_by_place(
     placements: Sequence[Placement], nodes: Mapping[int, NumaNode], machine: Machine
 ) -> dict[str, list[int | None]]:
-    """Return the node of each GPU's block, by the name of the place; the most telling places come first."""
+    """Return the node of each GPU's block, by the name of the place: its own node, no node, the farthest."""
     usable = [number for number, node in nodes.items() if node.cpus and node.total_bytes]
     unbound: dict[str, list[int | None]] = {"unbound": [None] * len(placements)}
     if len(usable) < 2:
@@ -144,12 +146,12 @@ def topology(
             for node in nodes.values()
         ],
         "huge_pages": {name: read_text(transparent / name) for name in ("enabled", "shmem_enabled")},
-        "nvidia_smi": said_by("nvidia-smi", "-L"),
-        "nvidia_smi_topo": said_by("nvidia-smi", "topo", "-m"),
+        "nvidia_smi": output_of("nvidia-smi", "-L"),
+        "nvidia_smi_topo": output_of("nvidia-smi", "topo", "-m"),
     }
 
 
-def said_by(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Return the output of a command, empty if the command is missing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
@@ -266,12 +268,12 @@ def measure_cells(
             return
         for worker, node in zip(workers, places[place], strict=True):
             worker.send(Block(node, pages, arguments.block_bytes))
-        lies = [worker.answer() for worker in workers]
+        block_facts = [worker.answer() for worker in workers]
         rows = []
         for cell in (cell for cell in cells if (cell.place, cell.pages) == (place, pages)):
             if time.monotonic() < ends_at:
                 rows.append(measure_cell(cell, workers, arguments.cell_seconds))
-        yield {"place": place, "pages": pages, "blocks": lies}, rows
+        yield {"place": place, "pages": pages, "blocks": block_facts}, rows
 
 
 # --- the command ------------------------------------------------------------------------------------------
@@ -295,14 +297,14 @@ def line_of(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    tree = report["topology"]
+    found = report["topology"]
     for part in ("nvidia_smi", "nvidia_smi_topo"):
-        if tree[part]:
-            console.print(tree[part], highlight=False, markup=False)
-    for gpu in tree["gpus"]:
-        told = {name: value for name, value in gpu.items() if name != "device"}
-        console.print(f"{gpu['device']}: {told}", highlight=False, markup=False)
-    console.print(table_of("NUMA nodes", tree["nodes"]))
+        if found[part]:
+            console.print(found[part], highlight=False, markup=False)
+    for gpu in found["gpus"]:
+        facts = {name: value for name, value in gpu.items() if name != "device"}
+        console.print(f"{gpu['device']}: {facts}", highlight=False, markup=False)
+    console.print(table_of("NUMA nodes", found["nodes"]))
     console.print(table_of("main memory by CPUs of a node, GB/s", report["host"]))
     lines = [line_of(row) for row in report["rows"]]
     console.print(table_of(f"links, blocks of {report['block_bytes'] >> 20} MiB", lines))

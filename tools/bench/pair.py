@@ -1,4 +1,8 @@
-"""A pair and its router on loopback, started by the command line, for measurements over HTTP."""
+"""Starts a pair and its router on loopback with ``hisparse-pd pair``, for measurements over HTTP.
+
+``running_pair`` yields the URLs once all three are healthy, and stops them at its end. ``counters_in`` reads
+their metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shows and stores what a benchmark measured, as tables and JSON of one form."""
+"""Tables, progress bars and JSON files for what a benchmark measured; all of ``tools.bench`` reports with
+it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from tools.bench.facts import run_facts
 REPORT_WIDTH: Final = 190
 """Width in characters of a table that goes into a file or a pipe."""
 _LINE_WIDTH: Final = 1000
+"""Longest JSON value that stays on one line of a file."""
 
 
 def make_console() -> Console:

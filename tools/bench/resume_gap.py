@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -40,8 +40,8 @@ from tools.bench.report import make_console, table_of, write_report
 
 START_TIMEOUT_SECS = 300.0
 REQUEST_TIMEOUT_SECS = 300.0
-BEFORE_THE_SIGNAL = 48
-"""Tokens that every stream has before the signal."""
+MIN_PIECES = 48
+"""Pieces that every stream has got before the signal is sent."""
 
 
 @dataclass
@@ -162,23 +162,33 @@ def running(options: argparse.Namespace, directory: Path) -> Iterator[tuple[list
         yield decode, router
 
 
+class Round(NamedTuple):
+    """A round of streams in which the first decode node got a signal."""
+
+    streams: list[Stream]
+    signalled_at: float
+    """When the node got the signal, in seconds of the monotonic clock."""
+    left_after_secs: float
+    """How long the node took to end."""
+
+
 def one_round(
     decode: Sequence[Process], router: Process, bodies: Sequence[dict[str, Any]], number: signal.Signals
-) -> tuple[list[Stream], float, float]:
-    """Return the streams, when the first decode node got the signal, and how long it took to end."""
+) -> Round:
+    """Start all streams, and end the first decode node with a signal once all are under way."""
     streams, threads = ask(router.url, bodies)
-    while any(len(stream.arrivals) < BEFORE_THE_SIGNAL and not stream.error for stream in streams):
+    while any(len(stream.arrivals) < MIN_PIECES and not stream.error for stream in streams):
         time.sleep(0.01)
-    since = time.monotonic()
+    signalled_at = time.monotonic()
     decode[0].end(number)
-    left_after = time.monotonic() - since
+    left_after_secs = time.monotonic() - signalled_at
     for thread in threads:
         thread.join()
-    return streams, since, left_after
+    return Round(streams, signalled_at, left_after_secs)
 
 
-def is_whole(router: Process) -> bool:
-    """Whether the router uses all nodes."""
+def uses_all_nodes(router: Process) -> bool:
+    """Return whether the router finds all nodes healthy."""
     nodes = httpx.get(f"{router.url}/health", timeout=5, trust_env=False).json()["nodes"]
     return all(node["healthy"] for node in nodes)
 
@@ -186,7 +196,7 @@ def is_whole(router: Process) -> bool:
 def measure(
     options: argparse.Namespace, decode: Sequence[Process], router: Process
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of one round after the other."""
+    """Yield a row for each round."""
     drawn = random.Random(5)
     bodies: list[dict[str, Any]] = [
         {
@@ -215,17 +225,19 @@ def measure(
         if not is_healthy(decode[0].url):
             decode[0].start()
             decode[0].wait_healthy()
-            while not is_whole(router):
+            while not uses_all_nodes(router):
                 time.sleep(0.1)
-        streams, since, left_after = one_round(decode, router, bodies, number)
-        gaps: dict[bool, list[float]] = {True: [], False: []}
+        streams, signalled_at, left_after_secs = one_round(decode, router, bodies, number)
+        ended_gaps_ms: list[float] = []  # of the streams of the node that ended
+        other_gaps_ms: list[float] = []
         for stream in streams:
-            gaps[stream.node == decode[0].url].append(stream.gap(since) * 1e3)
+            gaps_ms = ended_gaps_ms if stream.node == decode[0].url else other_gaps_ms
+            gaps_ms.append(stream.gap(signalled_at) * 1e3)
         yield {
             "signal": number.name,
-            "gaps_ms": gaps[True],
-            "gaps_of_others_ms": gaps[False],
-            "left_after_secs": left_after,
+            "gaps_ms": ended_gaps_ms,
+            "gaps_of_others_ms": other_gaps_ms,
+            "left_after_secs": left_after_secs,
             "wait_ms": float(np.median(waits) * 1e3),
             "resumes": [stream.usage.get("hisparse", {}).get("resumes") for stream in streams],
             "equal": num_equal(streams, undisturbed),

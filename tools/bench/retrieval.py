@@ -1,4 +1,7 @@
-"""Retrieval tasks: long prompts of the retrieval model with known answers, and the judging of responses."""
+"""Retrieval tasks: long prompts of the retrieval model with known answers, and the judging of responses.
+
+The demo and ``accuracy`` send them. ``documents.py`` makes the prompts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import torch
 from tools.bench.documents import documents
 
 LENGTHS = (512, 1024, 2048, 4096, 8000)
+"""Lengths of prompts, in tokens, of the usual measurement."""
 NUM_DEPTHS = 5
+"""Parts of a prompt by which answers are counted."""
 
 
 @dataclass(frozen=True)

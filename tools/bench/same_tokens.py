@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for number in range(options.requests)
     ]
 
-    def alone(hisparse: bool) -> list[Answer]:
+    def one_by_one(hisparse: bool) -> list[Answer]:
         return [ask(options.url, options.output_tokens, hisparse, prompt) for prompt in prompts]
 
     def at_once(hisparse: bool) -> list[Answer]:
@@ -81,14 +81,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     def second_halves(answers: Sequence[Answer]) -> list[Answer]:
         return [(ids[half:], logprobs[half:]) for ids, logprobs in answers]
 
-    computed, cached = alone(False), alone(False)
+    computed, cached = one_by_one(False), one_by_one(False)
     dense_at_once, hisparse_at_once = at_once(False), at_once(True)
-    hisparse = alone(True)
+    hisparse = one_by_one(True)
     return [
         compare("dense, alone: prompt computed, prompt cached", computed, cached),
-        compare("dense, alone: twice", cached, alone(False)),
+        compare("dense, alone: twice", cached, one_by_one(False)),
         compare("alone: dense, hisparse", cached, hisparse),
-        compare("hisparse, alone: twice", hisparse, alone(True)),
+        compare("hisparse, alone: twice", hisparse, one_by_one(True)),
         compare("dense: alone, all at once", cached, dense_at_once),
         compare("hisparse: alone, all at once", hisparse, hisparse_at_once),
         compare("hisparse: all at once, twice", hisparse_at_once, at_once(True)),

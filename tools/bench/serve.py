@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -35,7 +34,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from tools.bench.facts import OUT, run_facts
+from tools.bench.facts import OUT, gpus, run_facts
 from tools.bench.pair import METRICS_TIMEOUT_SECS, counters_in
 from tools.bench.report import make_console, progress, table, write_json
 from tools.bench.streamed_load import (
@@ -49,16 +48,18 @@ from tools.bench.streamed_load import (
 )
 
 INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 WARM_UP_TOKENS = 16
+"""Output tokens of requests before a point."""
 METRICS_SETTLE_SECS = 1.0
-"""Nodes publish their counters up to 0.4 s late."""
+"""Wait before counters are read, because nodes publish them up to 0.4 s late."""
 COUNTERS = (
     *(f"swap_in_{name}_total" for name in ("hits", "misses", "bytes", "evictions")),
     *("generation_tokens_total", "retractions_total"),
 )
 """Counters of decode nodes, without their prefix ``hisparse_pd:``."""
 HISPARSE: dict[str, bool | str | None] = {"true": True, "false": False, "auto": "auto", "none": None}
-
+"""Values of the field ``hisparse``, by the words of the option; None omits the field."""
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -355,22 +356,12 @@ def main(words: Sequence[str] | None = None) -> int:
         status = INTERRUPTED
     if not measured["points"]:
         return status or 1
-    report = {"facts": run_facts() | {"gpus": _gpus()}, "options": vars(options), **measured}
+    report = {"facts": run_facts() | {"gpus": gpus()}, "options": vars(options), **measured}
     print_report(report, console)
     out = Path(f"{options.out}.json")
     write_json(out, report)
     console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
     return status or int(any(point["errors"] for point in report["points"]))
-
-
-def _gpus() -> list[str]:
-    """Return name and driver of this machine's GPUs, which are the endpoint's only if it runs here."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 if __name__ == "__main__":

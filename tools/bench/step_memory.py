@@ -1,4 +1,8 @@
-"""The GPU memory that ``tools.bench.decode_step`` takes, by part, and what a decode node plans for it."""
+"""The GPU memory that ``tools.bench.decode_step`` takes, by part, beside what a decode node plans for each.
+
+It shows whether ``decode_node/sizing.py`` plans enough: ``MemoryByPart`` reads the memory in use at each
+stage.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.stored_weights import weight_files

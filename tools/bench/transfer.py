@@ -52,8 +52,11 @@ from tools.bench.report import make_console, table_of, write_report
 
 PAGE_SIZE = 64
 ITEM_BYTES = {"bf16": 1152, "fp8": 656}
+"""Bytes of an item of DeepSeek-V3.2's KV, by its format."""
 ZONES = ("fresh", "fragmented")
+"""The states of the pools: empty, or full of holes of one page."""
 WAIT_SECS = 120.0
+"""Limit for one transfer, and for the peer's end."""
 SHARED = "shared memory"
 """The name that stands for the session of the shared-memory lane."""
 SEED = 20261121
@@ -100,7 +103,7 @@ def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
 
 
 class Link:
-    """This process's memory and engine, and the peer's, by which all measurements write."""
+    """This process's memory and engine, and the peer process, to which all measurements write."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -160,6 +163,8 @@ class Link:
         self.engine.close()
 
     def _ask(self, question: str) -> str:
+        """Return the peer's answer: to ``crc`` the checksum, to an empty line its session, address and
+        offer."""
         assert self._peer.stdin is not None
         assert self._peer.stdout is not None
         self._peer.stdin.write(f"{question}\n")

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, Mode, RankPlace
 from hisparse_pd.core.memory.device import DeviceMemory, use_device
 from hisparse_pd.core.memory.free import free_memory
@@ -71,10 +71,13 @@ from tools.checkpoints.quantize_fp8 import QUANTIZATION
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
 """Tokens that a step yields, by its number of drafts, as docs/models.md assumes."""
 MAIN_MEMORY_SHARE = 0.9
+"""Share of the free main memory that the host pools of all ranks may take."""
 GRACE_SECS = 5.0
 """How long ranks have to end by themselves before they are killed."""
 LINK_REPEATS = 8
+"""Copies that are timed together."""
 AGREEMENTS = 200
+"""Timed agreements of the ranks."""
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -106,13 +109,13 @@ def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.devic
 
 def as_accepted(row: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """Return tokens a second of a user, a GPU and the node, with as many tokens a step as ACCEPTED says."""
-    accepted = ACCEPTED.get(row["num_drafts"])
-    of_user = None if accepted is None else 1e3 * accepted / row["step_ms"]
-    of_gpu = of_user and row["batch"] * of_user
+    tokens_a_step = ACCEPTED.get(row["num_drafts"])
+    user_tokens = None if tokens_a_step is None else 1e3 * tokens_a_step / row["step_ms"]
+    gpu_tokens = user_tokens and row["batch"] * user_tokens
     return {
-        "as_accepted_a_user": of_user,
-        "as_accepted_a_gpu": of_gpu,
-        "as_accepted_node": of_gpu and num_ranks * of_gpu,
+        "as_accepted_a_user": user_tokens,
+        "as_accepted_a_gpu": gpu_tokens,
+        "as_accepted_node": gpu_tokens and num_ranks * gpu_tokens,
     }
 
 
@@ -132,10 +135,10 @@ def measure_cells(
     secs_by_tokens: list[tuple[int, float]] = []
     for cell in cells(arguments):
         buffer = max(arguments.buffer, full_buffer(cell["drafts"], model.spec.index_topk))
-        of_cell = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
+        cell_arguments = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
         gc.collect()
         ranks.agree(0)  # all ranks have freed the previous cell
-        batch = min(most for (most,) in ranks.agree(largest_batch(model.spec, of_cell, model.device)))
+        batch = min(most for (most,) in ranks.agree(largest_batch(model.spec, cell_arguments, model.device)))
         num_tokens = batch * cell["context"]
         as_large = [secs for tokens, secs in secs_by_tokens if tokens >= num_tokens]
         expected_secs = min(as_large, default=max((secs for _, secs in secs_by_tokens), default=0.0))
@@ -146,8 +149,8 @@ def measure_cells(
         done.add(key)
         started = time.monotonic()
         locality.set_jitter(cell["jitter"])
-        of_prompt = prompt.up_to(cell["context"])
-        row = measure(model, of_cell, of_prompt, Mode(cell["modes"]), batch, cell["drafts"], None)
+        cut = prompt.up_to(cell["context"])
+        row = measure(model, cell_arguments, cut, Mode(cell["modes"]), batch, cell["drafts"], None)
         secs = time.monotonic() - started
         secs_by_tokens.append((num_tokens, secs))
         asked = {"asked": cell["batch"], "context": cell["context"], "jitter": cell["jitter"], "secs": secs}
@@ -155,7 +158,7 @@ def measure_cells(
 
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
-    """Run one rank."""
+    """Run one rank: links, agreement, load, collectives, prefill, then the steps of all cells."""
     console = Console(width=REPORT_WIDTH, quiet=place.rank > 0)
     settings = DecodeSettings(
         model_path=arguments.model_path, device=arguments.device, dp_size=place.size

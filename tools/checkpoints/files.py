@@ -1,4 +1,7 @@
-"""Writes the files of a checkpoint beside its weights: configuration, tokenizer and chat template."""
+"""Writes the files of a checkpoint beside its weights: configuration, tokenizer and chat template.
+
+``make_tiny`` and ``make_synthetic`` use it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_BYTES = 256
+"""Tokens that stand for one byte each, the first ones of every vocabulary."""
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
 """Special tokens, the last ones of every vocabulary."""
 
@@ -25,12 +29,14 @@ CHAT_TEMPLATE = (
 def write_config(out_dir: Path, own: dict[str, Any], around: dict[str, Any] | None = None) -> dict[str, Any]:
     """Write config.json and generation_config.json to ``out_dir``, made when missing.
 
-    ``own``: values that differ from the smallest possible DeepSeek-V3.2. ``around``: an outer configuration
-    that gets the model's as its ``text_config``; None: there is no outer one. Returns the model's
-    configuration.
+    ``own``: the model's values, over the defaults below. ``around``: an outer configuration that gets the
+    model's as its ``text_config``; None for none. Returns the model's configuration.
     """
-    base = own["vocab_size"] - len(SPECIAL_TOKENS)
-    special = {f"{name}_token_id": base + SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
+    first_special = own["vocab_size"] - len(SPECIAL_TOKENS)
+    special = {
+        f"{name}_token_id": first_special + SPECIAL_TOKENS.index(f"<{name}>")
+        for name in ("bos", "eos", "pad")
+    }
     config = {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",

@@ -54,7 +54,8 @@ CIRCLE_GAIN = 80.0
 SHARED_QUERY = 8.0
 """Element 0 of the query latent, where the others have unit variance."""
 _ROPE_THETA = 10000.0
-_OWN_SETTINGS = ("jitter", "expert_size", "draft_agreement")
+_NOT_IN_CONFIG = ("jitter", "expert_size", "draft_agreement")
+"""Fields of SyntheticShape that config.json does not have, and that may be 0."""
 _CONFIG_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_experts": "n_routed_experts",
@@ -93,7 +94,7 @@ class SyntheticShape:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name not in _OWN_SETTINGS and value < 1:
+            if name not in _NOT_IN_CONFIG and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter is {self.jitter}; expected a share of the variance, 0 to 1")
@@ -142,9 +143,7 @@ def write_synthetic(
 
     if stale := sorted(out_dir.glob("*.safetensors")):
         raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
-    write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
-    _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
-
+    write_synthetic_config(out_dir, shape, in_fp8=in_fp8)
     maker = _Maker(shape, seed, torch.device(device))
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -163,6 +162,12 @@ def write_synthetic(
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     return num_bytes
+
+
+def write_synthetic_config(out_dir: Path, shape: SyntheticShape, *, in_fp8: bool = False) -> None:
+    """Write only configuration and tokenizer to ``out_dir``, made when missing."""
+    write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
+    _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
 
 
 def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **changes: Any) -> None:
@@ -185,7 +190,7 @@ def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **c
 
 def _config(shape: SyntheticShape) -> dict[str, Any]:
     draft = {} if shape.draft_agreement is None else {"num_nextn_predict_layers": 1}
-    sizes = {name: value for name, value in asdict(shape).items() if name not in _OWN_SETTINGS}
+    sizes = {name: value for name, value in asdict(shape).items() if name not in _NOT_IN_CONFIG}
     return {
         "dtype": "bfloat16",
         "intermediate_size": 2 * shape.hidden_size,

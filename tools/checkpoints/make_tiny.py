@@ -94,7 +94,7 @@ def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = Non
             f"variant is {variant!r}, of which no MTP layer is known here; draft_gain must be None"
         )
     draft = {} if draft_gain is None else {"num_nextn_predict_layers": 1}
-    config = write_config(out_dir, _config(variant) | draft, AROUND.get(variant))
+    config = write_config(out_dir, _config(variant) | draft, OUTER_CONFIGS.get(variant))
     _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
     write_tokenizer(out_dir)
 
@@ -152,7 +152,7 @@ def _config(variant: str) -> dict[str, Any]:
     return config
 
 
-AROUND: dict[str, dict[str, Any]] = {
+OUTER_CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {
         "architectures": ["MistralLarge4ForConditionalGeneration"],
         "model_type": "mistral_large4",
@@ -162,8 +162,8 @@ AROUND: dict[str, dict[str, Any]] = {
         },
     }
 }
-"""Configurations around the text model's, of models that take images; the weights for these are not
-written."""
+"""Outer configurations of the variants that take images, around the text model's. No weights are written for
+the image part."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,11 @@ class _Maker:
     def __init__(self, seed: int) -> None:
         self._random = np.random.RandomState(seed)
         self._directions: _Directions
+        """The directions of the present index group; see ``begin_group``."""
         self._group_layers_left = 0
+        """Layers of the present index group that are not drawn yet."""
         self._keeps_channels = False
+        """Whether the present layer must not write to the kept channels."""
 
     def matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Array:
         """Return a matrix that turns inputs of unit variance into outputs of standard deviation ``gain``."""

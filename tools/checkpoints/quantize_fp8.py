@@ -21,12 +21,14 @@ from hisparse_pd.core.model.stored_weights import INDEX_NAME, SUFFIX, weight_fil
 from hisparse_pd.kernels.block_fp8 import BLOCK, quantize
 
 _KEPT = re.compile(r"norm|embed|lm_head|output|\.gate\.|weights_proj")
+"""Names of weights that stay as they are."""
 QUANTIZATION = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
+"""The entry of config.json that declares the format."""
 
 
 def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> None:

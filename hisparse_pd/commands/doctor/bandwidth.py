@@ -1,8 +1,9 @@
 """Measures how fast one machine writes to another through the KV transport, by message size.
 
-Two doctors on one machine measure the lane between its nodes, too. The serving side registers a buffer and
-answers questions. The measuring side writes to it as a prefill node would, in batches of descriptors, and
-compares checksums at the end, since only bytes that have arrived count.
+``command.py`` calls ``serve`` for ``doctor --serve`` and ``measure`` for ``doctor --peer``. The serving side
+registers a buffer and answers questions (``channel.py``). The measuring side writes to that buffer as a
+prefill node would, in batches of descriptors, and compares checksums at the end, since only bytes that have
+arrived count. Between two doctors on one machine it measures shared memory, too (``lane.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hisparse_pd.commands.doctor.channel import (
     DoctorServer,
     Offer,
     Question,
-    Refused,
+    QuestionRefused,
     Reply,
 )
 from hisparse_pd.commands.doctor.lane import lane_to
@@ -49,7 +50,9 @@ MESSAGE_BYTES = (1152, 4096, 65536, 1 << 20, 4 << 20)
 """Sizes of messages that are measured; the first is a token's item in bf16."""
 
 MAX_ATTEMPTS = 2
+"""Attempts at one batch, since a connection may fail once."""
 _POLL_SECS = 0.2
+"""Longest wait of ``serve`` for a question, after which it looks whether it is to stop."""
 SEED = 20261121
 
 
@@ -139,14 +142,14 @@ def serve(
     is_stopped: Callable[[], bool],
     lane: LaneOffer | None = None,
 ) -> None:
-    """Offer the buffer to whoever asks, until ``deadline_secs`` of the monotonic clock or ``is_stopped``.
+    """Answer questions about the buffer until ``deadline_secs`` on the monotonic clock, or ``is_stopped``.
 
     ``lane`` is the offer for processes of this machine.
     """
 
     def answer(question: Question) -> Reply:
         if why := _why_refused(question, engine.transport.protocol, buffer.num_bytes):
-            return Refused(why)
+            return QuestionRefused(why)
         crc32 = buffer.crc32(question.num_bytes)
         return Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane, crc32)
 
@@ -164,8 +167,9 @@ def measure(
 ) -> tuple[list[Rate], Lane]:
     """Measure writes to the other doctor's buffer, each size for ``secs_per_size`` and at least one batch.
 
-    Returns the rates over the network and, if there is one, over the lane of one machine, and the lane, which
-    otherwise says why not. ``directory``: that of the lane's sockets. Raises DoctorError, TransferError.
+    Returns the rates over the network and, if both doctors are on one machine, over shared memory; and the
+    lane, which says why there is no shared memory if there is none. ``directory``: of the lane's sockets.
+    Raises DoctorError, TransferError.
     """
     offer = _ask(client, engine)
     if offer.num_bytes < max(message_bytes):
@@ -174,10 +178,10 @@ def measure(
         )
     num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
     source = Buffer(engine, num_bytes, device)
-    drawn = np.random.default_rng(SEED)
+    random = np.random.default_rng(SEED)
 
     def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
-        source.fill(drawn.integers(0, 256, num_bytes, np.uint8))
+        source.fill(random.integers(0, 256, num_bytes, np.uint8))
         rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
         arrived = _ask(client, engine, num_bytes).crc32
         if arrived != (sent := source.crc32(num_bytes)):
@@ -206,7 +210,7 @@ def _measure_size(
     offsets = np.arange(num_messages, dtype=np.int64) * size
     lengths = np.full(num_messages, size, np.int64)
     writes = Descriptors(offsets + source.base_addr, offsets + offer.base_addr, lengths)
-    _write(writer, offer.session, writes)  # opens the connections
+    _write(writer, offer.session, writes)  # not measured: it opens the connections
     start_secs = time.perf_counter()
     num_batches, took_secs = 0, 0.0
     while not num_batches or took_secs < secs:
@@ -238,24 +242,25 @@ def _batch_length(message_bytes: int, buffer_bytes: int) -> int:
     return min(MAX_BATCH_DESCRIPTORS, buffer_bytes // message_bytes)
 
 
-def _why_refused(asked: Question, transfer_protocol: str, buffer_bytes: int) -> str:
-    if asked.version != DOCTOR_VERSION:
+def _why_refused(question: Question, transfer_protocol: str, buffer_bytes: int) -> str:
+    if question.version != DOCTOR_VERSION:
         return (
-            f"version: you speak {asked.version}, this doctor {DOCTOR_VERSION}; run the same release on both"
+            f"version: you speak {question.version}, this doctor {DOCTOR_VERSION}; run the same release "
+            "on both"
         )
-    if asked.transfer_protocol != transfer_protocol:
+    if question.transfer_protocol != transfer_protocol:
         return (
-            f"transfer_protocol: you are on {asked.transfer_protocol!r}, this doctor on "
+            f"transfer_protocol: you are on {question.transfer_protocol!r}, this doctor on "
             f"{transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
         )
-    if asked.num_bytes > buffer_bytes:
-        return f"checksum of {asked.num_bytes} bytes: the buffer has {buffer_bytes}"
+    if question.num_bytes > buffer_bytes:
+        return f"checksum of {question.num_bytes} bytes: the buffer has {buffer_bytes}"
     return ""
 
 
 def _ask(client: DoctorClient, engine: TransferEngine, num_bytes: int = 0) -> Offer:
     """Ask for the other doctor's offer, with the checksum of its first ``num_bytes``. Raises DoctorError."""
     answer = client.ask(Question(DOCTOR_VERSION, engine.transport.protocol, num_bytes))
-    if isinstance(answer, Refused):
+    if isinstance(answer, QuestionRefused):
         raise DoctorError(f"the other doctor refuses: {answer.error}")
     return answer

@@ -33,7 +33,7 @@ class DoctorError(Exception):
 class Question(Struct, frozen=True, array_like=True, tag=1):
     """Asks for an Offer with the checksum of the buffer's first ``num_bytes``.
 
-    The reply is Refused if versions or transports differ, or if the buffer is shorter.
+    The reply is QuestionRefused if versions or transports differ, or if the buffer is shorter.
     """
 
     version: Annotated[int, Meta(ge=0, lt=2**16)]
@@ -53,11 +53,11 @@ class Offer(Struct, frozen=True, array_like=True, tag=1):
     """Checksum of the buffer's first bytes, as many as the question asks for."""
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=3):
+class QuestionRefused(Struct, frozen=True, array_like=True, tag=3):
     error: Text
 
 
-Reply = Offer | Refused
+Reply = Offer | QuestionRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: TypedDecoder[Question] = TypedDecoder(Question)
@@ -110,7 +110,7 @@ class DoctorServer(_Socket[Question]):
         try:
             reply = answer(self._decoder.decode(frame))
         except msgspec.MsgspecError as error:
-            reply = Refused(f"malformed question of {len(frame)} bytes: {error}"[:1000])
+            reply = QuestionRefused(f"malformed question of {len(frame)} bytes: {error}"[:1000])
         self._socket.send(_encoder.encode(reply), zmq.NOBLOCK)
 
 

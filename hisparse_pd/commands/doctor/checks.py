@@ -1,7 +1,8 @@
 """Checks of what a machine needs before a node is deployed on it, one in each function.
 
-A check gets facts, or the ``Machine`` from which it reads them, and returns what it found. FAIL: the given
-settings cannot work. WARN: they work worse than they could, or only perhaps.
+``command.py`` makes all checks and prints them. A check gets facts, or the ``Machine`` from which it reads
+them, and returns what it found. FAIL: the given settings cannot work. WARN: they work worse than they could,
+or only perhaps.
 """
 
 from __future__ import annotations
@@ -49,20 +50,19 @@ from hisparse_pd.transfer.transport import (
 _MOONCAKE_PACKAGE = "mooncake-transfer-engine"
 _PIN_TEST_BYTES = 64 << 20
 _MANY_CONNECTIONS = 1000
+"""Connections that a router should be able to have; with fewer, the check of descriptors warns."""
 
 
 class Status(StrEnum):
     OK = "ok"
     INFO = "info"
-    """The given settings do not need it."""
+    """A fact that the given settings do not depend on."""
     WARN = "warn"
     FAIL = "fail"
 
 
 _RDMA_STATUS: dict[AskedProtocol, Status] = {"tcp": Status.INFO, "auto": Status.WARN, "rdma": Status.FAIL}
 """Status of a check if something is missing that RDMA needs, by the protocol that is asked for."""
-_GPU_STATUSES = ((Status.INFO, Status.INFO), (Status.OK, Status.FAIL))
-"""Statuses of a check of GPUs that succeeds and that fails, on a CPU node and on a GPU node."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,13 @@ def check_verbs(host: str, machine: Machine) -> Check:
     return Check("libibverbs", Status.OK, f"loads, devices with a driver: {devices}")
 
 
+def _gpu_statuses(device: str) -> tuple[Status, Status]:
+    """Return the status of a check of GPUs that succeeds, and of one that fails, for a node on ``device``."""
+    return (Status.OK, Status.FAIL) if device.startswith("cuda") else (Status.INFO, Status.INFO)
+
+
 def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
-    good, bad = _GPU_STATUSES[device.startswith("cuda")]
+    good, bad = _gpu_statuses(device)
     driver = _driver_version(machine)
     if facts.devices:
         found = f"{', '.join(facts.devices)}; driver {driver}, torch {facts.torch_version}"
@@ -173,7 +178,7 @@ def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
 def check_pinned(device: str, facts: CudaFacts) -> Check:
     """Check whether the driver pins main memory for the GPU."""
     name, shown = "pinned memory", show_bytes(_PIN_TEST_BYTES)
-    good, bad = _GPU_STATUSES[device.startswith("cuda")]
+    good, bad = _gpu_statuses(device)
     if facts.pin_error:
         remedy = "raise the memory limit of the container, look at the kernel log (dmesg)"
         return Check.of(name, Fault(f"{shown} cannot be pinned: {facts.pin_error}", remedy), bad)

@@ -1,6 +1,8 @@
 """``hisparse-pd doctor``: checks a machine before a deployment, and measures how fast it writes to its peer.
 
-The exit status is 0 if nothing is missing that the given settings need, else 1. Warnings do not count.
+``commands/cli.py`` calls ``run``. ``examine`` makes the checks of the modules beside this one and collects a
+``Report``; ``run_server`` is the other end of a measurement. The exit status is 0 if nothing is missing that
+the given settings need, else 1. Warnings do not count.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Report:
 
     checks: tuple[Check, ...]
     transport: Transport | None
-    """What a node would run on; None if it would not start."""
+    """KV transport that a node would use; None if the node would not start."""
     rates: tuple[Rate, ...] = ()
 
     @property
@@ -80,7 +82,7 @@ class Report:
         return all(check.status is not Status.FAIL for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a document for JSON."""
+        """Return the report as ``--json`` prints it."""
         return {
             "ok": self.is_ok,
             "transport": asdict(self.transport) if self.transport else None,
@@ -133,7 +135,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         *numa_checks,
         check_lane(settings.same_host_dir),
         check_shared_pages(device, settings.host_pool_bytes, machine),
-        check_descriptors(descriptors.attainable()),
+        check_descriptors(descriptors.attainable_limit()),
         check_address(host),
         transport_check,
     ]
@@ -219,6 +221,7 @@ def _announce(settings: DoctorSettings, port: int, engine: TransferEngine, *, as
 
 
 def print_report(report: Report, console: Console) -> None:
+    """Print the checks, the measured rates and a verdict."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("check", "", "found"):
         table.add_column(column, overflow="fold")

@@ -1,6 +1,7 @@
-"""The lane between two nodes of one machine: checks that it works here, and opens one for a measurement.
+"""The shared-memory lane between two nodes of one machine: checks that it works, and opens one to measure it.
 
-The check does what nodes do: it hands memory over a Unix socket, maps it and writes to it.
+``command.py`` makes the checks, ``bandwidth.py`` opens the lane to another doctor. The check does what nodes
+do: it hands memory over a Unix socket, maps it and writes to it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 OPEN_SECS = 30.0
 """Limit for opening the other doctor's memory and registering it with CUDA, whose first use takes seconds."""
 _TRIAL_BYTES = 4096
+"""Size of the memory that the check hands over."""
 _REGISTER_BYTES_PER_SEC = 1.5e9
 """Speed at which CUDA registers shared memory with pages of 4 KiB."""
 _HUGE = ("always", "within_size", "advise", "force")
@@ -93,7 +95,7 @@ def lane_to(
 ) -> Iterator[tuple[Lanes, Lane]]:
     """Open the lane to another doctor, whose memory is ``region`` (address and bytes).
 
-    ``Lane.kind`` is shm, or else the network's, and the lane has the reason.
+    Yields all lanes and this one, whose ``kind`` is shm, or the network's with the reason why.
     """
     decided = threading.Event()
     lanes = Lanes(

@@ -63,6 +63,7 @@ def _check(
     machine: Machine,
     bind: MemoryBinder,
 ) -> Check:
+    """Check one rank's place: its NUMA node, free memory there, and the distance of its RDMA devices."""
     if (node := placement.node) is None:
         return Check(name, Status.WARN, f"not placed: {placement.why}", placement.remedy)
     placement = with_allowed_policy(with_pools(placement, num_pool_bytes, machine), bind)

@@ -1,4 +1,4 @@
-"""Grammars, compiled within bounds, and the token masks that hold outputs to them.
+"""Grammars, compiled within bounds, and the masks of tokens that keep outputs to them.
 
-No other room imports llguidance.
+No other package imports llguidance.
 """

@@ -1,9 +1,10 @@
-"""Compiles grammars on trial, each in a process that can be killed.
+"""Checks a client's grammar by compiling it in a process that can be killed.
 
-``python -m hisparse_pd.core.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` is a front's helper. It owns the
-token trie and forks for each grammar, a line of JSON on its input. The child compiles with bounded CPU time,
-memory and stack, because Rust aborts a process whose stack overflows. The answer is a line of JSON, too: a
-``Verdict``.
+A decode node's front starts ``python -m hisparse_pd.core.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` and
+asks it before it accepts a request with a grammar. This process has the token trie. Each line of JSON on its
+input is a grammar, for which it forks a child. The child compiles with bounded CPU time, memory and stack,
+because a grammar may exhaust any of them and Rust aborts a process whose stack overflows. The answer is a
+line of JSON, too: a ``Verdict``.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _VERDICT_OF_SIGNAL: dict[int, str] = {
     signal.SIGSEGV: f"is nested too deeply: compiling takes more than {MAX_STACK_BYTES >> 10} KiB of stack",
     signal.SIGABRT: f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile: make it smaller",
 }
-"""What a signal says of the grammar where a child ends over one of its own bounds. Any other signal comes
-from the kernel or an operator and says nothing of the grammar."""
+"""The errors of grammars by the signal that ended the child at one of its bounds. Any other signal comes from
+the kernel or an operator, and tells nothing about the grammar."""
 
 
 class Verdict(NamedTuple):
-    """The result of a trial.
+    """The result of a check.
 
     ``error``: the end of a sentence that begins with "the grammar", or "" for a usable one. ``is_certain``:
-    whether another trial would say the same.
+    whether another check would have the same result.
     """
 
     error: str
@@ -80,7 +81,7 @@ def check(trie: TokenTrie, text: str) -> Verdict:
         return Verdict(f"cannot be tried: {error}", is_certain=False)
     if child == 0:
         os.close(reader)
-        _try(trie, text, writer)
+        _compile_and_exit(trie, text, writer)
     os.close(writer)
     is_late = False
     try:
@@ -88,12 +89,12 @@ def check(trie: TokenTrie, text: str) -> Verdict:
         if not is_over:
             is_late = True
             os.kill(child, signal.SIGKILL)
-        said = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+        output = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
     finally:
         os.close(reader)
         _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-        return Verdict(said.decode(errors="replace"))
+        return Verdict(output.decode(errors="replace"))
     if is_late:
         return Verdict(f"is not compiled after {MAX_CLOCK_SECS:g} s of a busy machine", is_certain=False)
     if not os.WIFSIGNALED(status):
@@ -104,16 +105,16 @@ def check(trie: TokenTrie, text: str) -> Verdict:
     return Verdict(f"was not compiled: signal {number} ended its compiler", is_certain=False)
 
 
-def _try(trie: TokenTrie, text: str, writer: int) -> None:
-    """Run in the child: compile, write the error to ``writer``, exit."""
+def _compile_and_exit(trie: TokenTrie, text: str, writer: int) -> None:
+    """Compile in the child, within its bounds, write the error to ``writer``, and exit."""
     status = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's messages about its own end would fill a log
-        now = resource.getrlimit(resource.RLIMIT_AS)[1]
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's messages when it aborts would fill a log
+        hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        soft_limit = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, MAX_STACK_BYTES))
-        resource.setrlimit(resource.RLIMIT_AS, (most, now))
+        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
         signal.setitimer(signal.ITIMER_PROF, MAX_CORE_SECS)
         try:
             trie.compile(text)

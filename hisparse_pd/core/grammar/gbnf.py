@@ -1,4 +1,8 @@
-"""Converts GBNF, llama.cpp's notation of grammars, to Lark's."""
+"""Converts GBNF, llama.cpp's notation of grammars, to Lark's, for requests that have a grammar in it.
+
+llguidance converts; what it gets wrong is changed in the text before: comments, ``\\u`` escapes, and bars at
+the beginning of a line.
+"""
 
 from __future__ import annotations
 

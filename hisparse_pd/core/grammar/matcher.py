@@ -1,4 +1,7 @@
-"""Tracks how far an output has come in its grammar, and fills masks of the tokens that may follow.
+"""Tracks an output's progress in its grammar, and fills masks of the tokens that may follow.
+
+A decode step with grammars calls ``fill_masks`` for its rows, and ``Matcher.advance`` with each token that
+was drawn.
 
 A mask is a row of int32 words with a bit for each token; token 0 is the lowest bit of the first word, and a
 set bit allows the token. Ending tokens are allowed where the grammar may end; where it must end, nothing else
@@ -19,7 +22,8 @@ from numpy.typing import NDArray
 Bits = NDArray[np.int32]
 ALL_ALLOWED: Final = -1
 """A word of a mask that allows all of its tokens."""
-NO_LIMIT: Final[tuple[int, ...]] = ()
+NONE_AVOIDED: Final[tuple[int, ...]] = ()
+"""The ``avoided_endings`` of a request whose output may end wherever the grammar may."""
 
 _MAX_THREADS = 8
 _MAX_ERROR_CHARS = 500
@@ -32,10 +36,10 @@ class GrammarError(ValueError):
 class Matcher:
     """The state of one output. Its methods are called by one thread at a time."""
 
-    def __init__(self, inner: LLMatcher, kept_out: Sequence[int]) -> None:
-        """``kept_out``: ending tokens that are allowed only where no other token is."""
+    def __init__(self, inner: LLMatcher, avoided_endings: Sequence[int]) -> None:
+        """``avoided_endings``: ending tokens that are allowed only where no other token is."""
         self._inner = inner
-        self._kept_out = kept_out
+        self._avoided_endings = avoided_endings
 
     def advance(self, *token_ids: int) -> None:
         """Extend the output by these tokens. Raises GrammarError where the grammar forbids one, or gets too
@@ -49,12 +53,14 @@ class Matcher:
         """Why the output has no masks any more, or an empty string."""
         return in_a_line(self._inner.get_error())
 
-    def _finish(self, masks: Bits, row: int, num_rows: int) -> None:
+    def _correct_masks(self, masks: Bits, row: int, num_rows: int) -> None:
+        """Allow everything after an error; otherwise forbid ``avoided_endings`` where another token is
+        allowed."""
         if self._inner.is_error():
             masks[row : row + num_rows] = ALL_ALLOWED
-        elif self._kept_out:
+        elif self._avoided_endings:
             for mask in masks[row : row + num_rows]:
-                without_ending(mask, self._kept_out)
+                without_ending(mask, self._avoided_endings)
 
 
 def fill_masks(masks: Bits, wanted: Sequence[tuple[Matcher, int, Sequence[int]]]) -> None:
@@ -82,7 +88,7 @@ def fill_masks(masks: Bits, wanted: Sequence[tuple[Matcher, int, Sequence[int]]]
     if drafting:
         _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, address, row_bytes, num_rows)
     for matcher, row, drafts in wanted:
-        matcher._finish(masks, row, 1 + len(drafts))
+        matcher._correct_masks(masks, row, 1 + len(drafts))
 
 
 def without_ending(mask: Bits, eos_token_ids: Sequence[int]) -> Bits:
@@ -98,8 +104,8 @@ def without_ending(mask: Bits, eos_token_ids: Sequence[int]) -> Bits:
 
 
 def in_a_line(error: str) -> str:
-    """Return llguidance's message as one line of bounded length: its first line, and what it says of a
-    regular expression."""
+    """Return llguidance's message as one line of bounded length: the lines up to its first "error:", which
+    tells what is wrong with a regular expression, or else its first line."""
     lines = error.splitlines() or [""]
     end = next((at for at, line in enumerate(lines) if line.startswith("error: ")), 0)
     return " ".join(line.strip() for line in lines[: end + 1] if line.strip(" ^"))[:_MAX_ERROR_CHARS]

@@ -1,8 +1,9 @@
 """The bytes of a checkpoint's tokens, and grammars compiled for them.
 
-A grammar is text: llguidance's dialect of Lark, which can contain JSON schemas and regular expressions, or
-its JSON of grammars. ``LIMITS`` does not bound the time, memory and stack of compiling; ``checker.py`` does,
-before an engine sees the text.
+The engine's compiler and the front's checker have a ``TokenTrie`` each; ``compile`` makes a ``Grammar``, and
+each request with it gets a ``Matcher``. A grammar is text: llguidance's dialect of Lark, which can contain
+JSON schemas and regular expressions, or its JSON of grammars. ``LIMITS`` does not bound the time, memory and
+stack of compiling; ``checker.py`` does, before an engine sees the text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Final
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hisparse_pd.core.grammar.matcher import NO_LIMIT, Bits, GrammarError, Matcher, in_a_line, without_ending
+from hisparse_pd.core.grammar.matcher import (
+    NONE_AVOIDED,
+    Bits,
+    GrammarError,
+    Matcher,
+    in_a_line,
+    without_ending,
+)
 
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 """Size of a grammar's text in UTF-8."""
@@ -56,15 +64,15 @@ class TokenTrie:
             raise GrammarError(f"{file}: cannot be read ({error}); grammars need it") from error
         return cls(text, vocab_size, eos_token_ids)
 
-    def compile(self, text: str, begun: Sequence[int] = ()) -> Grammar:
-        """Compile a grammar, without holding the interpreter's lock. ``begun``: tokens that outputs have
+    def compile(self, text: str, output: Sequence[int] = ()) -> Grammar:
+        """Compile a grammar, without holding the interpreter's lock. ``output``: tokens that the output has
         already.
 
-        Raises GrammarError where it cannot be parsed, exceeds a limit, or no token can follow.
+        Raises GrammarError if it cannot be parsed, exceeds a limit, or allows no next token.
         """
         matcher = LLMatcher(self._inner, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            Matcher(matcher, NO_LIMIT).advance(*begun)
+            Matcher(matcher, NONE_AVOIDED).advance(*output)
         mask = np.zeros(self.num_words, dtype=np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -93,6 +101,5 @@ class Grammar:
         return without_ending(self._first_mask.copy(), self._eos_token_ids)
 
     def matcher(self, *, ignore_eos: bool) -> Matcher:
-        """Return the matcher of a new output, which has only the tokens that the grammar was compiled
-        behind."""
-        return Matcher(self._inner.deep_copy(), self._eos_token_ids if ignore_eos else NO_LIMIT)
+        """Return the matcher of an output, which begins with the ``output`` given to ``compile``."""
+        return Matcher(self._inner.deep_copy(), self._eos_token_ids if ignore_eos else NONE_AVOIDED)

@@ -1,4 +1,8 @@
-"""Checks a node's devices and computes how much of a GPU's memory its pools may take."""
+"""Checks a node's devices, and computes how much of a GPU's memory its pools may take.
+
+At the start, after the weights are loaded, a node describes its pools as a ``PoolDemand`` and gets the number
+of tokens that fit into the ``DeviceMemory`` that is left.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ def use_device(name: str) -> None:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A GPU's memory. ``used_bytes`` includes weights, the CUDA context and other processes."""
+    """The use of a GPU's memory; ``used_bytes`` includes weights, the CUDA context and other processes."""
 
     total_bytes: int
     used_bytes: int
@@ -81,18 +85,18 @@ class PoolDemand:
     def num_bytes(self, num_tokens: int) -> int:
         return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
 
-    def num_tokens(self, asked: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
-        """Return the pool's tokens: those ``asked`` for, checked against ``memory``, or for 0 as many whole
+    def num_tokens(self, wanted: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
+        """Return the pool's tokens: ``wanted``, checked against ``memory``, or if that is 0, as many whole
         pages as fit that fraction of the device.
 
         ``memory``: None without a GPU, where the settings have a number. ``min_tokens``: the least that a
         node can work with. Raises StartError when they do not fit.
         """
         if memory is None:
-            return asked
-        if asked:
-            self._check_fits(memory, asked)
-            return asked
+            return wanted
+        if wanted:
+            self._check_fits(memory, wanted)
+            return wanted
         budget = memory.budget(fraction)
         num_pages = (budget - self.num_bytes(0)) // (self.bytes_per_token * self.page_size)
         if num_pages * self.page_size < min_tokens:

@@ -1,4 +1,7 @@
-"""Reads how much main memory a process may still take, by the machine and by its control groups."""
+"""Reads how much main memory this process may still take, by the machine and by its control groups.
+
+Engines check their pools against it before they allocate any; the doctor does the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hisparse_pd.core.memory.machine import Fault, Machine, read_text, show_byte
 
 
 class FreeMemory(NamedTuple):
-    """The free bytes, and the limit that allows no more."""
+    """The free bytes, and ``where`` they are bounded: by the machine, or by a control group."""
 
     num_bytes: int
     where: str
@@ -52,12 +55,12 @@ def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
 def cgroup_available_bytes(machine: Machine) -> int | None:
     """Return the bytes that the memory limits of this process's control groups leave; None without a
     limit."""
-    left = [
-        _group_available_bytes(directory, *names)
+    free_bytes = [
+        _group_available_bytes(directory, names)
         for directory, names in _memory_groups(machine)
-        if (directory / names[0]).is_file()
+        if (directory / names.limit).is_file()
     ]
-    return min((free for free in left if free is not None), default=None)
+    return min((free for free in free_bytes if free is not None), default=None)
 
 
 def _available_bytes(machine: Machine) -> int | None:
@@ -65,31 +68,41 @@ def _available_bytes(machine: Machine) -> int | None:
     return int(match[1]) << 10 if match else None
 
 
-def _memory_groups(machine: Machine) -> list[tuple[Path, tuple[str, str, str]]]:
+class _GroupFiles(NamedTuple):
+    """Names in a control group's directory, and in its memory.stat."""
+
+    limit: str
+    usage: str
+    file_cache: str
+
+
+_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
+
+
+def _memory_groups(machine: Machine) -> list[tuple[Path, _GroupFiles]]:
     """Return the directories of this process's memory groups and their ancestors, with the names of their
     files.
 
     A container sees its own group at the top of the tree, whatever path its process is listed with.
     """
-    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    v2 = ("memory.max", "memory.current", "inactive_file")
     top = machine.sys / "fs" / "cgroup"
-    groups: list[tuple[Path, tuple[str, str, str]]] = []
+    groups: list[tuple[Path, _GroupFiles]] = []
     for line in read_text(machine.proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base, names = (top, v2) if not controllers else (top / "memory", v1)
+        base, names = (top, _V2) if not controllers else (top / "memory", _V1)
         relative = Path(path.lstrip("/"))
         groups += [(base / part, names) for part in (relative, *relative.parents) if ".." not in part.parts]
     return groups
 
 
-def _group_available_bytes(directory: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Return the limit less the usage, in which inactive file pages do not count."""
-    limit_text, usage_text = read_text(directory / limit), read_text(directory / usage)
+def _group_available_bytes(directory: Path, names: _GroupFiles) -> int | None:
+    """Return the limit less the usage, without inactive file pages, which are reclaimable; None: no limit."""
+    limit_text, usage_text = read_text(directory / names.limit), read_text(directory / names.usage)
     if not limit_text.isdecimal() or not usage_text.isdecimal():  # "max": no limit
         return None
-    match = re.search(rf"^{cache} (\d+)$", read_text(directory / "memory.stat"), re.MULTILINE)
+    match = re.search(rf"^{names.file_cache} (\d+)$", read_text(directory / "memory.stat"), re.MULTILINE)
     reclaimable = int(match[1]) if match else 0
     return max(0, int(limit_text) - int(usage_text) + reclaimable)

@@ -5,8 +5,9 @@ Here the pages belong to an anonymous mapping, all cores create them at once, an
 Memory that another process also maps is a memfd. It has no name, so nothing of it is left when its processes
 have ended. On a machine of several NUMA nodes the pages come from the rank's own node.
 
-A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
-memory stays mapped until its last tensor is gone, so no reader of a tensor meets unmapped memory.
+Each node's ``memory.py`` allocates its pools here. A pool's life: ``allocate_host``, registration with the
+transport, service, unregistration, ``close``. The memory stays mapped until its last tensor is gone, so no
+reader of a tensor meets unmapped memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
 MAX_TOUCH_THREADS = 32
-"""With more threads the kernel creates no more pages a second."""
+"""Most threads that create pages; more threads do not create more pages a second."""
 MIN_TOUCH_BYTES = 64 << 20
 """Fewest bytes for each thread; fewer are not worth one more thread."""
 
@@ -81,7 +82,7 @@ class _Mapping(mmap.mmap):
 
 
 class HostPool:
-    """A zeroed piece of main memory, made by ``allocate_host``."""
+    """Zeroed main memory of one pool, made by ``allocate_host``."""
 
     def __init__(self, mapping: mmap.mmap, num_bytes: int, shared_fd: int | None = None) -> None:
         self.mapping: mmap.mmap | None = mapping
@@ -112,7 +113,7 @@ class HostPool:
         if unpin is not None:
             try:
                 unpin()
-            except Exception:  # such as a broken CUDA context; it must not keep the process from ending
+            except Exception:  # a broken CUDA context, for example, must not keep the process from ending
                 log.warning("CUDA cannot unregister %d bytes", self.num_bytes, exc_info=True)
         self._close_fd()
         self.shared_fd = self.mapping = None
@@ -206,7 +207,7 @@ def touch_pages(addr: int, num_bytes: int) -> None:
     num_cores = len(os.sched_getaffinity(0))
     slices = touch_slices(num_bytes, num_touch_threads(num_bytes, num_cores))
     with ThreadPoolExecutor(len(slices)) as threads:
-        list(threads.map(lambda part: ctypes.memset(addr + part[0], 0, part[1] - part[0]), slices))
+        list(threads.map(lambda bounds: ctypes.memset(addr + bounds[0], 0, bounds[1] - bounds[0]), slices))
 
 
 def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinning) -> None:

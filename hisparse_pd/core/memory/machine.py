@@ -1,7 +1,8 @@
 """Reads facts about this machine, and which of its libraries and memory a transport can use.
 
-Everything comes from files and from a few calls that ``Machine`` names, so that tests can stand in a machine
-of their own. Obstacles are returned as a ``Fault``, not raised.
+Engines read them at the start, and the doctor when an operator asks. Everything comes from files and from a
+few functions that are fields of ``Machine``, so that tests can pass a machine of their own. Obstacles are
+returned as a ``Fault``, not raised.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _CAP_IPC_LOCK = 14
-_DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+"""The bit of CAP_IPC_LOCK in a set of capabilities."""
+_DMA_BUF_SUPPORTED = 124
+"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED"""
 _INITIAL_UID_MAP = ["0", "0", "4294967295"]
+"""The uid_map of the initial user namespace: all ids, unchanged."""
 
 
 @dataclass(frozen=True)

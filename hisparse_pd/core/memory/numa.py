@@ -1,8 +1,9 @@
 """Chooses a NUMA node for each rank: the one that its GPU is attached to.
 
 A NUMA node has CPUs, memory and attached devices of its own; those of other nodes are reached over the link
-between sockets. Everything is read from files below ``Machine.sys`` and ``Machine.proc``. The result is a
-``Placement``, which ``hisparse_pd.core.memory.numa_binding`` carries out.
+between sockets. At an engine's start, ``place_ranks`` chooses nodes for all ranks of the machine, and
+``with_pools`` then decides how strictly the pools are bound. Everything is read from files below
+``Machine.sys`` and ``Machine.proc``. The result is a ``Placement``, which ``numa_binding.py`` carries out.
 
 A rank is not placed on a machine of one node, without a GPU, where the kernel does not name the GPU's node,
 or where this process may not use that node's CPUs or memory.
@@ -52,10 +53,10 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one rank. ``node``: None leaves the rank wherever the kernel puts it.
+    """The place of one rank. ``why``: the reason, for the log. ``node``: None leaves the rank to the kernel.
 
-    ``nics``: the RDMA devices nearest to the node. ``remedy``: what to do about an obstacle to the right
-    place; empty without one.
+    ``nics``: the RDMA devices nearest to the node. ``remedy``: what an operator can do to get the right
+    place; empty if the rank has it.
     """
 
     why: str
@@ -105,7 +106,7 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
         found = [_placement(nodes[number], f"named by --numa {numa}", nodes, machine) for number in wanted]
     else:
         bus_ids = machine.gpu_bus_ids() if any(map(is_gpu, devices)) else ()
-        found = [_beside_its_gpu(device, bus_ids, nodes, machine) for device in devices]
+        found = [_near_gpu(device, bus_ids, nodes, machine) for device in devices]
     on_nodes = [placement.node for placement in found]
     return tuple(replace(placement, num_ranks=on_nodes.count(placement.node)) for placement in found)
 
@@ -117,7 +118,7 @@ def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placem
     some memory over the link is better than being killed.
     """
     node = read_nodes(machine).get(placement.node) if placement.node is not None else None
-    if node is None or not node.total_bytes:  # the kernel knows what is near a node without memory
+    if node is None or not node.total_bytes:  # by first touch the kernel takes the memory nearest to the CPUs
         return replace(placement, policy=PoolPolicy.FIRST_TOUCH)
     if node.has_room(num_bytes * placement.num_ranks):
         return replace(placement, policy=PoolPolicy.BIND)
@@ -206,11 +207,11 @@ def gpu_number(device: str) -> int:
 # --- decisions --------------------------------------------------------------------------------------------
 
 
-def _beside_its_gpu(
+def _near_gpu(
     device: str, bus_ids: Sequence[str], nodes: Mapping[int, NumaNode], machine: Machine
 ) -> Placement:
     if not is_gpu(device):
-        return Placement("a rank without a GPU has no side")
+        return Placement("a rank without a GPU is near no node")
     bus_id = bus_ids[gpu_number(device)] if gpu_number(device) < len(bus_ids) else ""
     number = node_of_gpu(bus_id, nodes, machine) if bus_id else None
     where = f"{device} ({bus_id})" if bus_id else device
@@ -259,8 +260,8 @@ def _nearest_nics(number: int, nodes: Mapping[int, NumaNode], machine: Machine) 
     Where a socket has several nodes, a card may be attached to another node of the same socket.
     """
     distances = distances_of(number, nodes, machine)
-    far = max(distances.values(), default=0) + 1
-    by_nic = {name: distances.get(at, far) for name, at in nodes_of_nics(machine).items()}
+    unknown = max(distances.values(), default=0) + 1
+    by_nic = {name: distances.get(node, unknown) for name, node in nodes_of_nics(machine).items()}
     return tuple(name for name, distance in by_nic.items() if distance == min(by_nic.values()))
 
 
@@ -279,6 +280,6 @@ def _read_node(number: int, path: Path) -> NumaNode:
 
 
 def _number(path: Path) -> int:
-    """Return the number in a file, or -1 without one; the kernel writes -1 for what it does not know."""
+    """Return the number in a file, or -1 if it has none; the kernel, too, writes -1 for an unknown number."""
     text = read_text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else -1

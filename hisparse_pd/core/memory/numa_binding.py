@@ -1,9 +1,10 @@
 """Carries out a ``Placement``: binds a process's threads to CPUs and its pools to a NUMA node.
 
-Threads inherit the CPUs of the thread that starts them, and pages come from the node of the CPU that touches
-them first. Pools are bound explicitly as well (``mbind``), because only then does a full node give up file
-pages instead of the kernel taking memory of another node. A mapping of another process's pool keeps its
-policy. Nothing here ends a start: what the kernel refuses is logged with its remedy.
+An engine calls ``bind_threads`` first at its start, because threads inherit the CPUs of the thread that
+starts them and pages come from the node of the CPU that touches them first. ``allocate_host`` calls
+``place_memory`` for each pool. Pools are bound explicitly as well (``mbind``), because only then does a full
+node give up file pages instead of the kernel taking memory of another node. A mapping of another process's
+pool keeps its policy. No function here ends a start: what the kernel refuses is logged with its remedy.
 """
 
 from __future__ import annotations

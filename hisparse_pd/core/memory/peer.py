@@ -1,8 +1,10 @@
 """Lets a GPU of this process write to another process's memory, on the host or on a GPU.
 
-Main memory that both processes map is registered with CUDA in each of them. GPU memory, of the same or
-another GPU, is opened by its owner's handle (CUDA IPC). The GPU's copy engine copies long ranges, a kernel
-short ones (``csrc/lane_copy.cu``). cupy is imported, and the kernel compiled, on first use.
+The prefill node's ``shm`` lane uses it (``transfer/lane.py``): a ``GpuWriter`` registers or opens the decode
+node's pools once, and each thread that sends then calls ``start_copy``. Main memory that both processes map
+is registered with CUDA in each of them. GPU memory, of the same or another GPU, is opened by its owner's
+handle (CUDA IPC). The GPU's copy engine copies long ranges, a kernel short ones (``csrc/lane_copy.cu``). cupy
+is imported, and the kernel compiled, on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Addresses = npt.NDArray[np.int64]
 
 NUM_BLOCKS = 32
 NUM_THREADS = 256
-"""These few blocks fill PCIe and leave the rest of the GPU to the forward beside them."""
+"""The size of the copy kernel's launches: it fills PCIe and leaves the rest of the GPU to the forward."""
 _MEMCPY_DEFAULT = 4
 _LAZY_PEER_ACCESS = 1
 """CUDA's cudaMemcpyDefault and cudaIpcMemLazyEnablePeerAccess."""
@@ -58,6 +60,7 @@ class GpuWriter:
         self._sources = tuple(sources)  # keeps their memory allocated
         self._pinning = CudaPinning()
         self._of_thread = threading.local()
+        """Each thread's ``channel``."""
 
     def owns(self, addrs: Addresses) -> npt.NDArray[np.bool_]:
         """Return for each address whether it lies in the sources."""
@@ -148,7 +151,7 @@ class GpuCopy:
 
 
 class _Channel:
-    """A thread's stream with two copies: one is prepared while the other runs."""
+    """A thread's stream with two ``GpuCopy`` objects in turn: one is prepared while the other runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -156,11 +159,13 @@ class _Channel:
         self._copies = deque([GpuCopy(device), GpuCopy(device)])
 
     def next_copy(self) -> GpuCopy:
+        """Return the object of the copy before the last one, once that copy is over."""
         self._copies.rotate()
         self._copies[0].wait()
         return self._copies[0]
 
     def launch(self, pieces: Sequence[Addresses], copying: GpuCopy) -> None:
+        """Enqueue the kernel that copies ``pieces``, as part of ``copying``."""
         columns = np.stack(pieces)
         copying.stage(columns)
         kernel = _kernel(word_bytes(columns))

@@ -10,8 +10,9 @@ import torch
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import keeps_fp8
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.unpacked import UnpackedMemory
 from hisparse_pd.kernels.attention import AttentionBackend, TorchAttention
-from hisparse_pd.kernels.attention_backends import attention_beside, choose_backend
+from hisparse_pd.kernels.attention_backends import attention_beside, choose_backend, choose_prompt_backend
 from hisparse_pd.kernels.gpu_sizes import check_indexer_sizes
 from hisparse_pd.kernels.inventory import kernels_in_use
 from hisparse_pd.kernels.kv_format import IndexKeyFormat, KvFormat
@@ -28,11 +29,14 @@ class AttentionKernels:
     kv_format: KvFormat
     index_format: IndexKeyFormat
     attention: AttentionBackend
-    """Attention of a prompt's queries, which are not split."""
+    """Attention of a prompt's queries, which are not split. Its format is another than ``kv_format`` where it
+    reads unpacked items."""
     step_attention: AttentionBackend
     """Attention of decode steps' queries, in splits; a prefill node uses it where it repeats what steps
     computed."""
     indexer_scratch: IndexerScratch | None = None
+    unpacked: UnpackedMemory | None = None
+    """None where prompts read items and keys in the pools."""
 
     @classmethod
     def reference(cls, spec: ModelSpec) -> AttentionKernels:
@@ -57,15 +61,30 @@ class AttentionKernels:
 
     @classmethod
     def choose(
-        cls, model: DsaModel, backend: str, *, scratch_tokens: int, split_slots: int | None = None
+        cls,
+        model: DsaModel,
+        backend: str,
+        *,
+        scratch_tokens: int,
+        split_slots: int | None = None,
+        page_size: int = 0,
     ) -> AttentionKernels:
         """Choose kernels for the model's device.
 
         ``scratch_tokens``: queries that the indexer scores at a time on a GPU; ``split_slots``: for steps, as
-        ``choose_backend`` takes it. Raises AttentionBackendError when ``backend`` cannot work there.
+        ``choose_backend`` takes it; ``page_size``: the pool's, for a node that computes prompts, or 0. Raises
+        AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
         attention = _choose_attention(spec, device, backend)
+        if page_size and split_slots != 0:  # otherwise prompts have the bits of steps
+            attention = choose_prompt_backend(
+                backend,
+                device=device,
+                kv_format=spec.item_format,
+                num_heads=spec.num_heads,
+                top_k=spec.index_topk,
+            )
         step_attention = _choose_attention(spec, device, backend, split_slots)
         log.info(
             "kernels for %s items: %s",
@@ -75,7 +94,11 @@ class AttentionKernels:
         scratch = None
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
-        return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch)
+        unpacked = None
+        if page_size:
+            has_items = attention.kv_format != spec.item_format
+            unpacked = UnpackedMemory.create(spec, device, page_size, has_items=has_items)
+        return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch, unpacked)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:
         """Return kernels for each of ``num_parts`` steps that run at once in streams of their own.

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's configuration and checks that the model can be served.
+"""Reads a checkpoint's configuration for ``load_spec``, and checks that the model can be served.
 
 All functions raise CheckpointError, which names the file, the value and what was expected. ``config``: as
 ``read_config`` returns it; ``path``: the checkpoint's directory.
@@ -25,8 +25,11 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 UE8M0 = "ue8m0"
 """The ``scale_fmt`` of scales that are only an exponent, which makes them powers of two."""
 _PARTS = ("text_config", "vision_config")
+"""Nested configurations of models that also take images."""
 _CHANGING_ROPE_TYPES = ("dynamic", "longrope")
+"""Kinds of rope whose angles depend on the longest request of a batch."""
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+"""Values that may differ between two nodes of the same model."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -131,6 +134,7 @@ def positive_integer(config: dict[str, Any], path: Path, key: str) -> int:
 
 
 def index_groups_of(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
+    """Return the index group of each layer: every layer with an indexer ("full") begins a new one."""
     types = config.get("indexer_types") or ["full"] * num_layers
     where = f"{path / 'config.json'}: indexer_types"
     if len(types) != num_layers:
@@ -205,6 +209,7 @@ def eos_token_ids_of(config: dict[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def compute_dtype_of(config: dict[str, Any], dtype: str, device: str) -> torch.dtype:
+    """Return the dtype of weights and activations; "auto" is float32 on a CPU, else the checkpoint's."""
     if dtype != "auto":
         return _named_dtype("dtype", dtype)
     if torch.device(device).type == "cpu":
@@ -226,6 +231,6 @@ def cache_format_of(name: str, value: str, auto: str) -> str:
     return auto if value == "auto" else value
 
 
-def lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of ``config`` that must be the same on two nodes."""
+def fingerprinted(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of ``config`` that must be the same on two nodes, for the model's fingerprint."""
     return {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}

@@ -1,8 +1,10 @@
 """The routed experts of one MoE layer: all of them, or this rank's share.
 
-They are nearly all of a large model's weights, and need of a request only one hidden state a token. Each rank
-of a node therefore has some of them: in every layer it gets the tokens of all ranks, computes what its
-experts add to them, and gets back the sums for its own tokens.
+Experts are most of a large model's weights, and their input is only one hidden state for each token. They are
+therefore spread over the ranks of a node (expert parallelism): in every layer a rank gathers the tokens of
+all ranks, computes what its own experts add to them, and gets back the sums for its own tokens.
+
+The loader makes a ``RoutedExperts`` for each layer and fills it; ``feed_forward.py`` calls ``parts``.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class RoutedExperts(torch.nn.Module):
         """
         super().__init__()
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
-        num_held = len(self.experts) + has_room
-        self.gate_up = _empty((num_held, 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
-        self.down = _empty((num_held, 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
+        num_local = len(self.experts) + has_room
+        self.gate_up = _empty((num_local, 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
+        self.down = _empty((num_local, 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
         self._num_experts = num_experts + has_room
         self._has_room = has_room
         self._ranks = ranks
@@ -62,8 +64,8 @@ class RoutedExperts(torch.nn.Module):
 
     @torch.no_grad()
     def take_shared(self, mlp: Any) -> bool:
-        """Copy the gated MLP that every token uses, of the experts' form, to the place behind the last
-        expert.
+        """Copy the shared expert, the gated MLP that every token uses, to the place behind the last routed
+        one. It must have the form of the others.
 
         Returns False if there is no room for it, or its weights have another dtype or a bias.
         """
@@ -96,8 +98,8 @@ class RoutedExperts(torch.nn.Module):
         hidden, expert_ids, weights = _unpack(rows, expert_ids.shape[1], hidden.dtype)
         added = self._compute(Activations(hidden), expert_ids, weights)
         if hidden.dtype == torch.float32:
-            # Each value comes from one rank and is zero on the others, so that this sum rounds nothing and
-            # the rest is computed as by one rank alone; but top_k times as much is sent.
+            # Each value comes from one rank and is zero on the others, so this sum rounds nothing, and the
+            # results are those of one rank alone. The price is that top_k times as much is sent.
             return _parts(self._ranks.sum_own(added)[:num_tokens])
         return self._ranks.sum_own(added.sum(dim=1))[None, :num_tokens]
 
@@ -123,8 +125,8 @@ class RoutedExperts(torch.nn.Module):
 
 
 def _parts(added: Tensor) -> Tensor:
-    """Return [num_tokens, top_k, hidden_size] as parts; a GPU adds them up when it adds to the hidden
-    states."""
+    """Return ``added`` [num_tokens, top_k, hidden_size] as parts: on a GPU top_k of them, which ``add_norm``
+    adds up, on a CPU their sum."""
     return added.transpose(0, 1) if added.is_cuda else added.sum(dim=1)[None]
 
 
@@ -135,6 +137,7 @@ def _pack(hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def _unpack(rows: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the hidden states, expert ids and weights in the rows of ``_pack``."""
     ids, weights, hidden = torch.split(rows, [4 * top_k, 4 * top_k, rows.shape[1] - 8 * top_k], dim=1)
     return hidden.view(dtype), ids.view(torch.int32), weights.view(torch.float32)
 

@@ -1,4 +1,4 @@
-"""The model families that are served, and how they differ beside sizes.
+"""The model families that are served, and how they differ apart from sizes.
 
 All have latent attention over positions that a lightning indexer selects. Differences that transformers'
 modules show by their parts (a gate behind a norm, a gate of the heads' values) are not repeated here.
@@ -12,6 +12,8 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Family:
+    """The differences of one family; the defaults are DeepSeek-V3.2's."""
+
     interleaves_index_rope: bool = False
     """Whether the indexer's rotation pairs neighbours, as attention's does, instead of the two halves."""
     has_configured_latent_eps: bool = False

@@ -1,4 +1,8 @@
-"""The second half of a decoder layer: a gated MLP, or routed experts and an MLP that every token uses."""
+"""The second half of a decoder layer: a gated MLP, or routed experts and a shared expert.
+
+``dsa.py`` makes a ``FeedForward`` for each layer around transformers' modules, once the weights are loaded,
+and calls it in every forward after attention.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from hisparse_pd.kernels.row_math import silu
 
 
 class FeedForward:
-    """transformers' MLP or MoE block, with our router and experts; a gated MLP is few launches on a GPU."""
+    """transformers' MLP or MoE block, with our router, experts and gated MLP."""
 
     def __init__(self, mlp: Any, family: Family) -> None:
         for part in mlp.modules():
@@ -26,24 +30,25 @@ class FeedForward:
         self.experts: RoutedExperts | None = getattr(mlp, "experts", None)
         """The routed experts; None in a dense layer."""
         self.router = ExpertRouter(mlp.gate, family) if hasattr(mlp, "gate") else None
-        every = mlp if self.router is None else mlp.shared_experts
+        dense_mlp = mlp if self.router is None else mlp.shared_experts
         self._mlp: Any = None
-        """The MLP that every token uses; None where it is stored as one of the routed experts."""
-        if self.router is not None and self.experts is not None and self.experts.take_shared(every):
-            self.router.with_shared()
-            self.rounding = rounding_of(every.gate_proj)
+        """The MLP that every token uses: a dense layer's, or the shared expert unless it is stored behind the
+        routed ones."""
+        if self.router is not None and self.experts is not None and self.experts.take_shared(dense_mlp):
+            self.router.add_shared_expert()
+            self.rounding = rounding_of(dense_mlp.gate_proj)
         else:
-            self._mlp = gated_mlp(every)
+            self._mlp = gated_mlp(dense_mlp)
             self.rounding = rounding_of(self._mlp)
-        """The rounding of the input; None where no layer takes it rounded."""
+        """The fp8 rounding of the input; None where no layer takes it rounded."""
 
     def __call__(self, x: Activations) -> list[Tensor]:
         """Return what to add to the hidden states, each [parts, num_tokens, hidden_size]."""
-        of_every_token = [] if self._mlp is None else [parts_of(self._mlp, x)]
+        dense_parts = [] if self._mlp is None else [parts_of(self._mlp, x)]
         if self.router is None or self.experts is None:
-            return of_every_token
+            return dense_parts
         weights, ids = self.router(x.dense)
-        return [self.experts.parts(x, ids, weights), *of_every_token]
+        return [self.experts.parts(x, ids, weights), *dense_parts]
 
     def forward_of_others(self, hidden: Tensor) -> None:
         """Take part in the other ranks' layer without a token. ``hidden``: [0, hidden_size]."""
@@ -54,7 +59,7 @@ class FeedForward:
 class ExpertRouter:
     """A replacement of transformers' router, with its weights: computes experts' logits and chooses by them.
 
-    transformers' router leaves it to ``torch.topk`` which of equal experts is chosen.
+    It exists because transformers' router uses ``torch.topk``, which may choose any of several equal experts.
     """
 
     def __init__(self, module: Any, family: Family) -> None:
@@ -72,13 +77,13 @@ class ExpertRouter:
             by_softmax,
         )
 
-    def with_shared(self) -> None:
-        """Give every token one more expert from now on, the one behind all others."""
+    def add_shared_expert(self) -> None:
+        """Choose the shared expert, whose id follows all others, for every token from now on."""
         self.choice = replace(self.choice, has_shared=True)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and expert ids, int64, both [num_tokens, top_k], for ``hidden``
-        [num_tokens, hidden_size]. After ``with_shared`` there is one more of each."""
+        [num_tokens, hidden_size]. After ``add_shared_expert`` there is one more of each."""
         return self.choice.choose(narrow_product(hidden, self._weight))
 
 

@@ -1,12 +1,12 @@
 """Computes which layers of a model share an indexer's selection, KV, and hot buffers.
 
-All functions take and return numbers. Three kinds of groups are told apart:
+``ModelSpec`` calls these functions, which take and return numbers. There are three kinds of groups:
 
 - An **index group** is a layer with an indexer and the layers behind it that attend to its selection.
 - A **KV layer** is a layer of the KV pools. A layer without KV of its own attends to an earlier layer's.
 - A **hot group** is a set of index groups that attend to KV layers in common, directly or through others.
-  They share tables of hot buffers: an entry is one slot in all KV layers of the hot group, so each of its
-  index groups finds there what another one brought.
+  They share tables of hot buffers: an entry is one slot in all KV layers of the hot group, so a position that
+  one index group has copied there is a hit for the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def layers_by_group(group_of_layer: Sequence[int]) -> tuple[tuple[int, ...], ...
 def hot_groups(index_group_of_layer: Sequence[int], kv_layer_of_layer: Sequence[int]) -> tuple[int, ...]:
     """Return the hot group of each index group."""
     labels = list(range(max(index_group_of_layer) + 1))
-    first_reader: dict[int, int] = {}  # the first index group that attends to a KV layer
+    first_reader: dict[int, int] = {}  # by KV layer, the first index group that attends to it
     for group, kv_layer in zip(index_group_of_layer, kv_layer_of_layer, strict=True):
         united = {labels[group], labels[first_reader.setdefault(kv_layer, group)]}
         labels = [min(united) if label in united else label for label in labels]
@@ -48,7 +48,7 @@ def kv_layers_by_hot_group(
     kv_layers: list[set[int]] = [set() for _ in range(max(hot_group_of_index_group) + 1)]
     for group, kv_layer in zip(index_group_of_layer, kv_layer_of_layer, strict=True):
         kv_layers[hot_group_of_index_group[group]].add(kv_layer)
-    return tuple(tuple(sorted(one)) for one in kv_layers)
+    return tuple(tuple(sorted(of_group)) for of_group in kv_layers)
 
 
 def fill_schedule(

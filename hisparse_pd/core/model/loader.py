@@ -1,9 +1,10 @@
 """Loads a checkpoint's weights onto one device, with only this rank's share of the routed experts.
 
-transformers makes the modules without memory. Their tensors are allocated here, on the device. Then they are
-read and converted to the model's dtype (``weight_reader.py``), or dummy weights are drawn in place
-(``dummy_weights.py``). No weight for a GPU is ever whole in main memory. Routed experts become
-modules of our own, which keep the checkpoint's fp8; so do all other fp8 matrices if ``keeps_fp8``.
+An engine of either node calls ``load_model`` once, at its start. transformers makes the modules without
+memory. Their tensors are allocated here, on the device. Then they are read and converted to the model's dtype
+(``weight_reader.py``), or dummy weights are drawn in place (``dummy_weights.py``). No weight for a GPU is
+ever whole in main memory. Routed experts become modules of our own, which keep the checkpoint's fp8; so do
+all other fp8 matrices if ``keeps_fp8``.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
 from hisparse_pd.kernels.row_math import RowLinear
 
 SCALES = "_scale_inv"
-"""Suffix of scales: their name is that of their fp8 matrix with this suffix."""
+"""Suffix of the name of an fp8 matrix's scales; the rest of the name is the matrix's."""
 ABSORBED = "kv_b_proj"
-"""The matrix that attention splits by head and applies to queries and results; it is in the model's dtype."""
+"""The matrix that MLA absorbs into queries and results, split by head; it is in the model's dtype."""
 HEAD_WEIGHTS = "weights_proj"
 """The matrix of the indexer's head weights; it is in float32, whatever its dtype in the checkpoint."""
 IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
@@ -76,9 +77,11 @@ def load_model(
 
 
 def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
-    """Whether fp8 linear layers stay in fp8, in half the memory, instead of becoming the model's dtype.
+    """Whether fp8 linear layers stay in fp8, in half the memory, instead of being converted to the model's
+    dtype.
 
-    float32 and CPUs are for runs whose products take the weights exactly; there the weights are converted.
+    They do in bfloat16 on a GPU. float32 and CPUs serve runs whose products use the weights without rounding
+    activations; there the weights are converted.
     """
     is_wanted = spec.weights_are_fp8 and device.type == "cuda" and spec.dtype == torch.bfloat16
     return is_wanted and takes_device(device)
@@ -111,7 +114,11 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
 
 
 class Loader:
-    """One loading of a checkpoint: first all tensors are allocated, then all are read at once."""
+    """One load of a checkpoint: all modules are made, then all tensors are allocated, then all are read at
+    once.
+
+    ``_placements`` collects what is to be read.
+    """
 
     def __init__(
         self,
@@ -132,36 +139,14 @@ class Loader:
         self._placements: list[Placement] = []
 
     def load(self, on_progress: Progress = lambda done, total: None) -> Any:
+        """Return transformers' modules with our own in places, filled. Raises CheckpointError."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._path, local_files_only=True).get_text_config()
-        if config.hidden_act != "silu":
-            raise CheckpointError(
-                f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; only 'silu' is supported"
-            )
-        try:
-            with torch.device("meta"):  # shapes without memory
-                hf_model = _language_model(
-                    config,
-                    dtype=self._spec.dtype,
-                    attn_implementation="eager",
-                    experts_implementation="eager",
-                )
-        except Exception as error:
-            raise CheckpointError(
-                f"{self._path / 'config.json'}: transformers makes no model of it: {error!r}"
-            ) from error
+        hf_model = self._modules_without_memory(config)
         try:
             with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
-                if self._spec.num_draft_layers:
-                    self._append_draft_layer(files, hf_model)
-                for layer, module in enumerate(hf_model.model.layers):
-                    if (experts := getattr(module.mlp, "experts", None)) is not None:
-                        module.mlp.experts = self._routed_experts(files, layer, experts, module.mlp)
-                if self._keeps_fp8:
-                    self._put_block_linears(files, hf_model)
-                if self._device.type == "cpu":
-                    _put_row_linears(hf_model)
+                self._put_own_modules(files, hf_model)
                 state = self._state(files, hf_model)
                 read_weights(self._placements, self._device, on_progress)
         except (OSError, RuntimeError) as error:
@@ -171,6 +156,37 @@ class Loader:
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
         return hf_model.eval().requires_grad_(False)
+
+    def _modules_without_memory(self, config: Any) -> Any:
+        """Return transformers' modules on the device ``meta``: shapes without memory."""
+        if config.hidden_act != "silu":
+            raise CheckpointError(
+                f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; only 'silu' is supported"
+            )
+        try:
+            with torch.device("meta"):
+                return _language_model(
+                    config,
+                    dtype=self._spec.dtype,
+                    attn_implementation="eager",
+                    experts_implementation="eager",
+                )
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path / 'config.json'}: transformers makes no model of it: {error!r}"
+            ) from error
+
+    def _put_own_modules(self, files: WeightFiles, hf_model: Any) -> None:
+        """Add the MTP layer, and replace experts and linear layers by modules of our own."""
+        if self._spec.num_draft_layers:
+            self._append_draft_layer(files, hf_model)
+        for layer, module in enumerate(hf_model.model.layers):
+            if (experts := getattr(module.mlp, "experts", None)) is not None:
+                module.mlp.experts = self._routed_experts(files, layer, experts, module.mlp)
+        if self._keeps_fp8:
+            self._put_block_linears(files, hf_model)
+        if self._device.type == "cpu":
+            _put_row_linears(hf_model)
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
         """Append the MTP layer, which transformers leaves out: one more decoder layer, with the modules that
@@ -242,9 +258,14 @@ class Loader:
         self._placements.append(Placement(stored, target, scales))
 
     def _routed_experts(self, files: WeightFiles, layer: int, module: Any, mlp: Any) -> RoutedExperts:
+        """Return our module of a layer's experts, with memory, and plan to fill this rank's. ``module``:
+        transformers' module; ``mlp``: the block that it belongs to.
+
+        On a GPU without other ranks there is room for the shared expert, if it has the experts' form.
+        """
         num_experts, hidden_size, inner_size = module.down_proj.shape
         shared = getattr(mlp, "shared_experts", None)
-        is_like_shared = shared is not None and shared.down_proj.in_features == inner_size
+        has_like_shared = shared is not None and shared.down_proj.in_features == inner_size
         if self._ranks is not None and self._ranks.size > num_experts:
             raise CheckpointError(
                 f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
@@ -258,16 +279,18 @@ class Loader:
             self._device,
             self._ranks,
             ue8m0=self._spec.scales_are_ue8m0,
-            has_room=is_like_shared and self._ranks is None and self._device.type == "cuda",
+            has_room=has_like_shared and self._ranks is None and self._device.type == "cuda",
         )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            self._fill(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
-            self._fill(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
-            self._fill(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
+            self._place_expert(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
+            self._place_expert(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
+            self._place_expert(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
         return routed
 
-    def _fill(self, files: WeightFiles, name: str, matrices: ExpertMatrices, place: int, number: int) -> None:
+    def _place_expert(
+        self, files: WeightFiles, name: str, matrices: ExpertMatrices, place: int, number: int
+    ) -> None:
         """Plan to fill one of an expert's matrices, unconverted, and its scales. Dummy weights are drawn at
         once.
 

@@ -1,4 +1,9 @@
-"""The prefill node's KV access: a forward extends several requests over one paged pool."""
+"""The prefill node's view of its pools in one forward, which extends several requests.
+
+``prefill_node/compute.py`` makes a ``PagedKv`` for each forward and passes it to the model (``dsa.py``),
+which calls ``write``, ``select`` and ``attend`` in each layer (``KvAccess``). ``PagedRows`` has the forward's
+requests and tokens as tensors; for CUDA graphs they stay in place and are filled anew.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,13 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.kernels.attention import AttentionBackend
-from hisparse_pd.kernels.paged_indexer import paged_index_topk
+from hisparse_pd.core.model.unpacked import ContextPages
+from hisparse_pd.kernels.paged_indexer import paged_index_topk, unpacked_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Queries of one call of attention in a forward with resumed tokens, where each split of a query takes memory
-for its result."""
+"""Resumed tokens of one call of attention, where each split of a query takes memory for its result."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class PagedRequest:
     num_new_tokens: int
     num_resumed: int = 0
     """How many of the new tokens, the last ones, were computed before by steps of a decode node. Their
-    queries are split as there, so that their rows have the same bits."""
+    attention is split as in those steps, so that their rows have the same bits."""
 
     @property
     def seq_len(self) -> int:
@@ -55,14 +59,21 @@ class PagedRows:
     """Each request's last new token among the forward's tokens: int64 [num_requests]."""
     is_resumed: Tensor
     """Whether each token is resumed (``PagedRequest.num_resumed``): bool [num_tokens], on the host."""
+    max_len: int
+    """A bound on the requests' lengths."""
 
     @property
     def has_resumed(self) -> bool:
         return bool(self.is_resumed.any())
 
+    @property
+    def has_only_resumed(self) -> bool:
+        return bool(self.is_resumed.all())
+
     @classmethod
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
-        """Raises ValueError for a request without new tokens, or with more than its pages hold."""
+        """Return the rows of ``requests``. Raises ValueError for a request without new tokens, or with more
+        than its pages hold."""
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
                 raise ValueError(
@@ -97,13 +108,23 @@ class PagedRows:
                     for request in requests
                 ]
             ),
+            max((request.seq_len for request in requests), default=0),
         )
 
     @classmethod
     def padding(
-        cls, num_requests: int, max_pages: int, num_tokens: int, scratch_slot: int, device: torch.device
+        cls,
+        num_requests: int,
+        max_pages: int,
+        num_tokens: int,
+        scratch_slot: int,
+        device: torch.device,
+        max_len: int,
     ) -> PagedRows:
-        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``hold``."""
+        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``fill``.
+
+        ``max_len``: a bound on the lengths of the requests that it may hold.
+        """
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
             torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
@@ -113,12 +134,13 @@ class PagedRows:
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(num_requests, dtype=torch.int64, device=device),
             torch.zeros(num_tokens, dtype=torch.bool),
+            max_len,
         )
 
-    def hold(self, others: PagedRows, scratch_slot: int) -> None:
+    def fill(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
-        ``others`` must not have more tokens, requests or pages, nor resumed tokens.
+        ``others`` must not have more tokens, requests or pages, nor longer requests, nor resumed tokens.
         """
         num_requests, max_pages = others.page_table.shape
         num_tokens = len(others.positions)
@@ -165,8 +187,16 @@ class PagedKv:
         self._row_checks = row_checks
         self._page_size = page_size
         self._on_written = on_written
-        self._resolved: tuple[Tensor, Tensor] | None = None
-        self._pieces = _pieces(self.rows, self._kernels) if self.rows.has_resumed else []
+        self._selected: Tensor | None = None
+        """What the layers of the present index group attend to."""
+        self._slots: dict[int, Tensor] = {}
+        """Slots of ``_selected`` by the page table that they were looked up in."""
+        self.contexts: ContextPages | None = None
+        """The pages to unpack; None where prompts read items and keys in the pools."""
+        if (unpacked := self._kernels.unpacked) is not None:
+            most_pages = unpacked.num_tokens // page_size
+            self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
+        self._resumed_pieces = _resumed_pieces(self.rows)
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
 
@@ -187,6 +217,7 @@ class PagedKv:
         return self._hints.transpose(0, 1)
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
+        """Do ``KvAccess.write``: store the new rows, and their row checks."""
         slots, pool = self.rows.slots, self._device_pool
         if kv is not None:
             kv_layer = self._spec.kv_layer_of_layer[layer]
@@ -201,44 +232,109 @@ class PagedKv:
             self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        selected = paged_index_topk(
-            q_index,
-            weights,
-            self._index_pool[group],
-            self.rows.page_table,
-            self.rows.request_of_token,
-            self.rows.positions,
-            self.rows.num_tokens,
-            page_size=self._page_size,
-            top_k=self._spec.index_topk,
-            key_format=self._kernels.index_format.name,
-            scratch=self._kernels.indexer_scratch,
-        )
+        """Do ``KvAccess.select``, and keep what each request's last token selects."""
+        selected = self._select_unpacked(self._index_pool[group], q_index, weights)
+        if selected is None:
+            selected = paged_index_topk(
+                q_index,
+                weights,
+                self._index_pool[group],
+                self.rows.page_table,
+                self.rows.request_of_token,
+                self.rows.positions,
+                self.rows.num_tokens,
+                page_size=self._page_size,
+                top_k=self._spec.index_topk,
+                key_format=self._kernels.index_format.name,
+                scratch=self._kernels.indexer_scratch,
+                is_prompt=True,
+            )
         torch.index_select(selected, 0, self.rows.last_rows, out=self._hints[group])
         return selected
 
+    def _select_unpacked(self, keys: Tensor, q_index: Tensor, weights: Tensor) -> Tensor | None:
+        """Return what the tokens select, by unpacked keys, or None where keys are read in the pool."""
+        contexts, unpacked, scratch = self.contexts, self._kernels.unpacked, self._kernels.indexer_scratch
+        if contexts is None or unpacked is None or unpacked.keys is None or scratch is None:
+            return None
+        rows, page_size = self.rows, self._page_size
+        first_keys = contexts.first_slots(page_size)
+        results = []
+        for tokens, pages in contexts.groups:
+            page_ids = contexts.page_ids[pages]
+            self._kernels.index_format.unpack(
+                keys, page_ids, page_size, unpacked.keys.keys, unpacked.keys.scales
+            )
+            results.append(
+                unpacked_index_topk(
+                    q_index[tokens],
+                    weights[tokens],
+                    unpacked.keys,
+                    first_keys,
+                    rows.request_of_token[tokens],
+                    rows.positions[tokens],
+                    rows.num_tokens,
+                    top_k=self._spec.index_topk,
+                    scratch=scratch,
+                    max_len=rows.max_len,
+                )
+            )
+        return results[0] if len(results) == 1 else torch.cat(results)
+
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        # Layers that share an index get the very tensor of their group's first layer.
-        if self._resolved is None or self._resolved[0] is not positions:
-            rows = self.rows
-            slots = slots_of(rows.page_table, self._page_size, rows.request_of_token, positions)
-            self._resolved = (positions, slots)
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
-        slots = self._resolved[1]
-        if not self._pieces:
-            return self._kernels.attention.attend(q, items, slots, scale)
-        out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
-        for tokens, attention in self._pieces:
-            out[tokens] = attention.attend(q[tokens], items, slots[tokens], scale)
+        if self.rows.has_only_resumed:
+            out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
+        else:
+            out = self._attend_as_prompt(items, q, positions, scale)
+        for tokens in self._resumed_pieces:
+            slots = self._slots_in(self.rows.page_table, positions)[tokens]
+            out[tokens] = self._kernels.step_attention.attend(q[tokens], items, slots, scale)
         return out
 
+    def _attend_as_prompt(self, items: Tensor, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """Return the attention of all new tokens as a prompt has it; resumed ones have another."""
+        attention, contexts, unpacked = self._kernels.attention, self.contexts, self._kernels.unpacked
+        if contexts is None or unpacked is None or unpacked.items is None:
+            return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
+        slots = self._slots_in(contexts.numbers, positions)
+        results = []
+        for tokens, pages in contexts.groups:
+            page_ids = contexts.page_ids[pages]
+            self._kernels.kv_format.unpack(items, page_ids, self._page_size, unpacked.items)
+            pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns(tokens)
+            results.append(attention.attend(q[tokens], pool, slots[tokens], scale, num_columns))
+        return results[0] if len(results) == 1 else torch.cat(results)
 
-def _pieces(rows: PagedRows, kernels: AttentionKernels) -> list[tuple[Tensor, AttentionBackend]]:
-    """Cut a forward's tokens into pieces, int64 [up to QUERIES_AT_ONCE] each, with each piece's attention."""
-    pieces = []
-    kinds = (~rows.is_resumed, kernels.attention), (rows.is_resumed, kernels.step_attention)
-    for is_kind, attention in kinds:
-        tokens = is_kind.nonzero().flatten().to(rows.positions.device)
-        for start in range(0, len(tokens), QUERIES_AT_ONCE):
-            pieces.append((tokens[start : start + QUERIES_AT_ONCE], attention))
-    return pieces
+    def _num_columns(self, tokens: slice) -> Tensor:
+        """Return how many positions ``tokens`` select: int32 [num_tokens]."""
+        return (self.rows.positions[tokens] + 1).clamp_(max=self._spec.index_topk).int()
+
+    def _slots_in(self, page_table: Tensor, positions: Tensor) -> Tensor:
+        """Return the slots of ``positions`` by ``page_table``, int32 [num_tokens, index_topk]."""
+        # Layers that share an index get the very tensor of their group's first layer.
+        if self._selected is not positions:
+            self._selected = positions
+            self._slots.clear()
+        if (slots := self._slots.get(id(page_table))) is None:
+            slots = slots_of(page_table, self._page_size, self.rows.request_of_token, positions)
+            self._slots[id(page_table)] = slots
+        return slots
+
+
+def _context_pages(
+    requests: Sequence[PagedRequest] | PagedRows, rows: PagedRows, page_size: int, most_pages: int
+) -> ContextPages:
+    num_requests, max_pages = rows.page_table.shape
+    device = rows.page_table.device
+    if isinstance(requests, PagedRows):  # padding
+        return ContextPages.padding(num_requests, max_pages, len(rows.positions), most_pages, device)
+    page_ids = [request.page_ids[: -(-request.seq_len // page_size)] for request in requests]
+    num_new_tokens = [request.num_new_tokens for request in requests]
+    return ContextPages.of(page_ids, num_new_tokens, max_pages, most_pages, device)
+
+
+def _resumed_pieces(rows: PagedRows) -> list[Tensor]:
+    """Return the resumed tokens of a forward in pieces, int64 [up to QUERIES_AT_ONCE] each."""
+    tokens = rows.is_resumed.nonzero().flatten().to(rows.positions.device)
+    return [tokens[start : start + QUERIES_AT_ONCE] for start in range(0, len(tokens), QUERIES_AT_ONCE)]

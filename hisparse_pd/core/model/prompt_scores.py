@@ -1,8 +1,9 @@
-"""Logprobs of a prompt's own tokens: the probability of each one behind those before it.
+"""Logprobs of a prompt's own tokens: the probability of each one, given those before it.
 
-Rows are computed in slices, so that at most ``SLICE_BYTES`` of float32 logits exist at a time. What is
-computed from them takes a dozen times as much, which is less than the layers' activations took, gone by then.
-The values are those of the unscaled logits, as the output's logprobs are.
+The prefill node calls ``score_rows`` after a forward's layers. Rows are computed in slices, so that at most
+``SLICE_BYTES`` of float32 logits exist at a time. Temporary tensors take a dozen times as much, which is less
+than the layers' activations, which are gone by then. The values are those of the unscaled logits, as the
+output's logprobs are.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def score_rows(
         _host(torch.float32, hidden.device, num_rows, num_top),
     )
     slice_rows = max(1, SLICE_BYTES // (4 * vocab_size))
-    places = torch.arange(vocab_size, device=hidden.device)
+    all_ids = torch.arange(vocab_size, device=hidden.device)
     for start in range(0, num_rows, slice_rows):
         rows = slice(start, start + slice_rows)
-        wanted = token_ids[rows, None]
+        next_ids = token_ids[rows, None]
         logprobs = torch.log_softmax(logits_of(hidden[rows]), dim=-1)
-        of_token = logprobs.gather(1, wanted)
-        is_before = (logprobs > of_token) | ((logprobs == of_token) & (places < wanted))
-        scored.logprobs[rows].copy_(of_token[:, 0], non_blocking=True)
+        next_logprobs = logprobs.gather(1, next_ids)
+        is_before = (logprobs > next_logprobs) | ((logprobs == next_logprobs) & (all_ids < next_ids))
+        scored.logprobs[rows].copy_(next_logprobs[:, 0], non_blocking=True)
         scored.ranks[rows].copy_((is_before.sum(1) + 1).int(), non_blocking=True)
         if num_top:
             best, best_ids = ranked_topk(logprobs, num_top)
@@ -69,4 +70,5 @@ def score_rows(
 
 
 def _host(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    """Return an empty tensor in main memory, which is pinned if ``device`` is a GPU."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")

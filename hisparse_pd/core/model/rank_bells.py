@@ -1,6 +1,8 @@
-"""Lets the ranks of a node wake each other: each ring is a message straight from engine to engine.
+"""Lets the ranks of a node wake each other out of an idle wait, by messages straight from engine to engine.
 
-Neither the rank that rings nor the one that hears waits.
+A rank that gets a request while all are idle rings (``engine/lockstep.py``); the other engines poll
+``socket`` beside their other sockets. A ring carries one number. Neither the rank that rings nor the one that
+hears waits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class RankBells:
         """The endpoint at which others ring, with its port."""
 
     def connect(self, others: Mapping[int, str]) -> None:
-        """``others``: the endpoints of the other ranks."""
+        """Connect to the bells of the other ranks. ``others``: their endpoints, by rank."""
         for endpoint in others.values():
             bell = _socket(zmq.PUSH)
             bell.connect(endpoint)

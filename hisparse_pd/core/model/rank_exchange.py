@@ -1,7 +1,9 @@
 """Gathers and sums among the GPUs of a node over each other's memory, where that is possible.
 
-It is where all ranks are on one machine, each GPU reaches the memory of all others, and a trial at the start
-succeeds. ``connect`` has the same outcome on every rank, and logs why not.
+It is possible if all ranks are on one machine, each GPU reaches the memory of all others, and a trial at the
+start succeeds. ``RankGroup`` calls ``connect`` at the start, and then asks the ``RankExchange`` for each
+tensor whether it takes it; NCCL does the rest. ``connect`` has the same outcome on every rank, and logs why
+it failed.
 
 Sums go this way whatever their size, in one order of additions (``RankExchange.sum_own``): NCCL's order
 depends on the size, and a request's tokens would depend on others in the batch. A gather adds nothing, so
@@ -32,7 +34,9 @@ TRIAL_SECS = 20.0
 TRIAL_ROWS = (1, 5, 64, 199)
 """Rows of the trials' exchanges, which take one block, many blocks, and several rounds."""
 TRIAL_COLUMNS = 7168
+"""Numbers of a row in the trials, as in DeepSeek-V3.2's hidden states."""
 _PRIME = 65521
+"""The values of the trials' inputs are below this prime."""
 _NUM_TRIALS = 3
 """Trials of each size; that many use all banks of the memory."""
 
@@ -63,46 +67,48 @@ class RankExchange:
         self.memory.sum_own(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
 
     @torch.no_grad()
-    def fault(self, device: torch.device) -> str:
-        """Return what is wrong with exchanges that all ranks make now, or an empty string."""
+    def try_out(self, device: torch.device) -> str:
+        """Try ``num_rows`` rows a rank in each dtype. Returns what was wrong, or an empty string."""
         patience_secs, self._patience_secs, self._is_trial = self._patience_secs, TRIAL_SECS, True
         try:
-            for number in range(_NUM_TRIALS):
+            for trial in range(_NUM_TRIALS):
                 for num_rows in TRIAL_ROWS:
-                    wrong = self._wrong(num_rows, number, device)
+                    fault = self._fault_of_trial(num_rows, trial, device)
                     if self.memory.is_overdue():
                         return f"another rank's part had not come {TRIAL_SECS:g} s later"
-                    if wrong:
-                        return wrong
+                    if fault:
+                        return fault
         finally:
             self._patience_secs, self._is_trial = patience_secs, False
         return ""
 
-    def _wrong(self, num_rows: int, number: int, device: torch.device) -> str:
+    def _fault_of_trial(self, num_rows: int, trial: int, device: torch.device) -> str:
+        """Sum and gather ``num_rows`` rows of each rank, in each dtype, and compare with the expected
+        results."""
         ranks, first = range(self._num_ranks), self._rank * num_rows
         for dtype in SUM_DTYPES:
-            given = _values(0, self._num_ranks * num_rows, number, self._rank, device).to(dtype)
+            given = _values(0, self._num_ranks * num_rows, trial, self._rank, device).to(dtype)
             own = given.new_empty((num_rows, TRIAL_COLUMNS))
             self.sum_own(own, given)
-            parts = [_values(first, num_rows, number, rank, device).to(dtype) for rank in ranks]
+            parts = [_values(first, num_rows, trial, rank, device).to(dtype) for rank in ranks]
             if not torch.equal(own, sum_in_order(parts)):
                 return f"sums of {num_rows} rows of {dtype} are wrong"
             gathered = torch.empty_like(given)
             self.gather(gathered, given[:num_rows])
-            rows = [_values(0, num_rows, number, rank, device).to(dtype) for rank in ranks]
+            rows = [_values(0, num_rows, trial, rank, device).to(dtype) for rank in ranks]
             if not torch.equal(gathered, torch.cat(rows)):
                 return f"{num_rows} rows of {dtype} arrive wrong"
         return ""
 
 
-def _values(first_row: int, num_rows: int, number: int, rank: int, device: torch.device) -> Tensor:
+def _values(first_row: int, num_rows: int, trial: int, rank: int, device: torch.device) -> Tensor:
     """Return rows of a rank's input to a trial, which every rank can compute for all.
 
     They are whole numbers below a prime, spread over several powers of two, so that sums are rounded.
     """
     start, stop = first_row * TRIAL_COLUMNS, (first_row + num_rows) * TRIAL_COLUMNS
     places = torch.arange(start, stop, device=device)
-    values = (places * 48271 + (8 * number + rank + 1) * 16807) % _PRIME - _PRIME // 2
+    values = (places * 48271 + (8 * trial + rank + 1) * 16807) % _PRIME - _PRIME // 2
     return values.bfloat16().view(num_rows, TRIAL_COLUMNS)
 
 
@@ -135,12 +141,14 @@ def connect(
         own[0].connect({other: (gpu, bytes.fromhex(handle)) for other, (gpu, handle) in words.items()})
         return ""
 
-    offers, refusals = _meet(meet, "offered memory to other GPUs", offer)
+    offers, refusals = _meet_with_result(meet, "offered memory to other GPUs", offer)
     if not refusals:
-        _, refusals = _meet(meet, "opened the memory of other GPUs", lambda: open_others(offers))
+        _, refusals = _meet_with_result(meet, "opened the memory of other GPUs", lambda: open_others(offers))
     if not refusals:
         exchange = RankExchange(own[0], rank, num_ranks, patience_secs)
-        _, refusals = _meet(meet, "tried the memory of other GPUs", lambda: _trial(exchange, device))
+        _, refusals = _meet_with_result(
+            meet, "tried the memory of other GPUs", lambda: _try_out(exchange, device)
+        )
     if refusals:
         first = min(refusals)
         log.log(
@@ -152,20 +160,22 @@ def connect(
     return exchange
 
 
-def _trial(exchange: RankExchange, device: torch.device) -> str:
-    fault = exchange.fault(device)
+def _try_out(exchange: RankExchange, device: torch.device) -> str:
+    """Return an empty string, or raise RuntimeError if the trial fails."""
+    fault = exchange.try_out(device)
     torch.cuda.empty_cache()  # for what is loaded next
     if fault:
         raise RuntimeError(fault)
     return ""
 
 
-def _meet(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the word of each rank, which ``do`` makes, and the refusals of ranks on which it raised."""
+def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dict[int, str], dict[int, str]]:
+    """Run ``do`` on every rank and meet. Returns its result by rank, and the errors of ranks on which it
+    raised."""
     try:
         word = {"word": do()}
     except Exception as error:
-        # From the driver, the compiler, or cupy, which may be missing: NCCL is used instead.
+        # The driver, the compiler, or cupy, which may be missing, failed: NCCL is used instead.
         word = {"refusal": f"{type(error).__name__}: {error}"}
     words = {rank: json.loads(text) for rank, text in meet(what, json.dumps(word)).items()}
     refusals = {rank: found["refusal"] for rank, found in words.items() if "refusal" in found}

@@ -2,9 +2,13 @@
 
 A rank is an engine process with its own GPU, or its share of the CPU. Ranks share the model's routed experts,
 so they make their forwards together: every rank calls the same operations in the same order. An operation
-that a rank does not join fails everywhere when its time is up or the connection breaks. Starting takes some
-ranks minutes longer than others, so ranks meet before their first operation. Compiling kernels may take
-longer than an operation, so forwards that compile them are rehearsals.
+that a rank does not join fails everywhere when its time is up or the connection breaks.
+
+An engine makes one ``RankGroup`` at its start. It then calls ``check_same``, loads the model, and compiles
+kernels in a ``rehearsal``, in which it does not wait for others, because compiling may take longer than an
+operation may. From then on each step begins with ``agree`` (through ``engine/lockstep.py``), and each layer
+of experts calls ``gather`` and ``sum_own``. ``meet`` is for the start, where some ranks take minutes longer
+than others.
 """
 
 from __future__ import annotations
@@ -24,11 +28,13 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.core.model import rank_exchange
+from hisparse_pd.core.model.page_sharing import share_page
 from hisparse_pd.core.model.rank_bells import RankBells
-from hisparse_pd.core.model.rank_page import RankPage, share_page
+from hisparse_pd.core.model.rank_page import RankPage
 from hisparse_pd.protocol.names import interface_of, own_address_towards
 
 _LAST_WORDS_SECS = 10.0
+"""How long rank 0, whose process serves the store, waits for others to read why the node does not start."""
 
 
 class RankGroupError(StartError):
@@ -135,7 +141,7 @@ class RankGroup:
                     )
 
     def _wait_for_readers(self) -> None:
-        """Wait until all ranks have read each other's words, which end with rank 0's process."""
+        """Wait until all ranks have read each other's words, which are lost when rank 0's process ends."""
         if self.rank == 0:
             others = [f"compared {rank}" for rank in range(1, self.size)]
             with suppress(RuntimeError):  # this rank's own error says more
@@ -168,9 +174,10 @@ class RankGroup:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Let this rank make forwards alone, taking every other rank's place; their results mean nothing.
+        """Let this rank make forwards alone, with its own tensors in the place of other ranks'; the results
+        mean nothing.
 
-        At the end all ranks meet, with the patience of a start. A process may rehearse once.
+        At the end all ranks ``meet``. A process may rehearse once.
         """
         self._is_rehearsal = True
         try:
@@ -254,7 +261,7 @@ class RankGroup:
 
 
 def _use_network(place: RankPlace) -> str:
-    """Tell gloo and NCCL which interface to use. Returns this machine's address on it."""
+    """Set gloo's and NCCL's interface. Returns this machine's address on it, or nothing for one machine."""
     if not place.meeting_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         return ""

@@ -1,5 +1,8 @@
 """Draws tokens from logits (greedy, temperature, top-k, top-p, min-p, seeds), with logprobs, and decides when
-a request is finished. Penalties and biases are applied before (``token_counts.py``).
+a request is finished.
+
+A decode node's step calls ``enqueue_sample`` after the model's forward, and ``finish_reason`` for each token
+that it has read. Penalties and biases are applied before the draw (``token_counts.py``).
 
 A row's token depends on its own logits, settings and output index only, never on the rest of the batch. A
 seeded draw is a function of (seed, output index, logits), up to the rounding of float64: whichever node draws
@@ -27,6 +30,7 @@ from hisparse_pd.kernels.row_math import cumulate
 from hisparse_pd.kernels.selection import ranked_topk
 
 _DRAW_BITS = 53
+"""Bits of a random number: as many as a float64's significand has."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _Logprobs:
-    """Logprobs of the rows that asked for equally many; they are on the host, or on their way there."""
+    """Logprobs of the rows that want equally many, on the host once the stream has passed their copy."""
 
     rows: Sequence[int]
     token_ids: Tensor
@@ -142,7 +146,7 @@ def _forbid_early_stop(
 ) -> Tensor:
     """Return ``logits`` with -inf for tokens that would end a request before its min_new_tokens.
 
-    With ``may_yield``, rows in which no other token is left stay as they are.
+    With ``may_yield``, a row in which no other token is allowed stays as it is.
     """
     rows: list[int] = []
     forbidden: list[int] = []
@@ -200,7 +204,7 @@ def _draw(
         ]
     )
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    # Rounding may put the threshold behind the last token of non-zero probability.
+    # Rounding may put the threshold beyond the last token of non-zero probability.
     last = torch.where(probs > 0, rank, 0).amax(dim=1, keepdim=True)
     drawn = torch.minimum(drawn, last)
     return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
@@ -218,6 +222,7 @@ def uniform_number(seed: int | None, output_index: int) -> float:
 def _enqueue_logprobs(
     logits: Tensor, params: Sequence[SamplingParams], token_ids: Tensor
 ) -> tuple[_Logprobs, ...]:
+    """Compute the logprobs of rows that want them, those of equally many in one go."""
     rows_of: dict[int, list[int]] = defaultdict(list)
     for row, param in enumerate(params):
         if param.num_logprobs is not None:

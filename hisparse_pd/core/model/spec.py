@@ -1,4 +1,9 @@
-"""What the service needs to know about a checkpoint, read without loading its weights."""
+"""What the service needs to know about a checkpoint, read without loading its weights.
+
+``load_spec`` reads a ``ModelSpec`` at the start of an engine, of a front and of the doctor. Everything that
+depends on a model's shape, from pools to kernels, takes its numbers from it. A layer may share its indexer's
+selection, its KV and its hot buffers with others; ``layer_sharing.py`` explains the groups.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,9 @@ from hisparse_pd.core.model.checkpoint_config import (
     cache_format_of,
     compute_dtype_of,
     eos_token_ids_of,
+    fingerprinted,
     index_groups_of,
     kv_source_layers_of,
-    lasting,
     num_draft_layers_of,
     positive_integer,
     read_config,
@@ -119,7 +124,7 @@ class ModelSpec:
 
     @cached_property
     def hot_group_of_index_group(self) -> tuple[int, ...]:
-        """The hot group of each index group: index groups of one hot group share tables of hot buffers."""
+        """The hot group of each index group. Index groups of one hot group share tables of hot buffers."""
         return hot_groups(self.index_group_of_layer, self.kv_layer_of_layer)
 
     @property
@@ -128,14 +133,15 @@ class ModelSpec:
 
     @cached_property
     def kv_layers_of_hot_group(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of the KV pools that each hot group's entries are slots of."""
+        """The layers of the KV pools in which each hot group's entries have items."""
         return kv_layers_by_hot_group(
             self.index_group_of_layer, self.kv_layer_of_layer, self.hot_group_of_index_group
         )
 
     @cached_property
     def kv_layers_filled_at(self) -> tuple[tuple[int, ...], ...]:
-        """The KV layers that get the misses of an index group's selection just before each layer attends."""
+        """For each layer, the KV layers into which its index group's misses are copied just before it
+        attends."""
         return fill_schedule(
             self.layers_of_group,
             self.kv_layer_of_layer,
@@ -178,7 +184,7 @@ class ModelSpec:
         return HADAMARD if self.index_format == FP8_E4M3 else ""
 
     def geometry(self, page_size: int, attention_split_tile_size: int | None = None) -> Geometry:
-        """Return what a peer must agree on. The formats of indexer keys differ in ``index_item_bytes``."""
+        """Return what two nodes must have in common. Formats of indexer keys show in ``index_item_bytes``."""
         return Geometry(
             model_fingerprint=self.fingerprint,
             dtype=self.kv_format,
@@ -210,8 +216,8 @@ def load_spec(
     """Read the spec of the checkpoint in ``model_path``.
 
     ``dtype``: "auto" is float32 on the CPU and the checkpoint's own elsewhere. ``kv_cache_dtype``: "auto" is
-    ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: at most the model's,
-    which 0 stands for. ``num_draft_layers``: 0 or 1; None is 1 where the checkpoint has MTP layers, of which
+    ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: at most the model's;
+    0 is the model's. ``num_draft_layers``: 0 or 1; None is 1 where the checkpoint has MTP layers, of which
     the first is used. ``load_format``: "auto", or DUMMY to draw the weights and need no file of them.
     ``has_row_checks``: as in the spec. Raises CheckpointError.
     """
@@ -244,7 +250,9 @@ def load_spec(
         kv_format=kv_format,
         index_format=cache_format_of("indexer_cache_dtype", indexer_cache_dtype, kv_format),
         weights_are_fp8=bool(quantization),
-        fingerprint=fingerprint_of(lasting(config) | ({"load_format": DUMMY} if is_dummy else {}), files),
+        fingerprint=fingerprint_of(
+            fingerprinted(config) | ({"load_format": DUMMY} if is_dummy else {}), files
+        ),
         kv_source_layers=() if sources == tuple(range(num_layers)) else sources,
         num_draft_layers=num_draft_layers,
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),

@@ -1,5 +1,6 @@
-"""Decides which file each tensor of a checkpoint is read from.
+"""Decides which file each tensor of a checkpoint is read from, and computes a checkpoint's fingerprint.
 
+``load_spec`` and the loader call ``weight_files``, which reads only the headers of files.
 ``model.safetensors.index.json``, if there is one, decides for the names in it; tensors of these names in
 other files are ignored (old weights beside new ones, a backup, the shards of another split). Any other name,
 such as those of an MTP layer in a file of its own, may be in one file only. All functions raise
@@ -26,6 +27,7 @@ _LENGTH_BYTES = 8
 """Bytes of a header's length, with which a file begins."""
 _NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
+"""Number and size of the pieces of a file that its fingerprint covers."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,14 @@ def weight_files(path: Path) -> list[WeightFile]:
 def fingerprint_of(config: dict[str, Any], files: list[WeightFile]) -> str:
     """Return a hash of ``config`` and of the tensors that are read: names, dtypes, shapes and bytes.
 
-    Evenly spaced samples stand for more than some megabytes of bytes: a real checkpoint has hundreds of
+    In a file of more than 4 MiB only evenly spaced samples are hashed: a real checkpoint has hundreds of
     gigabytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for file in files:
-        told = {name: (place.dtype_name, place.shape) for name, place in file.tensors.items()}
-        digest.update(json.dumps([file.path.name, told], sort_keys=True).encode())
+        forms = {name: (place.dtype_name, place.shape) for name, place in file.tensors.items()}
+        digest.update(json.dumps([file.path.name, forms], sort_keys=True).encode())
         try:
             with file.path.open("rb") as stream:
                 for sample in _samples(stream, list(file.tensors.values())):
@@ -136,6 +138,7 @@ def _is_plain(file_name: str) -> bool:
 
 
 def _check_index(path: Path, file_of: dict[str, str], headers: dict[str, dict[str, TensorPlace]]) -> None:
+    """Raise CheckpointError unless each tensor of the index is in the file that the index names."""
     for name, file_name in file_of.items():
         if file_name not in headers:
             num_missing = len(set(file_of.values()) - headers.keys())
@@ -185,7 +188,8 @@ def _place(entry: Any, data_offset: int) -> TensorPlace:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert an object. Raises ValueError for a key that comes twice: JSON does not say which one counts."""
+    """Convert a JSON object. Raises ValueError for a key that comes twice: JSON does not say which one
+    counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,7 +1,9 @@
 """Counts the tokens of requests on the device, and applies penalties and biases to logits.
 
-Each request has a row with a count for each token of the vocabulary, so that a step's tokens are counted
-before the host has read them. Drafts are not counted: each position of a step adds the drafts before it.
+A decode engine has one ``TokenCounts``. It calls ``start`` when a request with penalties or biases begins,
+``change`` before each draw (``sampling.py``) and ``add`` after it. Each request has a row with a count for
+each token of the vocabulary, so that a step's tokens are counted before the host has read them. Drafts are
+not counted: each position of a step adds the drafts before it.
 
 Every logit changes in float32, independently of the others in its row and of other rows, so that a request
 gets the same tokens in any batch.
@@ -83,7 +85,7 @@ class CountedRows:
 
     table: TokenCounts
     rows: Sequence[int]
-    """The row of ``table`` for each row of logits; any one where there are no penalties and biases."""
+    """The row of ``table`` for each row of logits; ignored for rows without penalties and biases."""
     drafts: Sequence[Sequence[int]] = ()
     """The drafts before the position of each row of logits; () when there are no drafts."""
 
@@ -95,37 +97,38 @@ class CountedRows:
             return logits
         changed = logits.clone()
         for start in range(0, len(changing), ROWS_AT_A_TIME):
-            self._change_some(changed, changing[start : start + ROWS_AT_A_TIME], params)
+            self._change_rows(changed, changing[start : start + ROWS_AT_A_TIME], params)
         return changed
 
-    def _change_some(self, logits: Tensor, some: list[int], params: Sequence[SamplingParams]) -> None:
+    def _change_rows(self, logits: Tensor, rows: list[int], params: Sequence[SamplingParams]) -> None:
+        """Apply penalties and biases to ``rows`` of ``logits``, in place."""
         device = logits.device
-        at, of_table = to_device([some, [self.rows[row] for row in some]], device)
-        values = logits[at]
-        if any(_penalties(params[row]) != _NO_PENALTIES for row in some):
-            counts = self.table.counts[of_table]
+        logits_rows, table_rows = to_device([rows, [self.rows[row] for row in rows]], device)
+        values = logits[logits_rows]
+        if any(_penalties(params[row]) != _NO_PENALTIES for row in rows):
+            counts = self.table.counts[table_rows]
             if self.drafts:
                 vocab_size = logits.shape[1]
                 drafts = [
                     place * vocab_size + token_id
-                    for place, row in enumerate(some)
+                    for place, row in enumerate(rows)
                     for token_id in self.drafts[row]
                 ]
                 _add_one(counts, to_device(drafts, device))
-            penalties = to_device([_penalties(params[row]) for row in some], device, torch.float32)
+            penalties = to_device([_penalties(params[row]) for row in rows], device, torch.float32)
             repetition, frequency, presence = penalties.T[:, :, None]
             repeated = torch.where(values > 0, values / repetition, values * repetition)
             values = torch.where(counts > 0, repeated, values)
             counts &= _IN_PROMPT - 1
             values -= frequency * counts
             values -= presence * (counts > 0)
-        if num_biases := max(_num_biases(params[row]) for row in some):
+        if num_biases := max(_num_biases(params[row]) for row in rows):
             # The padding adds zeros to token 0, whose sum is the same in any order.
             bias_ids, biases = (
-                of_all[of_table, :num_biases] for of_all in (self.table.bias_ids, self.table.biases)
+                of_all[table_rows, :num_biases] for of_all in (self.table.bias_ids, self.table.biases)
             )
             values.scatter_add_(1, bias_ids, biases)
-        logits[at] = values
+        logits[logits_rows] = values
 
 
 _NO_PENALTIES = (1.0, 0.0, 0.0)
@@ -148,6 +151,6 @@ def _add_one(counts: Tensor, places: Tensor) -> None:
 def to_device(
     values: Sequence[object] | NDArray[np.generic], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Return ``values`` on ``device``, copied from pinned memory: other copies wait for the device's work."""
+    """Return ``values`` on ``device``, copied from pinned memory: other copies wait for the device."""
     tensor = torch.tensor(values, dtype=dtype)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,8 +1,9 @@
 """Reads tensors of safetensors files into the model's memory, with several threads at once.
 
-A ``Placement`` is a tensor of the checkpoint and the memory that it fills. Tensors are read in pieces of
-whole rows, so threads can share a large one. A piece is read straight into its target if possible. Otherwise
-a thread reads it into its buffer of one piece, which is pinned for a GPU and copied while other threads read.
+The loader opens a checkpoint's ``WeightFiles``, plans a ``Placement`` (a tensor of the checkpoint and the
+memory that it fills) for each weight, and calls ``read_weights`` once. Tensors are read in pieces of whole
+rows, so threads can share a large one. A piece is read straight into its target if possible. Otherwise a
+thread reads it into its buffer of one piece, which is pinned for a GPU and copied while other threads read.
 Files are read, not mapped: a failed read raises an error that names the tensor; with a mapping it would kill
 the process.
 """
@@ -31,7 +32,9 @@ NUM_THREADS = 8
 PIECE_BYTES = 16 << 20
 """Maximum bytes of a piece, unless one row, or with scales one row of blocks, is larger."""
 SAMPLE_BYTES = 64 << 10
+"""Bytes at each end of a tensor that ``is_same`` compares."""
 REPORT_INTERVAL_SECS = 0.5
+"""Time between two calls of ``on_progress``."""
 LOG_INTERVAL_SECS = 5.0
 
 Progress = Callable[[int, int], None]
@@ -86,15 +89,15 @@ class StoredTensor:
         if part.numel() == 0:
             return
         rest = part.view(-1).view(torch.uint8).numpy().data
-        at = self.offset + first_row * (self.num_bytes // self.num_rows)
+        offset = self.offset + first_row * (self.num_bytes // self.num_rows)
         while rest:
             try:
-                num_bytes = os.preadv(self.descriptor, [rest], at)
+                num_bytes = os.preadv(self.descriptor, [rest], offset)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {self.name} cannot be read: {error}") from error
             if num_bytes == 0:
-                raise CheckpointError(f"{self.path}: the file ends at byte {at}, within {self.name}")
-            rest, at = rest[num_bytes:], at + num_bytes
+                raise CheckpointError(f"{self.path}: the file ends at byte {offset}, within {self.name}")
+            rest, offset = rest[num_bytes:], offset + num_bytes
 
 
 def is_same(one: StoredTensor, other: StoredTensor) -> bool:
@@ -180,6 +183,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Piece:
+    """Some rows of a placement, which one thread reads at a time."""
+
     placement: Placement
     first_row: int
     num_rows: int
@@ -190,7 +195,13 @@ class _Piece:
         return stored.num_bytes // stored.num_rows * self.num_rows
 
     @property
+    def is_staged(self) -> bool:
+        """Whether the piece is read into a thread's buffer first."""
+        return not self.placement.is_direct
+
+    @property
     def target(self) -> Tensor:
+        """The rows of the placement's target that the piece fills."""
         target = self.placement.target
         return target[self.first_row : self.first_row + self.num_rows] if target.ndim else target
 
@@ -241,7 +252,11 @@ def describe(num_done: int, num_bytes: int, secs: float) -> str:
 
 
 class Reading:
-    """The state that threads share: the pieces that are left, and how many bytes are done."""
+    """The state that the threads of one ``read_weights`` share: pieces that are left, and bytes that are
+    done.
+
+    Each thread runs ``work``. Pieces come in the order of the files.
+    """
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, *, pinned: bool) -> None:
         in_order = sorted(placements, key=lambda placement: (placement.stored.path, placement.stored.offset))
@@ -251,7 +266,7 @@ class Reading:
         self._device = device
         self._is_pinned = pinned
         self.buffer_bytes = max(
-            (piece.num_bytes for piece in _pieces(in_order) if _is_staged(piece)), default=0
+            (piece.num_bytes for piece in _pieces(in_order) if piece.is_staged), default=0
         )
         self._lock = threading.Lock()
 
@@ -269,7 +284,7 @@ class Reading:
         copied: torch.cuda.Event | None = None
         try:
             while (piece := self._next()) is not None:
-                if not _is_staged(piece):
+                if not piece.is_staged:
                     piece.placement.stored.read(piece.first_row, piece.target)
                 else:
                     if copied is not None:
@@ -296,10 +311,6 @@ def _pieces(placements: Sequence[Placement]) -> Iterator[_Piece]:
             yield _Piece(placement, first, min(step, num_rows - first))
 
 
-def _is_staged(piece: _Piece) -> bool:
-    return not piece.placement.is_direct
-
-
 def _read_through(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
     """Read a piece through ``buffer``. Returns an event at which the copy out of the buffer is over; None if
     it is over already."""
@@ -321,6 +332,7 @@ def _read_through(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
 
 
 def _scales(stored: StoredTensor, piece: _Piece) -> Tensor:
+    """Read the scales of a piece's blocks, from the tensor of scales ``stored``."""
     first = piece.first_row // BLOCK
     num_rows = -(-piece.num_rows // BLOCK)
     scales = torch.empty((num_rows, *stored.shape[1:]), dtype=stored.dtype)

@@ -1,7 +1,8 @@
-"""Owns which token slots of one pool are free, as a sorted and coalesced list of extents.
+"""The free list of one pool: which of its token slots are free, as a sorted and coalesced list of extents.
 
-Allocations come as few extents as the free list allows, because the cost of a transfer grows with the
-number of extents and not with their size. Not thread-safe: one engine loop owns a pool.
+``Pools`` has an ``ExtentAllocator`` for each pool. An allocation consists of as few extents as the free list
+allows, because the cost of a transfer grows with the number of extents and not with their size. Not
+thread-safe: one engine loop owns a pool.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ExtentAllocator:
     """Hands out the token slots ``[0, num_slots)`` in extents aligned to ``granularity`` at both ends.
 
     A request for a number of slots that is no multiple of ``granularity`` (``page_size`` for a paged pool) is
-    rounded up. ``name`` stands in error messages.
+    rounded up. ``name`` is the pool's name in error messages.
     """
 
     def __init__(self, num_slots: int, granularity: int = 1, name: str = "pool") -> None:
@@ -67,45 +68,45 @@ class ExtentAllocator:
         are used up, and the rest comes from the smallest that fits. Zero slots are no extents. Raises
         PoolExhausted.
         """
-        num_needed = self._require(num_slots)
+        num_needed = self._rounded_if_free(num_slots)
         extents = []
         while num_needed:
-            fit = bisect_left(self._by_length, (num_needed, 0))
-            length, start = self._by_length[fit if fit < len(self._by_length) else -1]
-            taken = min(length, num_needed)
-            self._take(start, taken)
-            extents.append(Extent(start, taken))
-            num_needed -= taken
+            best_fit = bisect_left(self._by_length, (num_needed, 0))
+            length, start = self._by_length[best_fit if best_fit < len(self._by_length) else -1]
+            num_taken = min(length, num_needed)
+            self._take_front(start, num_taken)
+            extents.append(Extent(start, num_taken))
+            num_needed -= num_taken
         return tuple(extents)
 
     def take(self, extent: Extent) -> bool:
         """Take exactly this extent if all of it is free. Returns whether it was."""
-        after = bisect_right(self._starts, extent.start) - 1
-        start = self._starts[after] if after >= 0 else extent.start
+        nearest = bisect_right(self._starts, extent.start) - 1  # the free extent that may contain it
+        start = self._starts[nearest] if nearest >= 0 else extent.start
         end = start + self._length_at.get(start, 0)
         if extent.end > end:
             return False
-        self._take(start, end - start)
-        for part in ((start, extent.start), (extent.end, end)):
-            if part[0] < part[1]:
-                self._put(Extent(part[0], part[1] - part[0]))
+        self._take_front(start, end - start)
+        for rest_start, rest_end in ((start, extent.start), (extent.end, end)):
+            if rest_start < rest_end:
+                self._put(Extent(rest_start, rest_end - rest_start))
         return True
 
     def grow(self, extents: tuple[Extent, ...], num_slots: int) -> tuple[Extent, ...]:
-        """Return ``extents`` with at least ``num_slots`` more, which continue the last extent as far as they
-        can.
+        """Return ``extents`` with at least ``num_slots`` more slots, as many as possible right behind the
+        last extent.
 
-        The caller gives up ``extents`` for the result. Raises PoolExhausted (and ExtentError for extents that
+        The result replaces ``extents``. Raises PoolExhausted (and ExtentError for extents that
         are not allocated); nothing has changed then.
         """
         self._check_allocated(extents)
-        num_needed = self._require(num_slots)
+        num_needed = self._rounded_if_free(num_slots)
         if not extents or not num_needed:
             return extents + self.allocate(num_needed)
         last = extents[-1]
         in_place = min(self._length_at.get(last.end, 0), num_needed)
         if in_place:
-            self._take(last.end, in_place)
+            self._take_front(last.end, in_place)
         grown = (*extents[:-1], Extent(last.start, last.length + in_place))
         return grown + self.allocate(num_needed - in_place)
 
@@ -148,13 +149,15 @@ class ExtentAllocator:
             raise ValueError(f"{self.name}: cannot allocate {num_slots} token slots")
         return -(-num_slots // self.granularity) * self.granularity
 
-    def _require(self, num_slots: int) -> int:
+    def _rounded_if_free(self, num_slots: int) -> int:
+        """Return ``num_slots`` rounded up to the granularity. Raises PoolExhausted if fewer are free."""
         num_needed = self._rounded(num_slots)
         if num_needed > self._num_free:
             raise PoolExhausted(self.name, num_needed, self._num_free, self.num_slots)
         return num_needed
 
     def _check_allocated(self, extents: tuple[Extent, ...]) -> None:
+        """Raise ExtentError unless ``extents`` are disjoint and aligned, in the pool, and no slot is free."""
         previous_end = 0
         for extent in sorted(extents, key=lambda extent: extent.start):
             if extent.start < 0 or extent.length < 1 or extent.end > self.num_slots:
@@ -164,12 +167,15 @@ class ExtentAllocator:
             if extent.start < previous_end:
                 raise ExtentError(f"{self.name}: {extent} is listed twice")
             previous_end = extent.end
-            after = bisect_left(self._starts, extent.end)
-            if after and self._starts[after - 1] + self._length_at[self._starts[after - 1]] > extent.start:
-                free = Extent(self._starts[after - 1], self._length_at[self._starts[after - 1]])
+            num_before = bisect_left(self._starts, extent.end)
+            if not num_before:
+                continue
+            start = self._starts[num_before - 1]
+            free = Extent(start, self._length_at[start])
+            if free.end > extent.start:
                 raise ExtentError(f"{self.name}: {extent} is not allocated, {free} is free already")
 
-    def _take(self, start: int, length: int) -> None:
+    def _take_front(self, start: int, length: int) -> None:
         """Cut ``length`` slots off the front of the free extent at ``start``."""
         free_length = self._length_at[start]
         self._remove(start)

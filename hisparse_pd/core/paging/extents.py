@@ -1,7 +1,8 @@
 """Arithmetic on extents and token slots: pure functions, no state.
 
-A landing zone travels as extents, ``(start, length)`` of contiguous token slots in position order, and is
-planned as an int64 array with one token slot a position. Pages expand to the same kind of array.
+Pools, messages and requests keep slots as extents, ``(start, length)`` of contiguous token slots in the order
+of positions. Transfers and kernels take the int64 array with one token slot for each position; pages expand
+to such an array, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Owns which slot of which pool is free, and what the others are used for.
+"""Bookkeeping of a node's pools: which slots are free, and what the others are used for.
 
-This is bookkeeping for either node: the memory of the slots is in the node's ``memory.py``, and nothing here
-runs a kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time,
-for every pool,
+Each engine has one ``Pools``. The memory of the slots is in the node's ``memory.py``; no function here runs a
+kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing, which passes through
+the stages of ``Stage`` until it is released or becomes a prefix (``prefix_tree.py``). At any time, for every
+pool,
 
     free + landing + running + ending + quarantined + held + set aside = total
 
@@ -46,14 +47,17 @@ class Stage(StrEnum):
     """The use of a Holding: the terms of the conservation law."""
 
     LANDING = "landing"
+    """KV is on its way to the slots, or is being computed."""
     RUNNING = "running"
+    """Steps read and write the slots."""
     ENDING = "ending"
     """The request is over, and a step in flight uses the slots or a write in flight reads them."""
     QUARANTINED = "quarantined"
+    """The request is over, and a remote write may still land in the slots."""
     HELD = "held"
     """The slots are a prefix that requests share, or that one left for others (``prefix_tree.py``)."""
     SET_ASIDE = "set aside"
-    """The slots are a page that was read with other bytes than were written; nobody gets it."""
+    """The slots are a page in which a row did not match its row check; it is not reused."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,12 @@ class Pools:
             self._allocators[kind] = ExtentAllocator(num_slots, granularity, f"{kind} pool")
         self.holdings: set[Holding] = set()
         self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
-        """Pages that nobody gets any more, by pool and first slot."""
+        """Free pages that are withdrawn, by pool and first slot."""
         self._condemned: set[tuple[PoolKind, int]] = set()
         """Pages in use, by pool and first slot, that are set aside once they are freed."""
         self.num_changes = 0
-        """Counts changes of holdings and stages: while it stays the same, what did not fit still does not."""
+        """Number of changes of holdings and stages. While it stays the same, a reservation that failed would
+        fail again."""
 
     @property
     def totals(self) -> SlotCounts:
@@ -202,7 +207,7 @@ class Pools:
         self.num_changes += 1
         for kind in kinds:
             extents = holding.extents.pop(kind, ())
-            self._allocators[kind].free(self._good(holding.room, kind, extents))
+            self._free(holding.room, kind, extents)
 
     def set_aside(self, kind: PoolKind, slot: int) -> int:
         """Withdraw the page of ``slot`` until ``take_back``: at once if it is free, else once its holder
@@ -213,7 +218,7 @@ class Pools:
         start = slot // self.page_size * self.page_size
         page = Extent(start, self.page_size)
         if self._allocators[kind].take(page):
-            self._keep(Room(0), kind, page)
+            self._add_set_aside(Room(0), kind, page)
         elif (kind, start) not in self._set_aside:
             self._condemned.add((kind, start))
         return start
@@ -237,17 +242,17 @@ class Pools:
         """The number of free pages that are withdrawn."""
         return len(self._set_aside)
 
-    def _good(self, room: Room, kind: PoolKind, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
-        """Set condemned pages among ``extents`` aside. Returns the rest, which can be freed."""
-        for its_kind, start in tuple(self._condemned):
-            if its_kind is kind and has_slot(extents, start):
+    def _free(self, room: Room, kind: PoolKind, extents: tuple[Extent, ...]) -> None:
+        """Free ``extents``, which ``room`` had, except for condemned pages, which are set aside now."""
+        for condemned_kind, start in tuple(self._condemned):
+            if condemned_kind is kind and has_slot(extents, start):
                 page = Extent(start, self.page_size)
                 extents = _without(extents, page)
                 self._condemned.remove((kind, start))
-                self._keep(room, kind, page)
-        return extents
+                self._add_set_aside(room, kind, page)
+        self._allocators[kind].free(extents)
 
-    def _keep(self, room: Room, kind: PoolKind, page: Extent) -> None:
+    def _add_set_aside(self, room: Room, kind: PoolKind, page: Extent) -> None:
         self.num_changes += 1
         self._set_aside[kind, page.start] = Holding(room, Stage.SET_ASIDE, {kind: (page,)})
         self.holdings.add(self._set_aside[kind, page.start])
@@ -288,7 +293,7 @@ class Pools:
         for kind, extents in holding.extents.items():
             rest = slice_extents(extents, num_slots, total_length(extents))
             holding.extents[kind] = slice_extents(extents, 0, num_slots)
-            self._allocators[kind].free(self._good(holding.room, kind, rest))
+            self._free(holding.room, kind, rest)
 
     def release(self, holding: Holding) -> None:
         """Free everything; ``holding`` must not be used afterwards."""
@@ -325,14 +330,14 @@ class Pools:
 
 def _without(extents: Iterable[Extent], page: Extent) -> tuple[Extent, ...]:
     """Return ``extents`` without ``page``, which lies in one of them or in none."""
-    left = []
+    remaining = []
     for extent in extents:
         if extent.start <= page.start < extent.end:
             parts = ((extent.start, page.start), (page.end, extent.end))
-            left += [Extent(start, stop - start) for start, stop in parts if start < stop]
+            remaining += [Extent(start, stop - start) for start, stop in parts if start < stop]
         else:
-            left.append(extent)
-    return tuple(left)
+            remaining.append(extent)
+    return tuple(remaining)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -1,12 +1,16 @@
-"""Owns the prefixes of a node: KV and indexer keys that requests share and that outlive them.
+"""The prefixes of a node: KV and indexer keys that requests share and that outlive them.
 
-A prefix is a run of whole pages; it continues its ``parent``, and runs form a tree. A page is found by its
-key (``prompt_keys.py``). A request that begins like a prefix in its pools reads the prefix's pages in place
-and owns only the slots behind them. Pages in the tree are never written again: the caller adds a page once
-all of its bytes are there and no remote write can land in it.
+Both nodes' schedulers use it: ``find`` looks a prompt up, ``use`` and ``let_go`` count a request as a user,
+``share`` and ``hold`` put a request's pages in, and ``make_room`` evicts before a reservation.
 
-A request uses a prefix and all of its ancestors, and each of them counts it. A prefix without users is as
-good as free: ``make_room`` evicts from the ends of the least recently used ones before a reservation fails.
+A ``Prefix`` is a run of whole pages that continues its ``parent``, so that runs form a tree; with its
+ancestors it is the beginning of a sequence. A page is found by its key (``prompt_keys.py``). A request that
+begins like a prefix in its pools reads the prefix's pages in place and owns only the slots behind them. Pages
+in the tree are never written again: the caller adds a page once all of its bytes are there and no remote
+write can land in it.
+
+A request uses a prefix and all of its ancestors, and is counted in each of them. ``make_room`` evicts
+prefixes without users before a reservation fails, from the ends of the least recently used ones.
 
 A run is split where a request uses only part of it. A run and its only child are merged when the same
 requests use both, or last used both: a conversation that grew by a page a turn is one run. A sequence has at
@@ -21,82 +25,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import has_slot
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import Kinds, Match, Prefix, end_of
 from hisparse_pd.core.paging.prompt_keys import PageKey
-from hisparse_pd.protocol.messages import Extent
 
 MAX_RUNS: Final = 64
-"""Most runs of one sequence; each run costs every turn of it some microseconds of the engine's loop."""
+"""Most runs of one sequence: in every turn of a conversation, each run costs some microseconds of the loop.
+"""
 MAX_SIBLINGS: Final = 4
 """Most side branches that are evicted at once so that two runs can be merged."""
-
-Kinds: TypeAlias = tuple[PoolKind, ...]
-"""The pools that a prefix has slots in, equally many in each."""
-
-
-@dataclass(eq=False, slots=True)
-class Prefix:
-    """A run of pages with ``keys``, in order; it continues ``parent``."""
-
-    kinds: Kinds
-    parent: Prefix | None
-    end_page: int
-    """Number of pages from the start of the sequence to the end of this run."""
-    keys: list[PageKey]
-    holding: Holding
-    num_users: int = 0
-    """Requests that use this run; each of them uses all ancestors, too."""
-    last_used: int = 0
-    """The tree's event count when this run was last added or let go of."""
-    children: set[Prefix] = field(default_factory=set)
-    is_dropped: bool = False
-    """Whether its pages, and those of its descendants, can no longer be found."""
-
-    @property
-    def start_page(self) -> int:
-        return self.end_page - len(self.keys)
-
-    def chain(self) -> Iterator[Prefix]:
-        """Yield this run and then its ancestors, up to the start of the sequence."""
-        prefix: Prefix | None = self
-        while prefix is not None:
-            yield prefix
-            prefix = prefix.parent
-
-    def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
-        """Return the extents of the first ``end_page`` pages of the sequence, in order."""
-        parts = [prefix.holding[kind] for prefix in self.chain()]
-        return tuple(extent for part in reversed(parts) for extent in part)
-
-    def is_mergeable_with_parent(self) -> bool:
-        """Whether the parent's users and last use are this run's own; siblings are not looked at.
-
-        Who uses a run uses its parent: equally many users are the same users.
-        """
-        parent = self.parent
-        return parent is not None and (
-            (parent.num_users, parent.last_used, parent.is_dropped)
-            == (self.num_users, self.last_used, self.is_dropped)
-        )
-
-
-class Match(NamedTuple):
-    """The longest beginning of a sequence that is held: ``num_pages`` pages, the last one in ``prefix``."""
-
-    prefix: Prefix
-    num_pages: int
-
-    def parts(self) -> Iterator[tuple[Prefix, int]]:
-        """Yield each prefix of the match, the last one first, with the number of its pages that match."""
-        end_page = self.num_pages
-        for prefix in self.prefix.chain():
-            yield prefix, end_page - prefix.start_page
-            end_page = prefix.start_page
 
 
 class PrefixTree:
@@ -113,7 +54,7 @@ class PrefixTree:
         self._num_events = 0
         """How often pages were added or let go of: the clock of ``Prefix.last_used``."""
         self.num_evicted_tokens = 0
-        """Tokens that ``make_room`` has evicted since the start."""
+        """Tokens that ``make_room`` has evicted since the engine's start."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -144,7 +85,7 @@ class PrefixTree:
 
         Returns the prefix that ends with the last of them.
         """
-        prefix = self._ending_at(keys, kinds)
+        prefix = self._prefix_ending_with(keys, kinds)
         for part in prefix.chain():
             self._set_num_users(part, part.num_users + 1)
         return prefix
@@ -167,13 +108,15 @@ class PrefixTree:
         kinds: Kinds,
         before: Prefix | None,
         *,
-        keeps_known: bool = False,
+        keeps_copies: bool = False,
     ) -> Prefix | None:
-        """``hold`` the pages of a request that uses ``before``, and let it use all that is held of ``keys``.
+        """``hold`` the pages of a request that uses ``before``, and count it as a user of all held pages of
+        ``keys``.
 
-        Returns the prefix that the request uses from now on, in the place of ``before``.
+        Returns the prefix that the request uses from now on, in the place of ``before``. ``keeps_copies``:
+        see ``hold``.
         """
-        num_held = self.hold(holding, keys, kinds, _end_of(before), keeps_known=keeps_known)
+        num_held = self.hold(holding, keys, kinds, end_of(before), keeps_copies=keeps_copies)
         prefix = self.use(keys[:num_held], kinds) if num_held else None
         if before is not None:
             self.let_go(before)
@@ -186,14 +129,14 @@ class PrefixTree:
         kinds: Kinds,
         num_before: int = 0,
         *,
-        keeps_known: bool = False,
+        keeps_copies: bool = False,
     ) -> int:
         """Move pages from ``holding`` into the tree: its first ones in ``kinds``, which have the keys
         ``keys[num_before:]``. The pages of ``keys[:num_before]`` must be held.
 
-        Where the tree has a page already, the holding's copy is freed, or left in the holding if it
-        ``keeps_known`` ones. Returns how many of ``keys`` are held then: all of them, or ``num_before`` where
-        the sequence would get too many runs. Raises PoolIntegrityError.
+        Where the tree has a page already, the holding's copy of it is freed, or with ``keeps_copies`` left in
+        the holding. Returns how many of ``keys`` are held then: all of them, or ``num_before`` where the
+        sequence would get too many runs. Raises PoolIntegrityError.
         """
         if len(keys) <= num_before:
             return len(keys)
@@ -203,7 +146,7 @@ class PrefixTree:
         num_found = 0 if found is None else found.num_pages
         if num_found < num_before:
             raise PoolIntegrityError(f"room {holding.room}: the pages before its own are not held")
-        parent = self._ending_at(keys[:num_found], kinds) if num_found else None
+        parent = self._prefix_ending_with(keys[:num_found], kinds) if num_found else None
         copies = self._split_pages(holding, kinds, num_found - num_before)
         added = self._split_pages(holding, kinds, len(keys) - num_found)
         self._num_events += 1
@@ -212,7 +155,7 @@ class PrefixTree:
             last = Prefix(kinds, parent, len(keys), list(keys[num_found:]), added)
             self._insert(last)
             self._num_idle_pages[kinds] += len(last.keys)
-        if copies is not None and keeps_known:
+        if copies is not None and keeps_copies:
             self._pools.join(copies, holding)
         elif copies is not None:
             self._pools.release(copies)
@@ -298,8 +241,8 @@ class PrefixTree:
         slots = {kind: prefix.holding.num_slots(kind) for kind in prefix.holding.extents}
         if slots != dict.fromkeys(prefix.kinds, num_pages * self._pools.page_size):
             return f"its slots are not {num_pages} pages of {prefix.kinds}"
-        if not num_pages or prefix.start_page != _end_of(parent):
-            return f"{num_pages} pages from {_end_of(parent)} to {prefix.end_page}"
+        if not num_pages or prefix.start_page != end_of(parent):
+            return f"{num_pages} pages from {end_of(parent)} to {prefix.end_page}"
         if parent is not None and parent not in self._prefixes:
             return "its parent is not held"
         if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
@@ -332,7 +275,7 @@ class PrefixTree:
             self._num_idle_pages[prefix.kinds] += len(prefix.keys)
 
     def _touch_chain(self, prefix: Prefix) -> None:
-        """Make the idle ones of a chain the most recently used, ancestors after their descendants."""
+        """Make the idle prefixes of a chain the most recently used, ancestors after their descendants."""
         for part in prefix.chain():
             if part in self._idle:
                 self._idle.move_to_end(part)
@@ -346,8 +289,9 @@ class PrefixTree:
         if not prefix.num_users:
             self._idle[prefix] = None
 
-    def _ending_at(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
-        """Return the prefix that ends with the last of ``keys``; one that goes on is split there."""
+    def _prefix_ending_with(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
+        """Return the prefix that ends with the last of ``keys``. A run that continues behind it is split
+        there."""
         second = self._by_key[kinds][keys[-1]]
         num_first = len(keys) - second.start_page
         if num_first == len(second.keys):
@@ -371,7 +315,8 @@ class PrefixTree:
         return first
 
     def _merge_chain(self, prefix: Prefix) -> None:
-        """Merge runs of the chain with their parents wherever nothing tells them apart."""
+        """Merge each run of the chain with its parent if it is the only child and
+        ``is_mergeable_with_parent``."""
         part: Prefix | None = prefix
         while part is not None:
             while (parent := part.parent) and len(parent.children) == 1 and part.is_mergeable_with_parent():
@@ -411,7 +356,7 @@ class PrefixTree:
                 self._merge_chain(next(iter(parent.children)))
 
     def _evict_if_dropped(self, prefix: Prefix) -> None:
-        """Evict a dropped prefix that has neither users nor children; the caller goes from the ends."""
+        """Evict a dropped prefix that has neither users nor children. The caller tries descendants first."""
         if prefix.is_dropped and not prefix.num_users and not prefix.children:
             self._evict(prefix, len(prefix.keys))
 
@@ -443,7 +388,3 @@ class PrefixTree:
             return []
         siblings = [child for child in parent.children if child is not part]
         return siblings if all(one in self._idle and not one.children for one in siblings) else []
-
-
-def _end_of(prefix: Prefix | None) -> int:
-    return 0 if prefix is None else prefix.end_page

@@ -1,5 +1,8 @@
 """Hashes of prompts: the one place that decides which tokens of two prompts may share KV.
 
+A decode node's front computes the root for a request (``root_of``). Both nodes' engines compute the keys of
+the prompt's pages from it and look them up in their prefixes (``prefix_tree.py``).
+
 A chain of keys begins at a root; each key is a hash of the key before it and of its own block. Equal keys
 therefore mean equal tokens from the beginning and the same root. The root is a hash of the request's
 isolation key: prompts with different isolation keys have no key in common and share nothing.
@@ -57,7 +60,7 @@ class PromptKeys:
 
     @classmethod
     def of(cls, root: PageKey, prompt: bytes, page_size: int) -> PromptKeys:
-        """``prompt``: token ids as ``pack_token_ids`` packs them."""
+        """Return the keys of ``prompt``, token ids as ``pack_token_ids`` packs them."""
         keys = page_keys(root, prompt, page_size)
         return cls(page_size, root, tuple(keys), prompt[len(keys) * page_size * TOKEN_BYTES :])
 

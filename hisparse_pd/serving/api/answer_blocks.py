@@ -1,6 +1,7 @@
 """The blocks that a chat's answer consists of: each one is reasoning, text, or one call of a tool.
 
-``chat_message.py`` and ``call_reader.py`` find them; the dialects write them.
+``chat_message.py`` and ``call_reader.py`` find them and add them to a ``BlockList``; the dialects take its
+changes and write them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Block:
     """Name of a call's tool."""
     pieces: list[str] = field(default_factory=list)
     is_cut: bool = False
-    """The answer ended within this block, at its length limit or within a call."""
+    """Whether the answer ended within this block, at its length limit or within a call."""
 
     @property
     def text(self) -> str:
@@ -89,7 +90,7 @@ class BlockList:
             self._open = None
 
     def end(self, *, is_cut: bool) -> None:
-        """End the answer; ``is_cut``: it would have gone on. An open call is cut in any case."""
+        """End the answer. ``is_cut``: whether it would have gone on. An open call is cut in any case."""
         self.close(is_cut=is_cut or (self._open is not None and self._open.kind is BlockKind.CALL))
 
     def take(self) -> list[tuple[Change, Block, str]]:

@@ -1,4 +1,8 @@
-"""Writes an HTTP answer from the output of its samples, whole or streamed, in the dialect of its endpoint."""
+"""Writes an HTTP answer from the output of its samples, whole or streamed, in the dialect of its endpoint.
+
+``decode_node/server.py`` calls ``whole_body`` or ``streamed`` with a function that feeds the samples' outputs
+from the engines' messages. A stream for a router that keeps its journal has records between its events.
+"""
 
 from __future__ import annotations
 
@@ -45,33 +49,34 @@ async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutpu
 
 
 def streamed(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> AsyncGenerator[bytes, None]:
-    """Return the server-sent events of a stream, with records between them if a router keeps a journal."""
+    """Return the server-sent events of a stream, with journal lines if a router keeps a journal."""
     outputs, dialect = _outputs(context, work), _dialect(context, work)
     if (journal := work.request.journal) is not None:
-        return _journaled(context, work, journal, dialect, outputs, feed_outputs)
-    return _plain(dialect, outputs, feed_outputs)
+        return _journaled_stream(context, work, journal, dialect, outputs, feed_outputs)
+    return _event_stream(dialect, outputs, feed_outputs)
 
 
-async def _plain(
+async def _event_stream(
     dialect: Dialect, outputs: Sequence[SampleOutput], feed_outputs: FeedOutputs
 ) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream without a journal."""
     try:
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 for event in dialect.events(outputs[delta.index], delta):
-                    yield _encoded(event)
+                    yield _encode_event(event)
     except RequestFailedError as error:
         if (last := dialect.failed(error)) is None:
             raise
-        yield _encoded(last)
+        yield _encode_event(last)
         return
     for event in dialect.last_events(outputs):
-        yield _encoded(event)
+        yield _encode_event(event)
     if dialect.end:
         yield dialect.end
 
 
-async def _journaled(
+async def _journaled_stream(
     context: DecodeContext,
     work: Work,
     journal: RequestJournal,
@@ -95,7 +100,7 @@ async def _journaled(
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
-                events = b"".join(map(_encoded, dialect.events(output, delta)))
+                events = b"".join(map(_encode_event, dialect.events(output, delta)))
                 if unit := units.write(output, delta, events):
                     has_begun = True
                     if context.link.is_leaving and not has_said_leaving:
@@ -107,12 +112,12 @@ async def _journaled(
             raise
         line = journal_line(OVER) if error.status < 500 else b""
         last = dialect.failed(error)
-        yield (_encoded(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))) + line
+        yield (_encode_event(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))) + line
         return
-    yield b"".join(map(_encoded, dialect.last_events(outputs))) + dialect.end + journal_line(OVER)
+    yield b"".join(map(_encode_event, dialect.last_events(outputs))) + dialect.end + journal_line(OVER)
 
 
-def _encoded(event: Json) -> bytes:
+def _encode_event(event: Json) -> bytes:
     return sse(event, event.get("type", ""))
 
 

@@ -1,4 +1,4 @@
-"""Answers to ``/v1/messages`` in Anthropic's published form, whole and streamed."""
+"""Writes the answers to ``/v1/messages`` in Anthropic's published form, whole and streamed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Raw
 
 from hisparse_pd.serving.api import anthropic_parts as parts
-from hisparse_pd.serving.api.bodies import AnthropicTurns
+from hisparse_pd.serving.api.bodies import AnthropicConversation
 from hisparse_pd.serving.api.conversations import (
     Turn,
     message_items,
@@ -33,7 +33,7 @@ from hisparse_pd.serving.http.http_errors import InvalidField
 Message = dict[str, object]
 
 
-def parse_messages(body: AnthropicTurns) -> ChatPrompt:
+def parse_messages(body: AnthropicConversation) -> ChatPrompt:
     """Read the conversation of ``body``. Raises ApiError 400."""
     messages: list[Message] = []
     if body.system is not None:
@@ -107,6 +107,7 @@ def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
 def _messages_of(
     name: str, message: parts.AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
 ) -> Iterator[Message]:
+    """Yield the chat messages of one message: results of tools are messages of their own."""
     role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
         yield role | {"content": message.content}
@@ -143,7 +144,7 @@ def _tool(name: str, item: Raw) -> Message:
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 
-def _template_arguments(body: AnthropicTurns) -> dict[str, object]:
+def _template_arguments(body: AnthropicConversation) -> dict[str, object]:
     """Return the template's arguments. ``thinking`` switches thinking in DeepSeek's templates, and
     ``enable_thinking`` in GLM's."""
     arguments = template_arguments(body, body.output_config.effort if body.output_config else None)

@@ -1,6 +1,7 @@
 """The HTTP application of a decode node: endpoints that generate, and endpoints about its tokenizer.
 
-``create_app`` takes one handler, which turns a checked request into an ``HttpAnswer``.
+``decode_node/server.py`` makes it with ``create_app``, for each front, from a ``DecodeContext`` and one
+handler, which turns a checked request (``Work``) into an ``HttpAnswer``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.traces import open_tracer
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond
@@ -32,7 +33,7 @@ from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.api.timing import Timeline
 from hisparse_pd.serving.api.tokens import answer_about_tokens
 from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
-from hisparse_pd.serving.http.off_loop import parsed
+from hisparse_pd.serving.http.off_loop import parse_body
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import Tracer
@@ -56,7 +57,7 @@ class DecodeContext(NodeContext):
     codec: TextCodec
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tracer: Tracer | None = None
-    """None where traces are off."""
+    """None if traces are off."""
 
     @classmethod
     def of(cls, node: NodeContext) -> DecodeContext:
@@ -117,8 +118,8 @@ answer reports later ones."""
 def create_app(context: DecodeContext, handler: Handler) -> Starlette:
     """Return the application with all endpoints of a decode node."""
     post_handlers: dict[str, Respond] = {
-        **{endpoint: partial(_work, context, endpoint, handler) for endpoint in Endpoint},
-        **{path: partial(_about_tokens, context, path) for path in TokenPath},
+        **{endpoint: partial(_generate, context, endpoint, handler) for endpoint in Endpoint},
+        **{path: partial(_answer_about_tokens, context, path) for path in TokenPath},
     }
     count = context.metrics.count_request
     get_handlers: dict[str, GetHandler] = {
@@ -136,13 +137,13 @@ def create_app(context: DecodeContext, handler: Handler) -> Starlette:
 # --- endpoints that generate --------------------------------------------------------------------------
 
 
-async def _work(
+async def _generate(
     context: DecodeContext, endpoint: Endpoint, handler: Handler, body: bytes, arrived_at: float, reply: Reply
 ) -> None:
     """Check a request, answer it with ``handler``, and record how long that took."""
     timeline = Timeline(context.metrics, arrived_at, reply.request_headers, reply.span)
     try:
-        work = await _checked(context, endpoint, body, arrived_at, timeline)
+        work = await _check(context, endpoint, body, arrived_at, timeline)
         answer = await handler(work)
         await reply.send_answer(answer, work.headers)
     finally:
@@ -150,17 +151,17 @@ async def _work(
     context.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
 
 
-async def _checked(
+async def _check(
     context: DecodeContext, endpoint: Endpoint, body: bytes, arrived_at: float, timeline: Timeline
 ) -> Work:
     settings, defaults = context.settings, context.sampling_defaults
-    request = await parsed(body, parse_request, endpoint, body, settings.model_name, defaults)
+    request = await parse_body(body, parse_request, endpoint, body, settings.model_name, defaults)
     context.link.require_place(sum(options.n for options in request.options))
     ready = context.link.require_serving()
     pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense
     limits = RequestLimits(ready.context_length, *pools, settings.default_max_tokens)
     samples = await plan_samples(request, context.codec, limits, context.link.front_number)
-    timeline.checked(request, samples, settings.model_name)
+    timeline.note_checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)
 
 
@@ -173,7 +174,7 @@ def _left_out(request: ApiRequest) -> list[tuple[bytes, bytes]]:
     return [(LEFT_OUT_HEADER, ", ".join(named).encode())]
 
 
-async def _about_tokens(
+async def _answer_about_tokens(
     context: DecodeContext, path: TokenPath, body: bytes, arrived_at: float, reply: Reply
 ) -> None:
     context_length = context.link.require_serving().context_length
@@ -190,8 +191,8 @@ async def _openapi(request: Request) -> Response:
 
 async def _model_info(context: DecodeContext, request: Request) -> Response:
     drawing = asdict(context.sampling_defaults)
-    of_text = {"vocab_size": context.codec.vocab_size, "default_sampling_params": drawing}
-    return json_response(model_info(context) | of_text)
+    tokenizer = {"vocab_size": context.codec.vocab_size, "default_sampling_params": drawing}
+    return json_response(model_info(context) | tokenizer)
 
 
 async def _tokenizer_info(context: DecodeContext, request: Request) -> Response:

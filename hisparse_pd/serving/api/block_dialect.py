@@ -1,4 +1,4 @@
-"""Answers that are a sequence of blocks: Anthropic's messages and OpenAI's responses.
+"""Base of the dialects whose answers are a sequence of blocks: Anthropic's messages and OpenAI's responses.
 
 Events of a stream open a block, let it grow and close it. Subclasses write these events.
 """

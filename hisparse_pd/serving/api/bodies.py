@@ -1,7 +1,8 @@
 """Declarations of all endpoints' bodies: every field with its type and bounds.
 
-Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
-classes under ``declared`` are whole objects. Their readers add defaults, and check fields against each other.
+Parsing (``declared_decoding.py``), its errors and the OpenAPI document come from these declarations. Plain
+classes are groups of fields; classes under ``declared`` are whole objects. ``schemas.py`` adds defaults and
+checks fields against each other. ``BODIES`` has the body of each path.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _RECORD_BLOCKS = raw(
 
 
 class RefusedFields:
-    """Fields of other servers that this one does not support."""
+    """Fields of other servers that this one refuses, except for the values that ask for nothing."""
 
     allowed_token_ids: Annotated[Raw | None, unsupported([])]
     audio: Annotated[Raw | None, unsupported()]
@@ -91,17 +92,21 @@ class SglangFormat:
 
 
 class NoVllmFormat:
+    """vLLM's field of an answer's format, on endpoints that refuse it."""
+
     structured_outputs: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
 
 
 class NoSglangFormat:
+    """SGLang's fields of an answer's format, on endpoints that refuse them."""
+
     json_schema: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
     regex: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
     ebnf: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
 
 
 class OnlyOpenAI:
-    """Fields of completions and chat completions, in other bodies."""
+    """Fields of completions and chat completions, which other bodies refuse."""
 
     echo: Annotated[Raw | None, unsupported(False)]
     prompt_logprobs: Annotated[Raw | None, unsupported()]
@@ -109,15 +114,15 @@ class OnlyOpenAI:
     return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
 
 
-class AddressedBody:
+class ModelBody:
     """Bodies that may name the model, which must be the served one."""
 
     model: parts.Name | None
 
 
-class ServedBody(AddressedBody):
-    """Bodies of requests that generate. A router adds the bootstrap fields, one value or one a prompt, and
-    its journal."""
+class GeneratingBody(ModelBody):
+    """Bodies of requests that generate. A router adds the bootstrap fields (one value, or one for each
+    prompt) and its journal."""
 
     stream: bool | None
     speculative: bool | None
@@ -133,8 +138,8 @@ class ServedBody(AddressedBody):
     extra_key: parts.IsolationKeys | None
 
 
-class Drawing:
-    """How tokens are drawn, and where an answer ends. The checkpoint or OpenAI has the defaults."""
+class SamplingFields:
+    """How tokens are drawn, and where an answer ends (``sampling_defaults.py`` has the defaults)."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
@@ -151,16 +156,20 @@ class Drawing:
     include_stop_str_in_output: bool | None
 
 
-class Bounded:
+class MinTokensAndSeed:
+    """Fewest tokens of an answer, and the seed."""
+
     min_tokens: parts.Minimum | None
     seed: parts.Seed | None
 
 
-class OneSample:
+class OneSampleOnly:
+    """Endpoints that give one sample."""
+
     n: Annotated[Raw | None, unsupported(1)]
 
 
-class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFields):
+class OpenAI(GeneratingBody, SamplingFields, MinTokensAndSeed, VllmFormat, SglangFormat, RefusedFields):
     max_tokens: parts.Minimum | None
     max_completion_tokens: parts.Minimum | None
     prompt_logprobs: parts.NumLogprobs | None
@@ -175,11 +184,13 @@ class OpenAI(ServedBody, Drawing, Bounded, VllmFormat, SglangFormat, RefusedFiel
     ]
 
 
-class Templated:
+class TemplateFields:
+    """Arguments for the chat template."""
+
     chat_template_kwargs: dict[str, Any] | None
 
 
-class Conversation(Templated):
+class Conversation(TemplateFields):
     """A conversation in OpenAI's fields."""
 
     messages: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, "ChatMessage")]
@@ -192,7 +203,9 @@ class Conversation(Templated):
     separate_reasoning: bool | None
 
 
-class AnthropicTurns(AddressedBody, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
+class AnthropicConversation(
+    ModelBody, TemplateFields, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields
+):
     """A conversation in Anthropic's fields."""
 
     system: str | Annotated[list[parts.TextBlock], Meta(max_length=parts.MAX_PARTS)] | None
@@ -270,7 +283,7 @@ class ChatBody(OpenAI, Conversation):
 
 
 @declared
-class SamplingParams(Drawing, NoVllmFormat, SglangFormat, RefusedFields):
+class SamplingParams(SamplingFields, NoVllmFormat, SglangFormat, RefusedFields):
     """``sampling_params`` of ``/generate``."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
@@ -282,7 +295,7 @@ class SamplingParams(Drawing, NoVllmFormat, SglangFormat, RefusedFields):
 
 
 @declared
-class GenerateBody(ServedBody, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
+class GenerateBody(GeneratingBody, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """``/generate``, SGLang's. One of text and input_ids is needed."""
 
     text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
@@ -299,7 +312,7 @@ class GenerateBody(ServedBody, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused
 
 
 @declared
-class MessagesBody(ServedBody, AnthropicTurns, Drawing, Bounded, OneSample):
+class MessagesBody(GeneratingBody, AnthropicConversation, SamplingFields, MinTokensAndSeed, OneSampleOnly):
     """``/v1/messages``, Anthropic's."""
 
     max_tokens: parts.NewTokens
@@ -309,13 +322,21 @@ class MessagesBody(ServedBody, AnthropicTurns, Drawing, Bounded, OneSample):
 
 
 @declared
-class CountTokensBody(AnthropicTurns):
+class CountTokensBody(AnthropicConversation):
     """``/v1/messages/count_tokens``, Anthropic's."""
 
 
 @declared
 class ResponsesBody(
-    ServedBody, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields
+    GeneratingBody,
+    TemplateFields,
+    SamplingFields,
+    MinTokensAndSeed,
+    OneSampleOnly,
+    VllmFormat,
+    NoSglangFormat,
+    OnlyOpenAI,
+    RefusedFields,
 ):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
 
@@ -347,7 +368,7 @@ class ResponsesBody(
 
 
 @declared
-class TokenizeBody(AddressedBody, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
+class TokenizeBody(ModelBody, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
     """``/tokenize``, vLLM's. One of prompt and messages is needed."""
 
     prompt: Annotated[Raw | None, raw(**_TEXT)]
@@ -356,7 +377,7 @@ class TokenizeBody(AddressedBody, Conversation, NoVllmFormat, NoSglangFormat, On
 
 
 @declared
-class DetokenizeBody(AddressedBody):
+class DetokenizeBody(ModelBody):
     """``/detokenize``, vLLM's."""
 
     tokens: Annotated[Raw | None, raw(**_IDS)]

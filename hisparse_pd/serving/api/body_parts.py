@@ -1,4 +1,4 @@
-"""The bounded types that fields of bodies have, and objects that bodies of several APIs have, declared."""
+"""Types with bounds for the fields in ``bodies.py``, and objects that the bodies of several APIs share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
-"""Grammars of calls in each markup of ``chat_format``. ``call_reader`` reads back every call that they admit.
+"""Grammars of tool calls, one ``CallWriter`` for each markup that models write calls in (``chat_format.py``).
 
-There is one exception: they cannot exclude a mark that is spelled within a string of a JSON value. No model
-writes one.
+``grammars.py`` puts a writer's grammar behind the mark that opens calls. ``call_reader.py`` reads back every
+call that these grammars admit, with one exception: they cannot exclude a mark that is spelled within a string
+of a JSON value. No model writes one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from hisparse_pd.serving.api.argument_forms import InexactNumber, NotWritable, SchemaReader, Steps, texts_of
+from hisparse_pd.serving.api.argument_forms import SchemaReader, bare_texts
 from hisparse_pd.serving.api.chat_format import STRING_ATTRIBUTE, Markup, ToolMarkup
 from hisparse_pd.serving.api.constraints import schema_text
 from hisparse_pd.serving.api.json_grammars import json_value
+from hisparse_pd.serving.api.json_schemas import InexactNumber, NotWritable, Steps
 from hisparse_pd.serving.api.lark import ANY, NEWLINE, Lark, literal, sequence
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
@@ -31,7 +33,7 @@ _FREE_KEY = "/[A-Za-z0-9_.\\-]{1,64}/"
 """Name of a parameter that no schema names."""
 
 _CHARS_A_STEP = 8
-"""Characters charged as one step."""
+"""Characters of a grammar that cost one step of ``Steps``."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,19 @@ class CallableTool:
     name: str
     parameters: Mapping[str, object]
     is_strict: bool
-    """What cannot be enforced of the schema is an error; otherwise it is left out."""
+    """Whether it is an error if the schema cannot be enforced in full; otherwise that part is left out."""
 
 
 class CallWriter(ABC):
-    """Writes calls in one markup. They begin with ``opening``, before which ``gap`` may stand."""
+    """Writes calls in one markup. They begin with the mark ``opening``; the text ``gap`` may stand before
+    it."""
 
     gap = ""
 
     def __init__(
         self, markup: Markup, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps
     ) -> None:
-        """``tools`` are all tools of the request; ``steps`` pays for the reading of their schemas."""
+        """``tools``: all tools of the request. ``steps``: budget for reading their schemas."""
         self.opening = markup.openings[-1]
         self._markup = markup
         self._lark = lark
@@ -100,6 +103,8 @@ class _WithArguments(CallWriter):
     """A markup in which each argument has marks of its own."""
 
     def _arguments(self, tool: CallableTool) -> list[str]:
+        """Return the rules of a call's arguments: each in the order of the schema, optional ones with
+        ``?``."""
         reader = SchemaReader(tool.parameters, self._steps, is_lenient=not tool.is_strict)
         properties, required, others = _members(tool, reader)
         if not properties:
@@ -131,8 +136,9 @@ class _WithArguments(CallWriter):
         """Return a value with the mark that ends it."""
 
     def _texts(self, texts: Sequence[str], strings: Sequence[str]) -> str:
-        """Return ``texts_of`` and pay for it: a schema is written for each parameter that refers to it."""
-        written = texts_of(texts, strings)
+        """Return ``bare_texts`` and spend steps on its length: a schema is written again for each parameter
+        that refers to it."""
+        written = bare_texts(texts, strings)
         self._steps.spend(len(written) // _CHARS_A_STEP)
         return written
 
@@ -140,10 +146,16 @@ class _WithArguments(CallWriter):
         return json_value(self._lark, reader.document(schema), self._steps, is_lenient=not tool.is_strict)
 
 
-def _members(
-    tool: CallableTool, reader: SchemaReader
-) -> tuple[Mapping[str, object], Mapping[str, None], object]:
-    """Return the properties, the names of the required ones, and the schema of all others."""
+class _Members(NamedTuple):
+    properties: Mapping[str, object]
+    """Schemas of the named parameters."""
+    required: Mapping[str, None]
+    others: object
+    """Schema of all other parameters; False if there may be none."""
+
+
+def _members(tool: CallableTool, reader: SchemaReader) -> _Members:
+    """Read the parameters that a tool's calls may have. Raises NotWritable."""
     root = reader.target_of(tool.parameters)
     if not isinstance(root, dict):
         raise NotWritable("has parameters that are no object")
@@ -155,7 +167,8 @@ def _members(
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise NotWritable("has parameters without a schema")
     needed = {str(name): None for name in required}
-    return {**properties, **{name: others for name in needed if name not in properties}}, needed, others
+    undeclared = {name: others for name in needed if name not in properties}
+    return _Members({**properties, **undeclared}, needed, others)
 
 
 _COMBINING = (

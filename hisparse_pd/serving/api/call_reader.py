@@ -1,9 +1,11 @@
 """Reads tool calls from an answer's text as it comes: shows the name at once, then arguments as JSON text.
 
-What has been shown is never taken back: an argument is withheld while only its end tells whether it is a
-string. A text without a name is no call, but content. From a fault on, the rest of a call is shown in its
-arguments as it stands, with the mark that ends the call. The arguments are no JSON then, so that no client
-takes them for what the model meant. A call that is cut off keeps the arguments that were certain.
+``MessageParser`` (``chat_message.py``) makes a ``CallReader`` at each mark that opens calls and drives its
+``read``, a generator. Calls go into the answer's ``BlockList``. What has been shown is never taken back: an
+argument is withheld while only its end tells whether it is a string. A text without a name is no call, but
+content. From a fault on, the rest of a call is shown in its arguments as it stands, with the mark that ends
+the call. The arguments are no JSON then, so that no client takes them for what the model meant. A call that
+is cut off keeps the arguments that were certain.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
 
 
 def _json_call(text: str) -> _JsonCall | None:
-    """Return a call that is JSON as a whole; None where the text is none."""
+    """Return a call that is JSON as a whole; None if the text is none."""
     try:
         call = _JSON_CALLS.decode(text.encode())
     except msgspec.MsgspecError:
@@ -58,14 +60,14 @@ class CallReader:
         self._schemas = schemas
         self._blocks = blocks
         self._unshown = [opening]
-        """Text and marks that are read, and not shown yet."""
+        """Text and marks that are read and not shown yet; they may turn out to be no call."""
         self._shows_end = False
-        """Text between opening and closing was content, so the closing is content, too."""
+        """Whether text before the closing mark was content, so that the closing mark is content, too."""
         self.num_calls = 0
         self.is_in_call = False
-        """A call has begun and not ended."""
+        """Whether a call has begun and not ended."""
         self.is_over = False
-        """The calls have ended. If it is False after ``read``, the unshown text is no call."""
+        """Whether the calls have ended. If it is false after ``read``, the unshown text is no call."""
 
     @property
     def unshown(self) -> str:
@@ -108,8 +110,11 @@ class CallReader:
     def _collect(
         self, marks: Marks, is_enough: Callable[[str, int], bool] = lambda text, num_chars: False
     ) -> Reading[tuple[str, str]]:
-        """Read up to the next of ``marks``. Returns the text before it, which stays unshown, and the mark; or
-        no mark once there ``is_enough``, by the last piece and the number of all characters."""
+        """Read up to the next of ``marks``. Returns the text before it, which stays unshown, and the mark.
+
+        ``is_enough``: called with each piece of text and the number of all characters so far; if it returns
+        true, reading ends without a mark ("").
+        """
         parts: list[str] = []
         num_chars = 0
         while True:
@@ -139,6 +144,7 @@ class CallReader:
         return mark
 
     def _read_content(self, marks: Marks) -> Reading[str]:
+        """Show text as content up to the next of ``marks``. Returns the mark."""
         while True:
             text, is_mark = yield marks
             if is_mark:
@@ -146,6 +152,7 @@ class CallReader:
             self._blocks.add(BlockKind.TEXT, text)
 
     def _show_content(self, mark: str = "") -> None:
+        """Show the unshown text, and ``mark``, as content."""
         self._blocks.add(BlockKind.TEXT, self.unshown + mark)
         self._unshown.clear()
         self._shows_end = True
@@ -199,7 +206,7 @@ class CallReader:
         return (yield from self._read_value(tool, key, is_string=said == "true"))
 
     def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
-        """Read an argument's value; ``is_string``: it is certain that it is one."""
+        """Read an argument's value. ``is_string``: whether it is certain already that it is a string."""
         markup, head = self._markup, ""
         if is_string:
             self._show('"')
@@ -222,6 +229,7 @@ class CallReader:
         return self._end_call('"' + text, text) if is_string else self._end_early(text)
 
     def _as_json(self, tool: str, key: str) -> str:
+        """Return the unshown text, a complete value, as JSON."""
         text = self.unshown
         if not self._markup.says_type:
             return self._schemas.to_json(tool, key, text)
@@ -265,6 +273,7 @@ class CallReader:
         self._blocks.begin(BlockKind.CALL, name)
 
     def _end_early(self, mark: str) -> str:
+        """End a faulty or incomplete call: its rest is shown as it stands. Returns ``mark``."""
         return self._end_call(self.unshown + mark, mark)
 
     def _end_call(self, text: str, mark: str) -> str:
@@ -276,6 +285,7 @@ class CallReader:
         return mark
 
     def _show(self, arguments: str) -> None:
+        """Show a piece of the call's arguments."""
         self._blocks.grow(arguments)
         self._unshown.clear()
 

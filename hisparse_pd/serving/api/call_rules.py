@@ -1,4 +1,8 @@
-"""Which tools an answer may or must call, by OpenAI's and Anthropic's ``tool_choice`` and related fields."""
+"""Which tools an answer may or must call, by OpenAI's and Anthropic's ``tool_choice`` and related fields.
+
+``constraints.py`` calls ``openai_calls`` or ``anthropic_calls`` and puts the rule into the answer's
+constraint.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,20 @@ _Choice = openai_parts.ChatToolChoice | responses_parts.ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """Which tools an answer calls."""
+    """The tools that an answer may or must call."""
 
     field: str
-    """Path of the field that says so."""
+    """Path of the field that asks for the rule, for errors."""
     names: tuple[str, ...]
     is_forced: bool
-    """The answer consists of calls; otherwise it may have some."""
+    """Whether the answer consists of calls; otherwise it may have some."""
     at_most_one: bool
 
 
 def openai_calls(
     tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_in_function: bool
 ) -> CallRule | None:
-    """Return the rule of chat completions and responses; None where the model may call any tool in any way.
+    """Return the rule of chat completions and responses; None if the model may call any tool in any way.
 
     Where it ``is_in_function``, a tool's name is within ``function``, as in chats, and not beside its type.
     """
@@ -54,22 +58,22 @@ def openai_calls(
             kind: type[_Choice] = (
                 openai_parts.ChatToolChoice if is_in_function else responses_parts.ToolChoice
             )
-            names, is_forced = (_chosen(decode(kind, tool_choice, field), field, prompt),), True
+            names, is_forced = (_chosen_name(decode(kind, tool_choice, field), field, prompt),), True
             at_most_one = True  # as OpenAI has it for one named function
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
-            names, is_forced = _allowed(tool_choice, field, prompt, is_in_function)
+            names, is_forced = _allowed_tools(tool_choice, field, prompt, is_in_function)
         case _:
             rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
             raise InvalidField(field, choice, rule)
-    return _rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
+    return _call_rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
 
 
 def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
-    """Return the rule of messages; None where the model may call any tool in any way."""
+    """Return the rule of messages; None if the model may call any tool in any way."""
     names = names_of_tools(prompt)
     if choice is None:
-        return _rule(prompt, "", names, False, False, "")
+        return _call_rule(prompt, "", names, False, False, "")
     field, is_forced = "tool_choice.type", True
     match choice.type:
         case "none":
@@ -80,12 +84,12 @@ def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: Chat
             if not names:
                 raise InvalidField(field, choice.type, "needs tools")
         case "tool":
-            names = (_known("tool_choice.name", choice.name, names),)
+            names = (_checked_name("tool_choice.name", choice.name, names),)
     at_most_one = bool(choice.disable_parallel_tool_use)
-    return _rule(prompt, field, names, is_forced, at_most_one, "tool_choice.disable_parallel_tool_use")
+    return _call_rule(prompt, field, names, is_forced, at_most_one, "tool_choice.disable_parallel_tool_use")
 
 
-def _rule(
+def _call_rule(
     prompt: ChatPrompt,
     field: str,
     names: tuple[str, ...],
@@ -115,7 +119,7 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
 
 
-def _allowed(
+def _allowed_tools(
     choice: Raw, field: str, prompt: ChatPrompt, is_in_function: bool
 ) -> tuple[tuple[str, ...], bool]:
     """Return the allowed names, and whether one of them must be called."""
@@ -126,20 +130,20 @@ def _allowed(
     else:
         allowed = decode(responses_parts.AllowedChoice, choice, field)
     tools: Sequence[_Choice] = allowed.tools
-    known = [_chosen(tool, f"{field}.tools[{index}]", prompt) for index, tool in enumerate(tools)]
+    known = [_chosen_name(tool, f"{field}.tools[{index}]", prompt) for index, tool in enumerate(tools)]
     return tuple(dict.fromkeys(known)), allowed.mode == "required"
 
 
-def _chosen(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
+def _chosen_name(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
     """Return the chosen function's name, which includes its namespace."""
     names = names_of_tools(prompt)
     if isinstance(tool, openai_parts.ChatToolChoice):
-        return _known(f"{field}.function.name", tool.function.name, names)
+        return _checked_name(f"{field}.function.name", tool.function.name, names)
     name = find_tool(prompt.called_tools, tool.name, tool.namespace)
-    return _known(f"{field}.name", tool.name if name is None else name, names)
+    return _checked_name(f"{field}.name", tool.name if name is None else name, names)
 
 
-def _known(field: str, name: str | None, names: tuple[str, ...]) -> str:
+def _checked_name(field: str, name: str | None, names: tuple[str, ...]) -> str:
     if name is None or name not in names:
         raise InvalidField(field, name, "is none of the tools")
     return name

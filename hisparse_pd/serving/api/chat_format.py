@@ -1,8 +1,10 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
 """How a checkpoint writes chats: its markup of tool calls, and its marks of reasoning.
 
-The template decides, not the family: DeepSeek-V3.2-Exp has DeepSeek-V3.2's ``model_type``, and a template
-that writes calls as DeepSeek-V3.1 does.
+``TextCodec`` finds a checkpoint's ``ChatFormat`` when it loads. Writers of grammars (``call_grammars.py``,
+``grammars.py``) and readers of answers (``chat_message.py``, ``call_reader.py``) take the marks of a markup
+from ``MARKUPS``. The template decides, not the family: DeepSeek-V3.2-Exp has DeepSeek-V3.2's ``model_type``,
+and a template that writes calls as DeepSeek-V3.1 does.
 """
 
 from __future__ import annotations
@@ -68,9 +70,9 @@ class ChatFormat:
     """A checkpoint's way of writing answers, on which their grammars depend."""
 
     markup: ToolMarkup | None = None
-    """Markup of calls; None where it is not known."""
+    """Markup of calls; None if it is not known."""
     reasons: bool = False
-    """The template has marks of reasoning."""
+    """Whether the template has marks of reasoning."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
     """Ids of added tokens, by the text that they stand for."""
     think: ThinkMarks = THINK
@@ -78,8 +80,10 @@ class ChatFormat:
     def reasoning_start(
         self, prompt: bytes, of_token: Callable[[int], bytes], *, is_continued: bool
     ) -> ReasoningStart:
-        """Return whether the answer to ``prompt``, packed token ids, has reasoning. ``of_token`` returns a
-        token's bytes. ``is_continued``: the prompt ends within an answer."""
+        """Return whether the answer to ``prompt`` (packed token ids) begins with reasoning.
+
+        ``of_token``: returns a token's bytes. ``is_continued``: whether the prompt ends within an answer.
+        """
         if self.opens_reasoning(prompt, of_token):
             return ReasoningStart.BEGUN
         is_over = is_continued or self._ends_with(self.think.closing, prompt, of_token)
@@ -99,7 +103,7 @@ class ChatFormat:
         return next(written, None) == mark_id
 
 
-_MARKS = {
+_SIGNS_OF_MARKUP = {
     ToolMarkup.DSML: DSML,
     ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR,
     ToolMarkup.GLM: "<arg_key>",
@@ -107,7 +111,7 @@ _MARKS = {
     ToolMarkup.MISTRAL: "[ARGS]",
 }
 """Text by which a template shows the markup that it writes. The order counts: the first one found decides."""
-_OF_FAMILY = {
+_MARKUP_OF_FAMILY = {
     "glm_moe_dsa": ToolMarkup.GLM,
     "deepseek_v32": ToolMarkup.DSML,
     "axk2": ToolMarkup.HERMES,
@@ -116,14 +120,14 @@ _OF_FAMILY = {
 
 def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
     """Return the markup in which the template writes earlier calls, else the family's; None if unknown."""
-    for markup, mark in _MARKS.items():
+    for markup, mark in _SIGNS_OF_MARKUP.items():
         if template is not None and mark in template:
             return markup
-    return _OF_FAMILY.get(model_type)
+    return _MARKUP_OF_FAMILY.get(model_type)
 
 
 def think_marks(template: str | None) -> ThinkMarks | None:
-    """Return the first marks of reasoning that the template has; None where it has none."""
+    """Return the first marks of reasoning that the template has; None if it has none."""
     return next((marks for marks in THINK_MARKS if template is not None and marks.opening in template), None)
 
 
@@ -144,23 +148,23 @@ class Markup:
     closing: str
     call_end: str
     sign: str
-    """The part of an opening that occurs in markup alone."""
+    """The part of an opening that occurs only in markup."""
     call: str = ""
     end_of_name: str = ""
     key: str = ""
-    """Empty where the arguments are JSON."""
+    """Mark before an argument's name; empty if the arguments are JSON."""
     end_of_key: str = ""
     value: str = ""
     end_of_value: str = ""
     values_hide_marks: bool = False
-    """Within a value only its end is a mark; otherwise a call can end there."""
+    """Whether only a value's end is a mark within it; otherwise a call can end there, too."""
     says_type: bool = False
-    """The mark behind a key says whether the value is a string; otherwise the tool's schema says it."""
+    """Whether a mark behind the key says if the value is a string; otherwise the tool's schema decides."""
     is_json: bool = False
     takes_repeated_keys: bool = False
-    """A key may come twice; otherwise that is a fault."""
+    """Whether a key may come twice; otherwise that is a fault."""
     ends_reasoning: bool = False
-    """The model may call without closing its reasoning."""
+    """Whether the model may call without closing its reasoning."""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ class Markup:
 
     @property
     def ends_with_answer(self) -> bool:
-        """A call has no mark of its own at its end: the next call or the answer's end ends it."""
+        """Whether a call has no closing mark of its own: the next call or the answer's end ends it."""
         return self.call_end in self.openings
 
 

@@ -1,8 +1,10 @@
 """Takes a chat answer's text apart as it comes: into reasoning, content and tool calls.
 
-Text that may be the beginning of a mark is withheld, so blocks do not depend on how the text was cut into
-deltas. Every character is searched once, and those that may begin a mark once more: the work for a piece of
-text is proportional to its length, whatever came before it.
+Each answer to a chat has a ``MessageParser`` (``chat_reading.py``), which is fed with each piece of text and
+returns what it changes in the answer's blocks. A generator reads the text and says which marks come next;
+calls are read by a ``CallReader``. Text that may be the beginning of a mark is withheld, so blocks do not
+depend on how the text was cut into deltas. Every character is searched once, and those that may begin a mark
+once more: the work for a piece of text is proportional to its length, whatever came before it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class MessageParser:
         separates_reasoning: bool = True,
         think: ThinkMarks = THINK,
     ) -> None:
-        """``in_reasoning``: the prompt ended within reasoning. ``markup`` is None where no tools are offered:
+        """``in_reasoning``: the prompt ended within reasoning. ``markup`` is None if no tools are offered:
         text that looks like a call is content then. Without ``separates_reasoning``, reasoning is content.
         """
         self._in_reasoning = in_reasoning and separates_reasoning
@@ -38,26 +40,27 @@ class MessageParser:
         self._openings = markup.openings if markup is not None else ()
         self._think = think
         self._schemas = schemas
-        self._list = BlockList()
+        self._blocks = BlockList()
         self._is_at_start = separates_reasoning
-        """Only white space and opening marks of reasoning have come: models repeat the prompt's mark."""
+        """Whether only white space and opening marks of reasoning have come; models repeat the prompt's
+        mark."""
         self._space: list[str] = []
         """White space at the start, which is content unless reasoning follows."""
         self._withheld = ""
         """Text that may be the beginning of a mark; it is read with the next text."""
         self._skips_space = False
-        """White space that comes next belongs to the markup before it."""
+        """Whether white space that comes next belongs to the markup before it and is dropped."""
         self._calls: CallReader | None = None
         """The reader of the calls that have begun; None outside of calls."""
         self._is_reasoning_open = False
-        """Calls came before reasoning was closed."""
+        """Whether calls came before reasoning was closed, so that its closing mark may still come."""
         self._reading = self._read_message()
         self._marks: Marks = () if self._is_at_start else next(self._reading)
         """The marks to look for next."""
 
     @property
     def has_calls(self) -> bool:
-        return self._list.num_of[BlockKind.CALL] > 0
+        return self._blocks.num_of[BlockKind.CALL] > 0
 
     @property
     def is_in_call(self) -> bool:
@@ -66,22 +69,23 @@ class MessageParser:
 
     @property
     def blocks(self) -> list[Block]:
-        return self._list.blocks
+        return self._blocks.blocks
 
     def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
         """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
         this reason."""
         text, self._withheld = self._withheld + text, ""
-        unread = self._begin(text) if self._is_at_start else text
+        unread = self._read_start(text) if self._is_at_start else text
         if unread is not None:
             self._read(unread)
         if finish is not None:
             self._finish(is_cut=finish is FinishReason.LENGTH)
-            self._list.end(is_cut=finish is FinishReason.LENGTH)
-        return self._list.take()
+            self._blocks.end(is_cut=finish is FinishReason.LENGTH)
+        return self._blocks.take()
 
-    def _begin(self, text: str) -> str | None:
-        """Return the text to read, or None until it is known what the answer begins with."""
+    def _read_start(self, text: str) -> str | None:
+        """Read ``text`` at the answer's start. Returns the text to read as its message; None while it may
+        still begin with a mark of reasoning."""
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
@@ -104,10 +108,11 @@ class MessageParser:
         return space
 
     def _read(self, text: str) -> None:
+        """Split ``text`` at marks, and withhold an end that may begin a mark."""
         at = 0
         while (found := search(self._marks, text, at)) is not None:
             self._send(text[at : found.start()])
-            # The text before it may have changed the marks.
+            # The text before the mark may have changed which marks count.
             self._send(found.group(), is_mark=found.group() in self._marks)
             at = found.end()
         tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
@@ -120,6 +125,8 @@ class MessageParser:
             self._marks = self._reading.send((text, is_mark))
 
     def _read_message(self) -> Reading[None]:
+        """Read the message as a generator of the marks to look for: reasoning, text, and calls by a
+        CallReader."""
         while True:
             text, is_mark = yield self._message_marks()
             if not is_mark:
@@ -127,18 +134,19 @@ class MessageParser:
                 continue
             while text in self._openings and self._markup is not None:
                 self._is_reasoning_open |= self._in_reasoning
-                calls = self._calls = CallReader(self._markup, self._schemas, text, self._list)
+                calls = self._calls = CallReader(self._markup, self._schemas, text, self._blocks)
                 text = yield from calls.read((self._think.closing,) if self._is_reasoning_open else ())
                 if calls.is_over:
                     self._in_reasoning, self._skips_space = False, True
                     self._calls = None
                 else:
-                    self._give_up(calls)
+                    self._show_as_text(calls)
             if text:
                 self._is_reasoning_open &= text != self._think.closing
                 self._in_reasoning, self._skips_space = False, True
 
     def _message_marks(self) -> Marks:
+        """Return the marks to look for outside of calls."""
         closing, markup = self._think.closing, self._markup
         if self._in_reasoning:
             return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
@@ -148,7 +156,7 @@ class MessageParser:
         ends = (*([markup.closing] * self.has_calls), *([closing] * self._is_reasoning_open))
         return (*self._openings, *ends)
 
-    def _give_up(self, calls: CallReader) -> None:
+    def _show_as_text(self, calls: CallReader) -> None:
         """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
         self._is_reasoning_open &= not self._in_reasoning
         self._skips_space = calls.num_calls > 0
@@ -160,7 +168,7 @@ class MessageParser:
             text = text.lstrip()
         if text:
             self._skips_space = False
-            self._list.add(BlockKind.REASONING if self._in_reasoning else BlockKind.TEXT, text)
+            self._blocks.add(BlockKind.REASONING if self._in_reasoning else BlockKind.TEXT, text)
 
     def _finish(self, *, is_cut: bool) -> None:
         """Show the withheld text unless it is markup. Where the answer ``is_cut``, a possible beginning of
@@ -173,7 +181,7 @@ class MessageParser:
                 if self._markup is not None and self._markup.ends_with_answer and not is_cut:
                     self._send(self._markup.call_end, is_mark=True)
                 return
-            self._give_up(self._calls)
+            self._show_as_text(self._calls)
         elif is_cut and self._markup is not None and self._markup.sign in withheld:
             return
         self._show(withheld)

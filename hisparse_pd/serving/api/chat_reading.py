@@ -1,4 +1,7 @@
-"""Reads a chat's answers: their text into blocks, and the number of tokens of their reasoning."""
+"""Reads a chat's answers: splits their text into blocks, and counts the tokens of their reasoning.
+
+The dialects of chats, messages and responses make a ``ChatReading`` for each sample and feed it with deltas.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,7 @@ class ReasoningTokens:
         """None until it is known whether the answer begins with reasoning."""
 
     def count(self, token_ids: Sequence[int]) -> None:
+        """Take in further tokens of the answer."""
         for token_id in token_ids:
             if self._is_open is False:
                 return

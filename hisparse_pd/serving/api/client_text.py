@@ -1,10 +1,11 @@
-"""Keeps clients' strings in a chat text: only the model's template may write control tokens.
+"""Keeps clients from writing control tokens into a chat: their spellings in clients' strings stay plain text.
 
-Where a client's string spells a control token, the template is shown a stand-in for its first character: one
-character that trimming, slicing and JSON leave alone, and that the request has nowhere else. In the chat that
-the template has written, each stand-in becomes its character again, between two breaks. The tokenizer finds
-no control token across a break. Then it drops the breaks, and only then normalizes and splits the text
-between control tokens, so this text gets the tokens of plain text.
+``TextCodec`` passes the template what ``ClientText.template_input`` returns, then calls ``with_breaks`` on
+the template's output and ``encode`` on that. Where a client's string spells a control token, the template
+gets a stand-in for its first character: one character that trimming, slicing and JSON leave alone, and that
+the request has nowhere else. In the chat that the template has written, each stand-in becomes its character
+again, between two breaks. The tokenizer finds no control token across a break. Then it drops the breaks, and
+only then normalizes and splits the text between control tokens, so this text gets the tokens of plain text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ESCAPED = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
 """Replacements for escapes and breaks that the chat itself contains, in the order of replacing."""
 _FIRST_SINGLE = 0xF0000
 """First of the code points that, after an escape, stand for clients' characters that are control tokens by
-themselves. A break could not keep the tokenizer from finding such a token."""
+themselves. Breaks around such a character would not hide it from the tokenizer."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
 """Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""
@@ -52,28 +53,28 @@ class StandIns:
                 "of which some must be unused, to mark the spellings as text; leave some of them out",
                 param="messages",
             )
-        self._shown = {text: self.put(text, found) for text, found in places.items()}
+        self._shown = {text: self.insert(text, found) for text, found in places.items()}
 
-    def put(self, text: str, places: Iterable[int]) -> str:
+    def insert(self, text: str, places: Iterable[int]) -> str:
         """Return ``text`` with stand-ins at ``places``."""
         characters = list(text)
         for place in places:
             characters[place] = chr(self._codes[text[place]])
         return "".join(characters)
 
-    def in_template(self, value: Any) -> Any:
+    def replace_in(self, value: Any) -> Any:
         """Return a JSON value with stand-ins in its strings and names, as the template gets it."""
         match value:
             case str():
                 return self._shown.get(value, value)
             case dict():
-                return {self._shown.get(name, name): self.in_template(item) for name, item in value.items()}
+                return {self._shown.get(name, name): self.replace_in(item) for name, item in value.items()}
             case list() | tuple():
-                return list(map(self.in_template, value))
+                return list(map(self.replace_in, value))
             case _:
                 return value
 
-    def restored(self, text: str, write: Callable[[str], str] = str) -> str:
+    def restore(self, text: str, write: Callable[[str], str] = str) -> str:
         """Return ``text`` with each stand-in replaced by its character, as ``write`` writes the character."""
         for character, code in self._codes.items():
             for stand_in in (chr(code), _in_ascii(code)):
@@ -113,7 +114,7 @@ class ClientText:
         }
         """Escapes of control tokens of one character, by the token."""
         self._backend = self._tokenizer_like(backend)
-        self._split_words()
+        self._split_control_words()
 
     def _tokenizer_like(self, backend: Any) -> Any:
         """Return a tokenizer like ``backend`` that finds control tokens before the text is normalized."""
@@ -152,24 +153,25 @@ class ClientText:
                 )
         return ours
 
-    def _split_words(self) -> None:
-        """Let the tokenizer split plain text within control tokens that the vocabulary has as words, too.
+    def _split_control_words(self) -> None:
+        """Make the tokenizer split spellings that its vocabulary has as ordinary words, too.
 
-        It splits after the first character of such a token.
+        Without this, plain text could become a control token's id by the vocabulary. The split is after the
+        first character of such a spelling.
         """
         from tokenizers import Regex
         from tokenizers.pre_tokenizers import Sequence, Split
 
-        if words := self._words_of_text():
+        if words := self._controls_within_text():
             after_firsts = "|".join(f"(?<={_literal(word[0])})(?={_literal(word[1:])})" for word in words)
             split = Split(Regex(after_firsts), "isolated")
             others = [] if self._backend.pre_tokenizer is None else [self._backend.pre_tokenizer]
             self._backend.pre_tokenizer = Sequence([split, *others])
-        if words := self._words_of_text():
+        if words := self._controls_within_text():
             logger.warning("control tokens that clients' text can still contain: %s", words)
 
-    def _words_of_text(self) -> list[str]:
-        """Return the control tokens that their spelling still becomes in plain text."""
+    def _controls_within_text(self) -> list[str]:
+        """Return the control tokens whose id plain text with their spelling still gets."""
         found = []
         for text in self._controls.spellings:
             as_text = self._backend.encode(self._as_text(text[0]) + text[1:], add_special_tokens=False)
@@ -186,23 +188,23 @@ class ClientText:
             return TemplateInput(list(messages), list(tools), arguments)
         stand_ins = StandIns(places, strings, self._template)
         return TemplateInput(
-            [self._message(message, places, stand_ins) for message in messages],
-            stand_ins.in_template(tools),
-            {name: stand_ins.in_template(value) for name, value in arguments.items()},
+            [self._with_stand_ins(message, places, stand_ins) for message in messages],
+            stand_ins.replace_in(tools),
+            {name: stand_ins.replace_in(value) for name, value in arguments.items()},
             stand_ins,
         )
 
-    def _message(
+    def _with_stand_ins(
         self, message: dict[str, Any], places: Mapping[str, Sequence[int]], stand_ins: StandIns
     ) -> dict[str, Any]:
-        shown = {name: stand_ins.in_template(value) for name, value in message.items()} | {
+        shown = {name: stand_ins.replace_in(value) for name, value in message.items()} | {
             "role": message["role"]
         }
         content = message["content"]
         if message["role"] == "assistant" and "reasoning_content" not in message and content in places:
             # The template must still find the reasoning in an earlier answer's text.
             kept = self._read_places(content)
-            shown["content"] = stand_ins.put(content, (at for at in places[content] if at not in kept))
+            shown["content"] = stand_ins.insert(content, (at for at in places[content] if at not in kept))
         return shown
 
     def _read_places(self, answer: str) -> set[int]:
@@ -216,7 +218,7 @@ class ClientText:
         """Return ``chat``, which the template has written, with each stand-in's character between breaks."""
         for text, escaped in _ESCAPED.items():
             chat = chat.replace(text, escaped)
-        return chat if stand_ins is None else stand_ins.restored(chat, self._as_text)
+        return chat if stand_ins is None else stand_ins.restore(chat, self._as_text)
 
     def _as_text(self, character: str) -> str:
         """Return ``character`` written so that the tokenizer finds no control token in or across it."""

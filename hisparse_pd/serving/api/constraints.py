@@ -1,7 +1,8 @@
-"""What a request asks an answer to be: a format, or calls of tools.
+"""Reads from a body what its answer must be: a format, or calls of tools.
 
-The fields of OpenAI's, Anthropic's, vLLM's and SGLang's clients make a ``Constraint``. It does not depend on
-the checkpoint: ``grammars.py`` writes it as a grammar for the prompt and the model's markup.
+``schemas.py`` calls the function of each endpoint. The fields of OpenAI's, Anthropic's, vLLM's and SGLang's
+clients all make a ``Constraint``, which does not depend on the checkpoint: ``grammars.py`` later writes it as
+a grammar for the prompt and the model's markup.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ MAX_CHOICE_CHARS = 64 << 10
 ANY_JSON_OBJECT = "$$ANY$$"
 """SGLang's value for a schema that every object matches."""
 
+# A rule ``start``, or llguidance's own directive, at the beginning of a line shows Lark's notation.
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\]\s*)?:(?!:))", re.MULTILINE)
 
 
@@ -93,7 +95,7 @@ def completion_constraint(body: CompletionsBody) -> Constraint | None:
 
 def generate_constraint(params: SamplingParams, name: str) -> Constraint | None:
     """Return the constraint of the ``sampling_params`` of ``/generate`` at the path ``name``."""
-    answer = _one_of([*_sglang_formats(params, f"{name}.")])
+    answer = _only_format([*_sglang_formats(params, f"{name}.")])
     return None if answer is None else Constraint(answer)
 
 
@@ -111,7 +113,7 @@ def responses_constraint(body: ResponsesBody, prompt: ChatPrompt) -> Constraint 
     if body.text is not None and body.text.format is not None:
         chosen = decode(TextFormat, body.text.format, name)
         own = _typed_format(f"{name}.type", chosen.type, f"{name}.schema", chosen.schema)
-    answer = _one_of([*own, *_vllm_formats(body)])
+    answer = _only_format([*own, *_vllm_formats(body)])
     calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=False)
     return _constraint(answer, calls, prompt, "input")
 
@@ -126,7 +128,7 @@ def messages_constraint(body: MessagesBody, prompt: ChatPrompt) -> Constraint | 
         for name, chosen in formats.items()
         if chosen is not None
     ]
-    return _constraint(_one_of(own), anthropic_calls(body.tool_choice, prompt), prompt, "messages")
+    return _constraint(_only_format(own), anthropic_calls(body.tool_choice, prompt), prompt, "messages")
 
 
 def _constraint(
@@ -134,7 +136,8 @@ def _constraint(
 ) -> Constraint | None:
     is_forced = calls is not None and calls.is_forced
     if is_forced:
-        answer = None  # an answer of calls alone has no text; agents send the format for the turn after them
+        # An answer of calls has no text to format. Agents send the format for the turn after the calls.
+        answer = None
     if answer is None and calls is None:
         return None
     asking = answer or (calls if is_forced else None)
@@ -152,14 +155,17 @@ def _conflict(first: str, second: str, why: str) -> ApiError:
 # --- formats -----------------------------------------------------------------------------------------
 
 
-def _one_of(answers: Sequence[AnswerFormat]) -> AnswerFormat | None:
+def _only_format(answers: Sequence[AnswerFormat]) -> AnswerFormat | None:
+    """Return the only format that was asked for; None for none. Raises ApiError for several."""
     if len(answers) > 1:
         raise _conflict(answers[0].field, answers[1].field, "only one of them can say what the answer is")
     return answers[0] if answers else None
 
 
 def _openai_format(body: OpenAI) -> AnswerFormat | None:
-    return _one_of([*_response_format(body.response_format), *_vllm_formats(body), *_sglang_formats(body)])
+    return _only_format(
+        [*_response_format(body.response_format), *_vllm_formats(body), *_sglang_formats(body)]
+    )
 
 
 def _response_format(chosen: ResponseFormat | None) -> Sequence[AnswerFormat]:
@@ -209,6 +215,7 @@ def _text_formats(path: str, regex: str | None, **grammars: str | None) -> Itera
 
 
 def _any_object(name: str) -> AnswerFormat:
+    """Return the format of any JSON object."""
     return AnswerFormat(name, FormatKind.JSON, '{"type":"object"}')
 
 

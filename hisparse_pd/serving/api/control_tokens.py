@@ -1,4 +1,7 @@
-"""The control tokens of a tokenizer, and where a client's string may spell one or a part of one."""
+"""The control tokens of a tokenizer, and where a client's string may spell one or a part of one.
+
+``client_text.py`` replaces characters at these places so that the tokenizer finds no control token there.
+"""
 
 from __future__ import annotations
 

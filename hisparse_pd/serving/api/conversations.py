@@ -1,4 +1,7 @@
-"""What the conversations of all APIs have in common: messages, the assistant's turns, results and tools."""
+"""Shared pieces of reading conversations: messages, the assistant's turns, results of tools, and tools.
+
+The readers of each API (``openai_chat.py``, ``anthropic_messages.py``, ``openai_responses.py``) call them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from msgspec import Raw
 
 from hisparse_pd.protocol.decoding import NestedTooDeeply, decode_json
 from hisparse_pd.serving.api.anthropic_parts import ResultBlock, ToolReference
-from hisparse_pd.serving.api.bodies import Templated
+from hisparse_pd.serving.api.bodies import TemplateFields
 from hisparse_pd.serving.api.body_parts import (
     HOSTED_TOOL,
     MAX_MESSAGES,
@@ -61,7 +64,7 @@ def may_call_tools(tool_choice: Raw | None) -> bool:
     return tool_choice is None or decode_item("tool_choice", tool_choice) != "none"
 
 
-def template_arguments(body: Templated, effort: str | None) -> dict[str, object]:
+def template_arguments(body: TemplateFields, effort: str | None) -> dict[str, object]:
     """Return the template's arguments that the client sets. ``effort`` is the one in a field of its own."""
     arguments = body.chat_template_kwargs or {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):

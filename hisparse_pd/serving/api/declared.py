@@ -1,9 +1,10 @@
-"""Declarations of bodies: classes of typed fields, and what annotations say beside the types.
+"""Declarations of bodies: classes of typed fields, and annotations that add to their types.
 
-A class under ``declared`` has a field for each annotation. A field whose type takes None may be left out or
-null; any other is required. Fields that a class does not declare are not decoded: a body of megabytes can be
-millions of objects, and the decoder holds the interpreter. For the same reason large lists are ``Raw`` fields
-(``list_of``), which their readers split.
+``bodies.py`` and the ``*_parts.py`` beside it declare bodies with it; ``declared_decoding.py``,
+``declared_errors.py`` and ``openapi.py`` read the declarations. A class under ``declared`` has a field for
+each annotation. A field whose type takes None may be left out or null; any other is required. Fields that a
+class does not declare are not decoded: a body of megabytes can be millions of objects, and the decoder holds
+the interpreter. For the same reason large lists are ``Raw`` fields (``list_of``), which their readers split.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ NOT_SUPPORTED = "is not supported by this service; leave the field out"
 
 def declared(cls: type[T]) -> type[T]:
     """Return ``cls`` as a msgspec structure. Its bases are plain classes of annotations."""
-    return _structure(cls)
+    return _msgspec_class(cls)
 
 
 def tagged(field: str, value: str) -> Callable[[type[T]], type[T]]:
     """Declare a member of a union: an object is of this class if its ``field`` is ``value``."""
-    return lambda cls: _structure(cls, tag_field=field, tag=value)
+    return lambda cls: _msgspec_class(cls, tag_field=field, tag=value)
 
 
 def tag_of(value: object) -> str:
@@ -39,7 +40,7 @@ def tag_of(value: object) -> str:
     return str(cast("Any", value).__struct_config__.tag)
 
 
-def _structure(cls: type[T], **options: Any) -> type[T]:
+def _msgspec_class(cls: type[T], **options: Any) -> type[T]:
     hints = get_type_hints(cls, include_extras=True)
     fields = [
         (name, _decodable(kind), *([None] if _takes_none(kind) else [])) for name, kind in hints.items()
@@ -73,12 +74,12 @@ class Unsupported(NamedTuple):
 
 
 def rule(text: str) -> Meta:
-    """Have errors say ``text`` of a wrong value, in place of what its type says."""
+    """Set the text that errors about a wrong value have, in place of the one that its type gives."""
     return Meta(extra={_RULE: text})
 
 
 AS_SPELLED = Meta(extra={_AS_SPELLED: True})
-"""The spelling of numbers within this field is kept (``exact_numbers``), for no type says what they are."""
+"""Annotation of a field within which the spelling of numbers is kept (``exact_numbers``)."""
 
 
 def unsupported(*harmless: object, why: str = NOT_SUPPORTED) -> Meta:

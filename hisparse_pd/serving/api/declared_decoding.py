@@ -1,4 +1,8 @@
-"""Decodes JSON objects of requests as declared classes; an error says what breaks the declaration."""
+"""Decodes JSON objects of requests as declared classes; an error says what breaks the declaration.
+
+``schemas.py`` and ``tokens.py`` decode bodies with it, and the readers of messages, items and tools their
+objects. Large objects are split first, since a decoder lets no other thread run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import msgspec
 from msgspec import Raw, inspect
 
 from hisparse_pd.serving.api.declared import is_raw, keeps_spelling, structures_of, unsupported_of
-from hisparse_pd.serving.api.declared_errors import BadEntry, Complaint, explain, path_of
+from hisparse_pd.serving.api.declared_errors import BadEntry, Complaint, explain, field_path
 from hisparse_pd.serving.api.exact_numbers import read_float
 from hisparse_pd.serving.api.raw_json import (
     MAX_FIELD_BYTES,
@@ -41,7 +45,7 @@ def decode(kind: Any, text: Json, name: str = "") -> Any:
         value = _decode_object(_declaration_of(kind), text, name)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise not_json(name, error) from error
-    _settle_raw_fields(value, name)
+    _check_raw_fields(value, name)
     return value
 
 
@@ -107,7 +111,7 @@ class _Declaration:
         others = self.given_fields(text)
         raw_fields = {field: others.pop(field) for field in self._raw_fields & others.keys()}
         for field, value in others.items():
-            check_size(path_of(name, field), value)
+            check_size(field_path(name, field), value)
         return _SplitObject(msgspec.json.encode(others) if raw_fields else text, raw_fields)
 
 
@@ -123,30 +127,30 @@ def _is_null(value: Raw) -> bool:
 # --- ``Raw`` fields --------------------------------------------------------------------------------------
 
 
-def _settle_raw_fields(value: msgspec.Struct, name: str) -> None:
+def _check_raw_fields(value: msgspec.Struct, name: str) -> None:
     """Replace JSON nulls in ``Raw`` fields by None, in structures within ``value`` too. Raises InvalidField
     if an unsupported field has a value that is not harmless."""
-    for field in _fields_to_settle(type(value)):
+    for field in _fields_to_check(type(value)):
         match getattr(value, field.name):
             case msgspec.Struct() as inner:
-                _settle_raw_fields(inner, path_of(name, field.name))
+                _check_raw_fields(inner, field_path(name, field.name))
             case Raw() as given if _is_null(given):
                 setattr(value, field.name, None)
             case Raw() as given if (refused := unsupported_of(field.type)) is not None:
-                path = path_of(name, field.name)
+                path = field_path(name, field.name)
                 asked = decode_item(path, given)
                 if asked not in refused.harmless:
                     raise InvalidField(path, asked, refused.why)
 
 
 @cache
-def _fields_to_settle(structure: type[msgspec.Struct]) -> list[inspect.Field]:
+def _fields_to_check(structure: type[msgspec.Struct]) -> list[inspect.Field]:
     """Return the fields that are ``Raw``, and those that are structures with such fields."""
     (info,) = structures_of(inspect.type_info(structure))
     return [
         field
         for field in info.fields
-        if is_raw(field.type) or any(_fields_to_settle(inner.cls) for inner in structures_of(field.type))
+        if is_raw(field.type) or any(_fields_to_check(inner.cls) for inner in structures_of(field.type))
     ]
 
 
@@ -162,7 +166,7 @@ def _refusal(declaration: _Declaration, text: Json, name: str, error: msgspec.Va
     complaint = Complaint.of(error)
     needed = declaration.tag_fields.union(map(str, complaint.steps[:1]))
     given = {field: value for field, value in declaration.given_fields(text).items() if field in needed}
-    fields = {field: decode_item(path_of(name, field), value) for field, value in given.items()}
+    fields = {field: decode_item(field_path(name, field), value) for field, value in given.items()}
     return explain(complaint, declaration.type, fields, name, _bad_entry(declaration, fields, complaint))
 
 

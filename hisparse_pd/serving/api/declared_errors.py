@@ -1,4 +1,4 @@
-"""What breaks a declaration, in words for the client: field, value and bound.
+"""Explains to the client what breaks a declaration: field, value and bound.
 
 msgspec says the place, such as ``$.a[0]``, and the bound. The type that is declared for that place adds the
 text of ``rule``, or the values that a literal or a tag may have.
@@ -70,7 +70,7 @@ class BadEntry(NamedTuple):
     value: object
 
 
-def path_of(name: str, field: str) -> str:
+def field_path(name: str, field: str) -> str:
     """Return the path to ``field`` of the object at ``name``, which is "" for the body."""
     return f"{name}.{field}" if name else field
 
@@ -89,9 +89,9 @@ def explain(
     value: Any = fields
     for step in complaint.steps:
         kind, value = _kind_of_part(kind, step, value), _part(value, step)
-        name = path_of(name, step) if isinstance(step, str) else f"{name}[{step}]"
+        name = field_path(name, step) if isinstance(step, str) else f"{name}[{step}]"
     if (missing := complaint.missing_field) is not None:
-        return FieldRefused(path_of(name, missing), "the field is needed", code="missing_field")
+        return FieldRefused(field_path(name, missing), "the field is needed", code="missing_field")
     if bad_entry is not None:
         key = shown(bad_entry.key)
         entry = f"the key {key}" if complaint.is_about_a_key else f"{shown(bad_entry.value)} for {key}"
@@ -101,7 +101,7 @@ def explain(
 
 
 def _part(value: Any, step: str | int) -> Any:
-    """Return the field or the item of ``value``, or None where there is none: the field may be given twice,
+    """Return the field or the item of ``value``, or None if there is none: the field may be given twice,
     and ``value`` then has the other one."""
     match value, step:
         case dict(), str(field):
@@ -126,7 +126,7 @@ def _kind_of_part(kind: inspect.Type, step: str | int, value: Any) -> inspect.Ty
 
 
 def _rule_of_known_values(kind: inspect.Type) -> str | None:
-    """Return which values ``kind`` may have, or None where it has no list of them."""
+    """Return which values ``kind`` may have, or None if it has no list of them."""
     known: list[object] = [structure.tag for structure in structures_of(kind)]
     for member in members_of(kind):
         if isinstance(member, inspect.LiteralType):

@@ -1,8 +1,9 @@
 """Turns token ids into text as they come: into whole characters, and without any part of a stop string.
 
-Every token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder gives exactly the
-text of decoding all tokens at once, in time linear in the output. A character whose bytes are spread over
-tokens comes with its last byte.
+A front has one ``TokenBytes`` for its tokenizer, and a ``Detokenizer`` for each sample (``output.py``). Every
+token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder gives exactly the text of
+decoding all tokens at once, in time linear in the output. A character whose bytes are spread over tokens
+comes with its last byte.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         no_stop_trim: bool = False,
     ) -> None:
-        """With ``no_stop_trim`` the stop string that ends the text is part of it."""
+        """``no_stop_trim``: whether the stop string that ends the text is part of it."""
         self._token_bytes = token_bytes
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -109,6 +110,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
+        """Take in further text. Returns what of the text so far can be passed on now."""
         if self.matched is not None:
             return ""
         if not self._stop:

@@ -1,9 +1,9 @@
-"""How an endpoint writes its answers, and the usage objects in them.
+"""The interface of the classes that write an endpoint's answers, and the usage objects in answers.
 
-A stream is made of ``events``, called with each delta, and ``last_events`` after all of them. A whole body is
-made of ``keep``, called with each delta, ``choice`` after a sample's last one, and ``whole`` after all of
-them; it says what the events of a stream say together. Each call encodes what one engine message brought:
-encoding all logprobs of a long answer at once would hold up the event loop.
+``answering.py`` makes a ``Dialect`` for each request and calls it. For a stream it calls ``events`` with each
+delta, and ``last_events`` after all of them; for a whole body ``keep`` with each delta, ``choice`` after a
+sample's last one, and ``whole`` after all of them. Both have the same content. Each call encodes what one
+engine message brought: encoding all logprobs of a long answer at once would hold up the event loop.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Dialect(ABC):
 def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = None) -> Json:
     """Return OpenAI's usage object. A prompt counts once, however many samples it has.
 
-    ``num_reasoning_tokens`` counts all samples; it is None where answers have no reasoning.
+    ``num_reasoning_tokens`` counts all samples; it is None if answers have no reasoning.
     """
     firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
@@ -91,7 +91,7 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
-    """Return the mode, hits and misses of all samples together; None where no engine has told any.
+    """Return the mode, hits and misses of all samples together; None if no engine has told any.
 
     Samples of different modes have the mode "mixed" together, with ``modes`` for each of them. ``resumes``
     counts how often the answer went on at another node; hits and misses are those of the last node.

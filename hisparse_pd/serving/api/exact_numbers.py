@@ -1,7 +1,8 @@
 """Numbers of schemas as clients spell them, and which of them llguidance, which keeps doubles, can enforce.
 
-JSON's integers become Python's, of any size. Another number that its double does not spell back, such as
-1.0e2 or 0.1000000000000000000001, keeps its spelling beside the double.
+``grammars.py`` reads schemas with ``read_json``; ``schema_numbers.py`` and ``json_grammars.py`` ask about
+each number. JSON's integers become Python's, of any size. Another number that its double does not spell back,
+such as 1.0e2 or 0.1000000000000000000001, keeps its spelling beside the double.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ read a neighbour."""
 _MAX_BOUND: Final = 2**63
 """Bound of llguidance's ranges, which are of 64-bit integers."""
 _MAX_COEFFICIENT: Final = 2**32 // 10 - 1
+"""Largest ``multipleOf``, its decimal point left out: llguidance computes with 32 bits."""
 _MAX_MULTIPLE_DECIMALS: Final = 9
-"""Bounds of a multipleOf's digits without the point, and of their number behind it: llguidance computes with
-32 bits."""
+"""Most digits of a ``multipleOf`` behind the point, for the same reason."""
 
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 LENGTHS: Final = {
@@ -79,14 +80,14 @@ def for_doubles(value: Number) -> str:
 def write_json(value: object, spell: Callable[[Number], str] = spelling) -> str:
     """Return ``value`` as JSON, with its numbers as ``spell`` has them. Takes two stack frames a level."""
     if isinstance(value, dict):
-        parts = [f"{_written(name)}:{write_json(each, spell)}" for name, each in value.items()]
+        parts = [f"{_encoded(name)}:{write_json(each, spell)}" for name, each in value.items()]
         return "{" + ",".join(parts) + "}"
     if isinstance(value, list):
         return "[" + ",".join([write_json(each, spell) for each in value]) + "]"
-    return spell(value) if is_number(value) else _written(value)
+    return spell(value) if is_number(value) else _encoded(value)
 
 
-_written = partial(json.dumps, ensure_ascii=False)
+_encoded = partial(json.dumps, ensure_ascii=False)
 
 
 def is_number(value: object) -> TypeGuard[Number]:
@@ -135,7 +136,8 @@ def fault_of_bound(word: str, value: Number, *, of_integers: bool) -> str:
         if 0 < digits <= _MAX_COEFFICIENT and num_decimals <= _MAX_MULTIPLE_DECIMALS and value > 0:
             return ""
         return f"multiples of up to {_MAX_COEFFICIENT} are, with up to {_MAX_MULTIPLE_DECIMALS} decimals"
-    is_exclusive = word.startswith("exclusive")  # becomes the next integer, which has to be exact, too
+    # llguidance turns an exclusive bound into the next integer, which has to be exact, too.
+    is_exclusive = word.startswith("exclusive")
     is_whole = exact(value) == exact(value).to_integral_value()
     is_exact = _is_whole_double(value) if of_integers and is_whole else has_double(value)
     if is_exact and not (is_exclusive and abs(value) >= _MAX_EXACT):

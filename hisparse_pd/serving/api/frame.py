@@ -1,4 +1,9 @@
-"""What every endpoint that takes a body has in common: limits, a client that leaves, errors, the answer."""
+"""The frame of every endpoint that takes a body: reading it, keep-alive pings, the answer, errors, counts.
+
+``app.py`` makes a ``FramedEndpoint`` of each POST path with a function that answers one body. The endpoint
+makes a ``Reply`` for each request, cancels the function when the client leaves, and ends the request with an
+error if the function raises one.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +78,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 PING_SECS = 15.0
-"""Silence after which a client hears that its request is still at work."""
+"""Silence after which a client gets a ping."""
 _COMMENT = b": ping\n\n"
 PINGS = {
     ErrorShape.OPENAI: _COMMENT,
@@ -83,12 +88,11 @@ PINGS = {
 
 
 class KeepAlive:
-    """Tells the client of a silent answer that its request is still at work: proxies cut silent connections,
-    by default after a minute.
+    """Pings the client of a silent answer, since proxies cut silent connections, by default after a minute.
 
-    A stream that has begun carries a comment, or the API's own event for this. Before that, only an interim
-    response leaves the status open; it goes to clients that ask for one, as the router does. The requests of
-    an engine that stands still are ended elsewhere, so a ping never keeps up a request without progress.
+    In a stream that has begun, the ping is a comment, or the API's own event for this. Before that, it is an
+    interim response, which leaves the status open, and only for clients that ask for one, as the router does.
+    ``SampleGroup`` ends requests of an engine that stands still, so pings keep no dead request alive.
     """
 
     def __init__(
@@ -107,27 +111,27 @@ class KeepAlive:
         )
         self._has_begun = False
         self._sending: asyncio.Task[None] | None = None
-        self._silence = WaitTimer(PING_SECS, self._break_silence)
-        self._silence.begin()
+        self._ping_timer = WaitTimer(PING_SECS, self._send_ping)
+        self._ping_timer.begin()
 
     def note_piece(self) -> None:
         """Note that a piece of a stream is being sent."""
         self._has_begun = True
-        self._silence.begin()
+        self._ping_timer.begin()
 
     def close(self) -> None:
         """Stop pinging: the end of the answer is being sent, or nothing more is."""
-        self._silence.close()
+        self._ping_timer.close()
         if self._sending is not None:
             self._sending.cancel()
 
-    def _break_silence(self) -> None:
+    def _send_ping(self) -> None:
         if not self._has_begun:
             if self._interim is not None:
                 self._interim()
         elif self._sending is None or self._sending.done():  # else the client does not read
             self._sending = asyncio.create_task(self._send_piece(self._ping))
-        self._silence.begin()
+        self._ping_timer.begin()
 
 
 class FramedEndpoint:
@@ -174,7 +178,7 @@ class FramedEndpoint:
 
 
 class Reply:
-    """Sends the one answer to a request. ``span`` is None where the request is not traced."""
+    """Sends the one answer to a request. ``span`` is None if the request is not traced."""
 
     def __init__(
         self, send: Send, error_shape: ErrorShape, request_headers: Headers, span: RequestSpan | None
@@ -183,19 +187,19 @@ class Reply:
         self._error_shape = error_shape
         self.request_headers = request_headers
         self.span = span
-        self._begun = False
+        self._has_begun = False
         self.status = _CLIENT_LEFT
         """Status of the answer; _CLIENT_LEFT where the handler is cancelled before it has answered."""
-        self._alive: KeepAlive | None = None
+        self._keep_alive: KeepAlive | None = None
 
     def keep_alive(self, scope: Scope) -> None:
-        """Break the silence from now on until the answer ends."""
-        self._alive = KeepAlive(scope, self._error_shape, self._piece)
+        """Ping the client from now on whenever the answer is silent, until it ends."""
+        self._keep_alive = KeepAlive(scope, self._error_shape, self._piece)
 
     def close(self) -> None:
-        if self._alive is not None:
-            self._alive.close()
-            self._alive = None
+        if self._keep_alive is not None:
+            self._keep_alive.close()
+            self._keep_alive = None
 
     async def send_answer(self, answer: HttpAnswer, headers: Headers = ()) -> None:
         """Send ``answer`` with ``headers`` besides those that describe its body."""
@@ -220,7 +224,7 @@ class Reply:
         """Answer with ``error``, or end a stream that has begun with it."""
         if self.span is not None:
             self.span.error = str(error)
-        if self._begun:
+        if self._has_begun:
             await self._piece(error.event(self._error_shape), last=True)
             return
         body = error.body(self._error_shape)
@@ -238,13 +242,13 @@ class Reply:
             self.close()
             headers.append((b"content-length", b"%d" % num_bytes))
         self.status = status
-        self._begun = True
+        self._has_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _piece(self, piece: bytes, *, last: bool = False) -> None:
         if last:
             self.close()
-        elif self._alive is not None:
-            self._alive.note_piece()
+        elif self._keep_alive is not None:
+            self._keep_alive.note_piece()
         message: Message = {"type": "http.response.body", "body": piece, "more_body": not last}
         await self._send(message)

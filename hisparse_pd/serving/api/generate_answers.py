@@ -1,4 +1,4 @@
-"""Answers of SGLang's native ``/generate``."""
+"""Writes the answers to SGLang's native ``/generate``, whole and streamed."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class GenerateDialect(Dialect):
         self.keep(output, delta)  # the next event repeats all earlier ones
 
     def _show(self, output: SampleOutput) -> Json:
+        """Return the whole answer of a sample so far."""
         meta: Json = {
             "id": self._request_id(output),
             "finish_reason": output.finish and self._finish_reason(output, output.finish),
@@ -97,5 +98,6 @@ class GenerateDialect(Dialect):
 def sglang_token(
     token_bytes: TokenBytes, token_id: int, logprob: float | None, with_text: bool
 ) -> list[object]:
+    """Return SGLang's entry of a token in a list of logprobs: logprob, token id, and text or None."""
     text = token_bytes.text(token_id) if with_text else None
     return [None if logprob is None else finite(logprob), token_id, text]

@@ -1,7 +1,8 @@
 """Checks the grammars of requests before an engine sees them, one at a time in a process beside the front.
 
-A check takes a core for a second at most, and nothing of the front but the wait. Its result is remembered,
-unless another check could have another one.
+``TextCodec.check_grammar`` calls it for each grammar of a request. A check takes a core for a second at most,
+and the front only waits. A result is remembered if it is certain, that is, if a repetition would give the
+same.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from hisparse_pd.core import grammar
 from hisparse_pd.core.grammar.checker import MAX_CLOCK_SECS, MAX_CORE_SECS, Verdict
+from hisparse_pd.core.grammar.compile_threads import CompileThreads
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES
-from hisparse_pd.core.grammar.turns import Turns
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
 
 MAX_WAITING = 64
@@ -35,10 +36,10 @@ class GrammarChecks:
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_id: int) -> None:
         self._arguments = [str(tokenizer_json), str(vocab_size), str(eos_token_id)]
         self.process: subprocess.Popen[bytes] | None = None
-        self._turns = Turns(1, "grammar-checks")
+        self._threads = CompileThreads(1, "grammar-checks")
         self._num_waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        """What is wrong with a grammar, or "", by its text's hash; the latest one asked for is last."""
+        """Error of each known grammar, "" if it is fine, by its text's hash; the latest one used is last."""
 
     async def check(self, text: str, field: str) -> None:
         """Raises ApiError 400, which names ``field`` and the bound that the grammar exceeds, and 503 where
@@ -67,7 +68,7 @@ class GrammarChecks:
                 "try again",
             )
         self._num_waiting += 1
-        asked = self._turns.submit(len(encoded), self.answer, encoded)
+        asked = self._threads.submit(len(encoded), self.answer, encoded)
         try:
             return await asyncio.wrap_future(asked)
         finally:
@@ -111,7 +112,7 @@ class GrammarChecks:
 
     def close(self) -> None:
         """Wait for the check that runs, and end the helper."""
-        self._turns.close(wait=True)
+        self._threads.close(wait=True)
         self._stop()
 
 

@@ -1,8 +1,9 @@
 """Writes the grammar of an answer: its ``Constraint``, in the checkpoint's markup of reasoning and calls.
 
-Where the prompt has begun reasoning or the model may begin it, an answer begins with free text up to the mark
-that ends reasoning. Then comes the answer in its format, or calls, or text in which a call may begin. In some
-markups the first call may end reasoning.
+``requests.py`` calls ``write_grammar`` for each prompt whose answer has a format or forced calls. Where the
+prompt has begun reasoning or the model may begin it, an answer begins with free text up to the mark that ends
+reasoning. Then comes the answer in its format, or calls, or text in which a call may begin. In some markups
+the first call may end reasoning.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hisparse_pd.core.grammar.gbnf import convert_gbnf
-from hisparse_pd.serving.api.argument_forms import NotWritable, Steps, TooManySteps
 from hisparse_pd.serving.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
 from hisparse_pd.serving.api.chat_format import MARKUPS, ChatFormat, ReasoningStart, ThinkMarks
 from hisparse_pd.serving.api.constraints import AnswerFormat, Constraint, FormatKind
 from hisparse_pd.serving.api.exact_numbers import read_json
 from hisparse_pd.serving.api.json_grammars import json_value
+from hisparse_pd.serving.api.json_schemas import NotWritable, Steps, TooManySteps
 from hisparse_pd.serving.api.lark import (
     ANY,
     NEWLINE,
@@ -45,10 +46,10 @@ def write_grammar(
     *,
     separates_reasoning: bool = True,
 ) -> str:
-    """Return the grammar in llguidance's Lark notation, or "" where the constraint excludes nothing. Raises
-    ApiError 400.
+    """Return the grammar in llguidance's Lark notation, or "" where the constraint excludes nothing.
 
-    With ``separates_reasoning``, text in reasoning that looks like a call is none.
+    ``separates_reasoning``: whether text within reasoning that looks like a call is no call. Raises ApiError
+    400.
     """
     answer, calls = constraint.answer, constraint.calls
     if chat_format.markup is None:
@@ -64,7 +65,8 @@ def write_grammar(
         if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
             return _alone(answer)
         lark, think = Lark(chat_format.token_ids), chat_format.think
-        # Text that begins with the mark would be read as reasoning, unless that is over.
+        # An answer must not begin with the mark of reasoning, or it would be read as reasoning. If the prompt
+        # has begun reasoning, that ends before the answer, and the mark has no meaning there.
         excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(think.opening)}"]
         if calls is None or chat_format.markup is None:
             assert answer is not None
@@ -82,11 +84,11 @@ def write_grammar(
         )
         is_text_allowed = answer is None and not calls.is_forced
         parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
-        ways = [sequence(thoughts, f"({' | '.join(parts)})")]
+        alternatives = [sequence(thoughts, f"({' | '.join(parts)})")]
         if interrupts and reasoning is not ReasoningStart.NONE:
             interrupted = _thoughts_until(lark, think, reasoning, writer.opening, [think.closing])
-            ways.append(f"{interrupted} {called}")
-        return lark.text(" | ".join(f"({way})" for way in ways))
+            alternatives.append(f"{interrupted} {called}")
+        return lark.text(" | ".join(f"({way})" for way in alternatives))
     except (TooLarge, TooManySteps) as error:
         raise FieldRefused(asking.field, str(error)) from error
 

@@ -1,4 +1,7 @@
-"""JSON that grows by pieces, as an answer does by its events."""
+"""Joins the pieces of JSON that the events of a stream carry into the JSON of a whole answer.
+
+``openai_answers.py`` and ``generate_answers.py`` keep a ``GrownObject`` for each sample of a whole answer.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ class GrownObject:
         self._fields: dict[Any, Any] = {}
 
     def add(self, piece: Mapping[Any, object]) -> None:
+        """Join ``piece`` to what came before."""
         fields = self._fields
         for name, value in piece.items():
             match value:

@@ -1,8 +1,10 @@
 """Grammars of the JSON that a schema describes, with numbers spelled as the client wrote them.
 
-llguidance reads schemas, but keeps numbers as doubles. A ``const`` or ``enum`` with numbers that a double
-does not spell is written here as a rule of its literals, and so are the objects, arrays, alternatives and
-definitions that contain it. All other parts are llguidance's. A bound that it would shift is refused.
+``json_value`` is called for an answer's format (``grammars.py``) and for arguments of calls
+(``call_grammars.py``). llguidance reads schemas, but keeps numbers as doubles. A ``const`` or ``enum`` with
+numbers that a double does not spell is therefore written here as a rule of its literals, and so are the
+objects, arrays, alternatives and definitions that contain it. All other parts are left to llguidance
+(``%json``). A bound that it would shift is refused.
 """
 
 from __future__ import annotations
@@ -10,15 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hisparse_pd.serving.api.argument_forms import (
-    ANNOTATIONS,
-    InexactNumber,
-    NotWritable,
-    SchemaReader,
-    Steps,
-    listed,
-    types_of,
-)
+from hisparse_pd.serving.api.argument_forms import SchemaReader
 from hisparse_pd.serving.api.exact_numbers import (
     BOUNDS,
     exact,
@@ -29,11 +23,19 @@ from hisparse_pd.serving.api.exact_numbers import (
     spelling,
     write_json,
 )
+from hisparse_pd.serving.api.json_schemas import (
+    ANNOTATIONS,
+    InexactNumber,
+    NotWritable,
+    Steps,
+    as_list,
+    types_of,
+)
 from hisparse_pd.serving.api.lark import Lark, literal, one_of, sequence
 from hisparse_pd.serving.api.schema_numbers import Schema, SchemaNumbers, numbers_in
 
 _WHITESPACE: Final = "[ \\n\\r\\t]{1,64}"
-"""White space between the parts of a JSON value. It is bounded, for a model may write it for ever."""
+"""White space between the parts of a JSON value, bounded because a model may otherwise write it for ever."""
 
 _OBJECT_WORDS = {"properties", "required", "additionalProperties"}
 _ARRAY_WORDS = {"items", "prefixItems", "minItems", "maxItems"}
@@ -44,18 +46,18 @@ _MAX_DEPTH: Final = 100
 
 
 def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = False) -> str:
-    """Return the rule of the JSON that ``schema`` describes. Where it ``is_lenient``, what cannot be enforced
-    is left out, instead of an error.
+    """Return the rule of the JSON that ``schema`` describes.
 
-    Raises InexactNumber, TooManySteps and TooLarge.
+    ``is_lenient``: leave out what cannot be enforced, instead of an error. Raises InexactNumber, TooManySteps
+    and TooLarge.
     """
     numbers = SchemaNumbers(schema, steps)
-    if not numbers.are_spelled:
+    if not numbers.need_spelling:
         return _by_llguidance(schema, is_lenient)
     try:
-        return _Writer(lark, schema, numbers, steps, is_lenient=is_lenient).written(schema, "#")
+        return _Writer(lark, schema, numbers, steps, is_lenient=is_lenient).rule_of(schema, "#")
     except NotWritable as error:
-        if numbers.are_inexact:
+        if numbers.exceed_doubles:
             raise InexactNumber(str(error)) from error
         return _by_llguidance(schema, is_lenient)
 
@@ -82,12 +84,12 @@ class _Writer:
         self._comma = sequence(self._gap, literal(","), self._gap)
         self._depth = 0
         self._rules: dict[int, str] = {}
-        """Names of rules by the schema's id; a recursive rule is named before it is written."""
+        """Names of rules by the schema's id; a rule is named before it is written, so that it may recur."""
 
-    def written(self, schema: object, place: str) -> str:
+    def rule_of(self, schema: object, place: str) -> str:
         """Return the rule of ``schema``. Raises NotWritable."""
         if not self._numbers.concern(schema):
-            return self._plain(schema)
+            return self._by_llguidance_alone(schema)
         assert isinstance(schema, dict)
         if id(schema) not in self._rules:
             self._steps.spend(1 + len(schema))
@@ -99,7 +101,7 @@ class _Writer:
             self._depth -= 1
         return self._rules[id(schema)]
 
-    def _plain(self, schema: object) -> str:
+    def _by_llguidance_alone(self, schema: object) -> str:
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         if not isinstance(schema, dict):
@@ -107,31 +109,32 @@ class _Writer:
         return _by_llguidance(self._reader.document(schema), self._is_lenient)
 
     def _expansion(self, schema: Schema, place: str) -> str:
+        """Return what a rule of ``schema`` expands to, by the kind of schema that its keywords make it."""
         words = set(schema) - ANNOTATIONS - {"nullable"}
         if "const" in words or "enum" in words:
             self._check_words(schema, words, {"const", "enum", "type"}, place)
             return self._values(schema)
         if "$ref" in words:
             self._check_words(schema, words, {"$ref"}, place)
-            return self.written(self._numbers.target(schema["$ref"]), str(schema["$ref"]))
+            return self.rule_of(self._numbers.target(schema["$ref"]), str(schema["$ref"]))
         for word in ("anyOf", "oneOf", "allOf"):
             if word in words:
                 return self._alternatives(schema, words, word, place)
         known = _OBJECT_WORDS | _ARRAY_WORDS | _SCALAR_WORDS | {"type"}
         self._check_words(schema, words, known, place)
         types = types_of(schema) if "type" in schema else list(_TYPES)
-        ways = []
+        alternatives = []
         if "object" in types:
-            ways.append(self._object(schema, place))
+            alternatives.append(self._object(schema, place))
         if "array" in types:
-            ways.append(self._array(schema, place))
+            alternatives.append(self._array(schema, place))
         if rest := [name for name in types if name not in ("object", "array")]:
             said = {word: value for word, value in schema.items() if word in _SCALAR_WORDS}
-            ways.append(_by_llguidance({**said, "type": rest}, self._is_lenient))
-        return " | ".join(f"({way})" for way in ways)
+            alternatives.append(_by_llguidance({**said, "type": rest}, self._is_lenient))
+        return " | ".join(f"({alternative})" for alternative in alternatives)
 
     def _check_words(self, schema: Schema, words: set[str], known: set[str], place: str) -> None:
-        """Raises NotWritable for a word that cannot be enforced in a rule written here."""
+        """Raises NotWritable for a keyword that the rules written here cannot enforce."""
         others = sorted(words - known)
         if others and not (self._is_lenient and not set(others) & _ENFORCED):
             raise NotWritable(
@@ -142,18 +145,19 @@ class _Writer:
     # --- literals ----------------------------------------------------------------------------------------
 
     def _values(self, schema: Schema) -> str:
-        values = listed(schema.get("enum")) if "enum" in schema else [schema["const"]]
+        """Return the expansion of a ``const`` or an ``enum``: all its values as literals."""
+        values = as_list(schema.get("enum")) if "enum" in schema else [schema["const"]]
         if "enum" in schema and "const" in schema:
-            values = [value for value in values if _key(value) == _key(schema["const"])]
+            values = [value for value in values if _value_key(value) == _value_key(schema["const"])]
         types = types_of(schema) if "type" in schema else list(_TYPES)
-        values = [value for value in values if _is_of(value, types)]
+        values = [value for value in values if _has_type(value, types)]
         if not values:
             raise NotWritable("has a const or an enum of which no value is of its type")
         self._steps.spend(1 + len(values) // 8)
         numbers = [value for value in values if is_number(value)]
-        ways = [self._number(*numbers)] if numbers else []
-        ways += [self._value(value) for value in values if not is_number(value)]
-        return " | ".join(ways)
+        alternatives = [self._number(*numbers)] if numbers else []
+        alternatives += [self._value(value) for value in values if not is_number(value)]
+        return " | ".join(alternatives)
 
     def _value(self, value: object) -> str:
         """Return the rule of one literal. Takes two stack frames a level."""
@@ -180,41 +184,43 @@ class _Writer:
     # --- schemas that contain literals -------------------------------------------------------------------
 
     def _alternatives(self, schema: Schema, words: set[str], word: str, place: str) -> str:
-        branches = listed(schema[word])
+        """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``word`` is."""
+        branches = as_list(schema[word])
         self._check_words(schema, words, {word}, place)
         if word == "allOf" and len(branches) != 1:
             self._check_words(schema, words, set(), place)
         if word == "oneOf" and not self._is_lenient:
             for index, branch in enumerate(branches):
                 self._steps.spend(index)
-                if not all(self._are_apart(branch, other) for other in branches[:index]):
+                if not all(self._are_disjoint(branch, other) for other in branches[:index]):
                     raise NotWritable(f"has oneOf at {place:.200}, of which two may hold at once; use anyOf")
-        ways = [
-            self.written(branch, f"{place}/{word}/{i}")
+        alternatives = [
+            self.rule_of(branch, f"{place}/{word}/{i}")
             for i, branch in enumerate(branches)
             if branch is not False
         ]
-        if not ways:
+        if not alternatives:
             raise NotWritable(f"has {word} at {place:.200} without a schema")
-        return " | ".join(f"({way})" for way in ways)
+        return " | ".join(f"({alternative})" for alternative in alternatives)
 
-    def _are_apart(self, one: object, other: object) -> bool:
-        """Whether it is certain that no value is of both schemas."""
+    def _are_disjoint(self, one: object, other: object) -> bool:
+        """Whether it is certain that no value fits both schemas."""
         one, other = self._reader.target_of(one), self._reader.target_of(other)
         if not isinstance(one, dict) or not isinstance(other, dict):
             return False
-        keys, other_keys = _listed_keys(one), _listed_keys(other)
+        keys, other_keys = _keys_of_values(one), _keys_of_values(other)
         if keys is not None and other_keys is not None:
             return not keys & other_keys
-        types, other_types = _apart_types(one), _apart_types(other)
+        types, other_types = _disjoint_types(one), _disjoint_types(other)
         if types and other_types and not types & other_types:
             return True
         return any(
-            self._tell_apart(one, other, name) for name in {*listed_names(one)} & {*listed_names(other)}
+            self._member_is_disjoint(one, other, name)
+            for name in {*required_names(one)} & {*required_names(other)}
         )
 
-    def _tell_apart(self, one: Schema, other: Schema, name: str) -> bool:
-        """Whether the member ``name``, which both objects need, tells them apart."""
+    def _member_is_disjoint(self, one: Schema, other: Schema, name: str) -> bool:
+        """Whether the required member ``name`` can have no value that fits both objects' schemas."""
         if types_of(one) != ["object"] or types_of(other) != ["object"]:
             return False
         keys, other_keys = self._keys_of_member(one, name), self._keys_of_member(other, name)
@@ -223,22 +229,24 @@ class _Writer:
     def _keys_of_member(self, schema: Schema, name: str) -> set[object] | None:
         properties = schema.get("properties")
         member = properties.get(name) if isinstance(properties, dict) else None
-        return _listed_keys(self._reader.target_of(member))
+        return _keys_of_values(self._reader.target_of(member))
 
     def _object(self, schema: Schema, place: str) -> str:
-        properties, required = schema.get("properties", {}), listed_names(schema)
+        """Return the expansion of the objects that ``schema`` describes, with members in its order."""
+        properties, required = schema.get("properties", {}), required_names(schema)
         others = schema.get("additionalProperties", True)
         if not isinstance(properties, dict):
             raise NotWritable(f"has properties at {place:.200} that are no object")
         members = {**properties, **{name: others for name in required if name not in properties}}
-        extra = self._extra(members, others, place)
-        # From the last member to the first: ``behind`` follows another member, and ``begin`` follows none.
+        extra = self._extra_member(members, others, place)
+        # Built from the last member to the first: ``behind`` is what may follow another member, with a comma,
+        # and ``begin`` what may follow the opening brace.
         behind = f"({self._comma} {extra})*" if extra else ""
         begin = f"({extra} {behind})?" if extra else ""
         for name in reversed(members):
             if members[name] is False and name not in required:
                 continue
-            value = self.written(members[name], f"{place}/properties/{name}")
+            value = self.rule_of(members[name], f"{place}/properties/{name}")
             member = self._lark.rule(sequence(_key_literal(name), self._gap, literal(":"), self._gap, value))
             if name in required:
                 begin, behind = sequence(member, behind), sequence(self._comma, member, behind)
@@ -246,10 +254,12 @@ class _Writer:
                 first = sequence(member, behind)
                 begin = f"({first} | {begin})" if begin else f"({first})?"
                 behind = sequence(f"({self._comma} {member})?", behind)
-            begin, behind = (self._lark.rule(way) if way else "" for way in (begin, behind))
+            begin, behind = (
+                self._lark.rule(alternative) if alternative else "" for alternative in (begin, behind)
+            )
         return sequence(literal("{"), self._gap, begin, self._gap, literal("}"))
 
-    def _extra(self, members: Mapping[str, object], others: object, place: str) -> str:
+    def _extra_member(self, members: Mapping[str, object], others: object, place: str) -> str:
         """Return the rule of a member without a schema of its own. Its name has no escapes, by which it could
         spell that of another one."""
         if others is False:
@@ -257,10 +267,11 @@ class _Writer:
         name = '/"[^"\\\\\\x00-\\x1f\\x7f]*"/'
         if members:
             name += f" & ~{one_of([write_json(taken) for taken in members])}"
-        value = self.written(others, f"{place}/additionalProperties")
+        value = self.rule_of(others, f"{place}/additionalProperties")
         return self._lark.rule(sequence(self._lark.terminal(name), self._gap, literal(":"), self._gap, value))
 
     def _array(self, schema: Schema, place: str) -> str:
+        """Return the expansion of the arrays that ``schema`` describes."""
         prefix, items = schema.get("prefixItems", []), schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(prefix, list) or isinstance(items, list) or not is_number(least):
@@ -270,17 +281,17 @@ class _Writer:
             most = len(prefix) if most is None else min(most, len(prefix))
         if most is not None and most < least:
             raise NotWritable(f"has an array at {place:.200} of at least {least} and at most {most} items")
-        kinds = [self.written(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix[:most])]
+        kinds = [self.rule_of(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix[:most])]
         behind = ""
         if most is None or most > len(kinds):
-            more = self.written(items, f"{place}/items")
+            more = self.rule_of(items, f"{place}/items")
             if not kinds:
                 kinds = [more]
             low, high = max(0, least - len(kinds)), "" if most is None else most - len(kinds)
             behind = f"({self._comma} {more}){{{low},{high}}}" if high != 0 else ""
         for index in range(len(kinds) - 1, 0, -1):
-            way = sequence(self._comma, kinds[index], behind)
-            behind = self._lark.rule(way if index < least else f"({way})?")
+            alternative = sequence(self._comma, kinds[index], behind)
+            behind = self._lark.rule(alternative if index < least else f"({alternative})?")
         begin = sequence(kinds[0], behind) if kinds else ""
         begin = begin if least or not begin else f"({begin})?"
         return sequence(literal("["), self._gap, begin, self._gap, literal("]"))
@@ -293,48 +304,48 @@ _ENFORCED = {
     *_ARRAY_WORDS,
     *_SCALAR_WORDS,
 }
-"""Words that llguidance enforces: lenient grammars must not leave them out."""
+"""Keywords that llguidance enforces, which lenient grammars must therefore not leave out."""
 
 
-def listed_names(schema: Schema) -> Sequence[str]:
+def required_names(schema: Schema) -> Sequence[str]:
     """Return the names of the members that an object must have."""
-    return [name for name in listed(schema.get("required")) if isinstance(name, str)]
+    return [name for name in as_list(schema.get("required")) if isinstance(name, str)]
 
 
 def _key_literal(name: str) -> str:
     return literal(write_json(name))
 
 
-def _key(value: object) -> object:
-    """Return a key that is equal for equal JSON values, however their numbers are spelled."""
+def _value_key(value: object) -> object:
+    """Return a hashable key that is equal for equal JSON values, however their numbers are spelled."""
     match value:
         case dict():
-            return ("object", frozenset((name, _key(each)) for name, each in value.items()))
+            return ("object", frozenset((name, _value_key(each)) for name, each in value.items()))
         case list():
-            return ("array", tuple(map(_key, value)))
+            return ("array", tuple(map(_value_key, value)))
         case number if is_number(number):
             return exact(number)
         case _:
             return (type(value), value)
 
 
-def _listed_keys(schema: object) -> set[object] | None:
+def _keys_of_values(schema: object) -> set[object] | None:
     """Return the keys of all values of a const or an enum; None for another schema."""
     if isinstance(schema, dict) and "const" in schema:
-        return {_key(schema["const"])}
+        return {_value_key(schema["const"])}
     if isinstance(schema, dict) and isinstance(values := schema.get("enum"), list):
-        return set(map(_key, values))
+        return set(map(_value_key, values))
     return None
 
 
-def _apart_types(schema: Schema) -> set[object]:
-    """Return the schema's types as disjoint ones: an integer is a number."""
-    values = [schema["const"]] if "const" in schema else listed(schema.get("enum"))
-    named = [name for value in values for name in _TYPES if _is_of(value, [name])] or types_of(schema)
+def _disjoint_types(schema: Schema) -> set[object]:
+    """Return the schema's types, with "integer" as "number" so that different types share no value."""
+    values = [schema["const"]] if "const" in schema else as_list(schema.get("enum"))
+    named = [name for value in values for name in _TYPES if _has_type(value, [name])] or types_of(schema)
     return {"number" if name == "integer" else name for name in named}
 
 
-def _is_of(value: object, types: Sequence[object]) -> bool:
+def _has_type(value: object, types: Sequence[object]) -> bool:
     match value:
         case None:
             return "null" in types

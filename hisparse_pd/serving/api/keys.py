@@ -1,4 +1,4 @@
-"""API keys: the file that has them, and the middleware that asks for one before it reads a request's body.
+"""API keys of nodes and the router: their file, and the middleware that refuses requests without a key.
 
 No key appears in a command line, a log or an error; messages name the file and the line.
 """
@@ -45,12 +45,12 @@ class ApiKeys:
 
     @property
     def first(self) -> str:
-        """The key that a client sends which has this file."""
+        """The key that a router sends to its nodes if this is its file of node keys."""
         self._refresh()
         return self._keys[0].decode()
 
     def permits(self, key: bytes) -> bool:
-        """Whether ``key`` is one of them. The time taken does not tell how much of it is right."""
+        """Whether ``key`` is one of them. The comparison takes the same time however much of it is right."""
         self._refresh()
         return sum(hmac.compare_digest(key, known) for known in self._keys) > 0
 
@@ -110,6 +110,7 @@ def load_api_keys(path: Path | None) -> ApiKeys | None:
 
 
 def _read(path: Path) -> tuple[bytes, ...]:
+    """Read the keys of a file. Raises KeyFileError."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)

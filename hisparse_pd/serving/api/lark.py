@@ -1,7 +1,9 @@
-"""Pieces of grammars in llguidance's Lark notation.
+"""Writes grammars in llguidance's Lark notation: rules, terminals, literals, and free text up to a mark.
 
-Free text ends at a mark. A mark that the tokenizer has as a token must come as this token, and the text
-before it must not contain its spelling. Any other mark is spelled, and the text ends at the first spelling.
+Every writer of grammars (``grammars.py``, ``json_grammars.py``, ``call_grammars.py``) composes expressions
+from these functions and adds named rules to the one ``Lark`` of its grammar. Free text ends at a mark. A mark
+that the tokenizer has as a token must come as this token, and the text before it must not contain its
+spelling. Any other mark is spelled, and the text ends at the first spelling.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ class TooLarge(ValueError):
 
 
 class Lark:
-    """A grammar as it grows. Equal rules are written once."""
+    """A grammar that grows rule by rule. Equal rules are written once."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
-        """``token_ids`` has the tokens that a mark may be or contain, by their spellings."""
+        """``token_ids``: ids of the tokens that a mark may be or contain, by their spellings."""
         self.token_ids = token_ids
         self._names: dict[tuple[str, str], str] = {}
         self._lines: list[str] = []
@@ -38,6 +40,7 @@ class Lark:
         return "\n".join((f"start: {start}", f"{ANY}: /(?s:.*)/", *self._lines, ""))
 
     def rule(self, expansion: str) -> str:
+        """Return the name of a rule with this expansion."""
         return self._named("r", "", expansion)
 
     def begin_rule(self) -> str:
@@ -108,10 +111,12 @@ def literal(text: str) -> str:
 
 
 def one_of(texts: Sequence[str]) -> str:
+    """Return an expression of literal alternatives."""
     return "(" + " | ".join(literal(text) or '""' for text in texts) + ")"
 
 
 def sequence(*parts: str) -> str:
+    """Return an expression of ``parts`` one after the other; empty ones are left out."""
     return " ".join(part for part in parts if part)
 
 
@@ -126,7 +131,7 @@ def regex(pattern: str) -> str:
     return f"/{_ESCAPED.sub(_with_slash_escaped, pattern)}/" if pattern else '""'
 
 
-def searched(pattern: str) -> str:
+def search_regex(pattern: str) -> str:
     """Return the expression of texts in which the pattern is found, as for JSON Schema's ``pattern``. Raises
     ValueError."""
     begins, ends = pattern.startswith("^"), _ends_anchored(pattern)

@@ -1,4 +1,5 @@
-"""The list of served models, in OpenAI's form and, for Anthropic's client, in Anthropic's."""
+"""Answers ``/v1/models`` of nodes and the router, in OpenAI's form or, for Anthropic's client, in
+Anthropic's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Starts a node: its engines and further fronts in processes of their own, its first front in this one.
 
-A node calls ``run_front`` alone. It checks what the API needs before an engine starts to load.
+The nodes' own modules (``prefill_node/server.py``, ``decode_node/server.py``) call ``run_front`` with their
+engine and their applications. It checks what the API needs before an engine starts to load, and then lets
+``first_front.py`` serve; further fronts are made from the same ``_NodePlan``.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from starlette.types import ASGIApp
 
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import setup_logging, stop_signals
-from hisparse_pd.base.settings import NodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError, StartError
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.protocol.channels import load_control_keys
@@ -26,12 +28,13 @@ from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.board import Board, make_board
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.descriptors import raise_limit
-from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, samples_at_work
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, samples_at_work
 from hisparse_pd.serving.http.first_front import EngineProcesses, EngineTarget, serve
 from hisparse_pd.serving.http.follower import follow
 from hisparse_pd.serving.http.fronts import Fronts, serve_further
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ OSError."""
 
 @dataclass(frozen=True)
 class _NodePlan(Generic[S]):
-    """What a front is made from; the first front hands it to those that it spawns."""
+    """Everything that a front is made from. The first front passes it to the fronts that it spawns."""
 
     settings: S
     role: str
@@ -105,16 +108,17 @@ def run_front(
 ) -> int:
     """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
 
-    All fronts serve the first port, with TLS where the settings have a certificate; this front alone serves
-    the others. Further machines of the node run engines alone. ``choose_rank`` assigns a sample to a rank.
-    ``check`` raises StartError for settings that ``apps`` cannot serve, before an engine starts.
-    ``num_at_work`` counts the work that a leaving node waits for. Further fronts import all these functions
+    All fronts serve the first port, with TLS if the settings have a certificate; this front alone serves the
+    others. Further machines of the node only run engines. ``choose_rank``: assigns a sample to a rank.
+    ``check``: raises StartError for settings that ``apps`` cannot serve, before an engine starts.
+    ``num_at_work``: counts the work that a leaving node waits for. Further fronts import all these functions
     by name.
     """
     raise_limit()
     if settings.node_rank > 0:
         return follow(settings, role, engine)
     setup_logging(settings.log_level, role)
+    # What can fail is tried before anything slow begins: checkpoint, keys, ports.
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
@@ -131,6 +135,7 @@ def run_front(
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
+    # What this front shares with the others, and its own part.
     num_fronts = settings.num_fronts
     listeners[0].share(num_fronts)
     board = make_board(settings.dp_size, num_fronts)

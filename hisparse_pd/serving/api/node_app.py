@@ -1,6 +1,7 @@
 """The HTTP application of a node of either kind: information about the node, and its operators' endpoints.
 
-``create_node_app`` adds the endpoints that only one kind of node has.
+The applications of decode nodes (``app.py``) and prefill nodes (``prefill_node/server.py``) are made by
+``create_node_app``, each with further endpoints of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from hisparse_pd.base.settings import NodeSettings
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.protocol.channels import ControlKeys
 from hisparse_pd.serving.api.keys import ApiKeys, RequireKey
@@ -41,7 +42,7 @@ _RANK_FIELDS = (
     *("max_total_tokens_hisparse", "max_total_tokens_dense"),
     *("transfer_protocol", "transfer_devices"),
 )
-"""Fields of /server_info for the node's ready engine and for each rank."""
+"""Fields that /server_info has for the node and for each of its ranks."""
 _EACH_RANK_FIELDS = (*_RANK_FIELDS, "numa_node", "numa_placement")
 
 
@@ -61,7 +62,7 @@ class NodeContext:
     link: EngineLink
     metrics: FrontMetrics
     api_keys: ApiKeys | None = None
-    """None where requests need no key."""
+    """None if requests need no key."""
     control_keys: ControlKeys | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
     metrics_of_fronts: Callable[[], Sequence[bytes]] = tuple

@@ -1,4 +1,7 @@
-"""Answers of OpenAI's completions and chat completions."""
+"""Writes the answers to OpenAI's ``/v1/completions`` and ``/v1/chat/completions``, whole and streamed.
+
+A whole answer is joined from the same chunks that a stream would have (``GrownObject``).
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,11 @@ class _OpenAiDialect(Dialect):
         return Raw(msgspec.json.encode(self._whole_choice(self._grown.pop(output.index).show())))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
-        return self._envelope(self.whole_object, choices) | {"usage": self._used(outputs)}
+        return self._envelope(self.whole_object, choices) | {"usage": self._usage_object(outputs)}
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
         if self._usage is not StreamedUsage.NONE:
-            yield self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)}
+            yield self._envelope(self.chunk_object, []) | {"usage": self._usage_object(outputs)}
 
     def _chunk(self, output: SampleOutput, choice: Json, **added: object) -> Json:
         envelope = self._envelope(self.chunk_object, [choice]) | added
@@ -63,11 +66,11 @@ class _OpenAiDialect(Dialect):
             case StreamedUsage.LAST:
                 return envelope | {"usage": None}
             case StreamedUsage.EVERY:
-                return envelope | {"usage": self._used([output])}
+                return envelope | {"usage": self._usage_object([output])}
             case _:
                 assert_never(self._usage)
 
-    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+    def _usage_object(self, outputs: Sequence[SampleOutput]) -> Json:
         return usage(outputs)
 
     def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
@@ -89,6 +92,7 @@ class _OpenAiDialect(Dialect):
         return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
+        """Return the logprobs that the delta's chunk has; None if none are asked for."""
         if output.sample.options.sampling.num_logprobs is None:
             return None
         return self._logprobs(output, delta)
@@ -121,7 +125,7 @@ class CompletionsDialect(_OpenAiDialect):
         super().__init__(context, work)
         self._names = TokenNames(context.codec.token_bytes, are_ids=self._names_by_id)
         self._shown: dict[int, _ShownTokens] = {}
-        """Which tokens are shown, by sample, where logprobs are asked for."""
+        """Tokens whose logprobs may be shown, by sample; samples without logprobs have no entry."""
         self._echoed: set[int] = set()
         """Samples whose first event, which has the echoed prompt, is written."""
 
@@ -168,7 +172,7 @@ class CompletionsDialect(_OpenAiDialect):
 
 
 class _ShownTokens:
-    """Decides when a token of a sample is shown with its logprob: each one once, in order."""
+    """The tokens of one sample whose logprobs may be shown: those whose text is shown, in order."""
 
     def __init__(self, offsets: TextOffsets, num_chars: int) -> None:
         self._offsets = offsets
@@ -223,7 +227,7 @@ class ChatDialect(_OpenAiDialect):
             yield self._chunk(output, choice)
 
     def _shown_change(self, sample: int, change: Change, block: Block, text: str) -> Json:
-        """Return the delta that shows a block's change; empty where there is nothing to show."""
+        """Return the delta that shows a block's change; empty if there is nothing to show."""
         match change, block.kind:
             case Change.GREW, BlockKind.REASONING:
                 return {"reasoning_content": text}
@@ -236,7 +240,7 @@ class ChatDialect(_OpenAiDialect):
             case _:
                 return {}
 
-    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+    def _usage_object(self, outputs: Sequence[SampleOutput]) -> Json:
         return usage(outputs, sum(self._readings[output.index].num_reasoning_tokens for output in outputs))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:

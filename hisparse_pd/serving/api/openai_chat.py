@@ -1,4 +1,4 @@
-"""The conversation of OpenAI's chat completions, as the model's chat template takes it."""
+"""Reads the conversation of OpenAI's chat completions into the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAY_BE_EMPTY = ("assistant", "tool")
 def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> ChatPrompt:
     """Read the conversation of ``body``. Raises ApiError 400.
 
-    Where it ``is_to_be_answered``, it has to end where an answer begins.
+    ``is_to_be_answered``: whether the conversation has to end where an answer begins.
     """
     may_call = may_call_tools(body.tool_choice)
     items = message_items("messages", body.messages)
@@ -66,6 +66,7 @@ def described_tools(field: str, value: Raw | None) -> list[dict[str, Any]]:
 
 
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
+    """Check one message and return it as the chat template takes it."""
     message = decode(openai_parts.ChatMessage, item, name)
     if message.tool_calls and message.role != "assistant":
         calls = msgspec.to_builtins(message.tool_calls)

@@ -45,7 +45,7 @@ _ITEMS: dict[str, type[Any]] = {
 }
 """Classes of items by their type, which messages may lack."""
 
-_OF_ANSWERS = (
+_ANSWER_ITEMS = (
     parts.AnswerMessage,
     parts.FunctionCall,
     parts.CustomToolCall,
@@ -67,7 +67,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
         messages.append({"role": "system", "content": body.instructions})
     tools = ResponseTools()
     tools.add("tools", body.tools)
-    messages += limit_values(_input(body.input, tools))
+    messages += limit_values(_messages_of_input(body.input, tools))
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -97,7 +97,7 @@ def _text_format(text: parts.TextOptions | None) -> object:
     return text.format
 
 
-def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
+def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
     """Yield the messages, and add tools among the items to ``tools``."""
     if value is None:
         raise FieldRefused("input", "the field is needed", code="missing_field")
@@ -106,12 +106,14 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
         return
     turn = Turn()
     items = _items(message_items("input", value))
-    num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _OF_ANSWERS)), default=0)
+    num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0)
     for index, (name, item) in enumerate(items):
-        is_of_next = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
+        begins_next_answer = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
             turn.calls or turn.texts
         )
-        if not turn.is_empty and (is_of_next or not isinstance(item, (*_OF_ANSWERS, parts.AdditionalTools))):
+        if not turn.is_empty and (
+            begins_next_answer or not isinstance(item, (*_ANSWER_ITEMS, parts.AdditionalTools))
+        ):
             yield turn.message()
             turn = Turn()
         match item:
@@ -136,7 +138,10 @@ def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
 
 
 def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
-    """Return the items with their paths, each at the first of its places, its own or that of a reference."""
+    """Return the items with their paths, and references replaced by the items that they name.
+
+    An item that is named more than once stands only at the first place.
+    """
     items = [(name, _item(name, raw)) for name, raw in given]
     if not any(isinstance(item, parts.ItemReference) for _, item in items):
         return items
@@ -184,7 +189,7 @@ class ResponseTools:
 
     def __init__(self) -> None:
         self.described: list[Raw] = []
-        """Descriptions by the client, without the tools that are left out."""
+        """The client's descriptions, without those of tools that are left out."""
         self.functions: list[dict[str, object]] = []
         """Descriptions for the template."""
         self.called: dict[str, CalledTool] = {}
@@ -212,6 +217,7 @@ class ResponseTools:
     def _add(
         self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
     ) -> None:
+        """Add one function or custom tool, of ``namespace`` if it is in one. Raises ApiError 400."""
         match kind:
             case "function":
                 decode(parts.ResponsesTool, item, name)

@@ -1,4 +1,8 @@
-"""The output of one sample as it grows: tokens, text, logprobs, and the reason of its end."""
+"""The output of one sample as it grows: tokens, text, logprobs, and the reason of its end.
+
+``answering.py`` makes a ``SampleOutput`` for each sample. Its ``feed`` turns an engine message into a
+``Delta``, which the dialect of the endpoint writes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,8 @@ class SampleOutput:
         self.stats: RequestStats | None = None
         """The engine's latest statistics; None before the first ones, and where no engine took part."""
         self.is_behind = False
-        """More messages of this sample are waiting: the client or the front is slower than the engine."""
+        """Whether more messages of this sample are waiting, as the client or the front is slower than the
+        engine."""
         self._pieces: list[str] = []
         self._trims_stop_token = not options.no_stop_trim
         self._detokenizer = Detokenizer(
@@ -87,8 +92,8 @@ class SampleOutput:
     def feed(self, message: Tokens) -> Delta:
         """Take in one engine message of a sample that has not finished, and return what it adds.
 
-        A stop string ends the sample at its last token. The engine does not know of stop strings: the caller
-        has to tell it.
+        A stop string ends the sample at the token that completes it. The engine knows no stop strings, so the
+        caller has to abort the sample there.
         """
         if message.stats is not None:
             self.stats = message.stats
@@ -107,7 +112,7 @@ class SampleOutput:
             self.token_ids += trimmed
         if self.finish is None and message.finish_reason is not None:
             text += self._detokenizer.finish()
-            matched = self._detokenizer.matched  # in the last, incomplete character only
+            matched = self._detokenizer.matched  # the last, incomplete character may complete a stop string
             if matched is not None:
                 self.finish = Finish(FinishReason.STOP, matched)
             else:

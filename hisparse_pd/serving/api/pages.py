@@ -1,8 +1,9 @@
-"""Protects a service from pages in browsers, for instance in a browser on the same machine.
+"""Middleware that protects nodes and the router from web pages, for instance in a browser on the same
+machine.
 
 A browser sends a page's POST to any address if its content type is a form's or plain text. The page cannot
-read the answer, but the request has its effect. Only for JSON the browser first asks the service whether this
-origin may send it. A page whose host name resolves to the service's address counts as the same origin.
+read the answer, but the request has its effect. Only before it sends JSON does a browser ask the service
+whether this origin may. A page whose host name resolves to the service's address counts as the same origin.
 """
 
 from __future__ import annotations

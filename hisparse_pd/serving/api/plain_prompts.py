@@ -1,4 +1,4 @@
-"""Prompts that are text or token ids, as fields of bodies have them."""
+"""Reads prompts that are text or token ids from the fields of bodies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlainPrompts(NamedTuple):
     """Texts, or packed token ids."""
 
     is_batch: bool
-    """The field is a list of prompts. A list of integers is a single prompt."""
+    """Whether the field is a list of prompts. A list of integers is a single prompt."""
     prompts: tuple[Prompt, ...]
 
 

@@ -1,6 +1,8 @@
-"""Logprobs of a prompt's own tokens as the dialects show them: JSON written once a prompt, in pieces.
+"""Logprobs of a prompt's own tokens, as completions, chats and ``/generate`` show them.
 
-The lists of one answer have up to 40 MB, so they are put into it as encoded.
+The handler in ``decode_node/server.py`` collects the engine's ``Scores``, has ``write_lists`` encode them
+once for each prompt, in pieces, and puts them into a finished answer by ``with_lists``. The lists of one
+answer have up to 40 MB, so they are never decoded again.
 """
 
 from __future__ import annotations
@@ -64,11 +66,11 @@ async def write_lists(
     engine left out positions."""
     written: dict[int, PromptLists] = {}
     names = TokenNames(token_bytes, are_ids=work.request.names_tokens_by_id)
-    of_prompt = {sample.prompt_index: sample for sample in work.samples}
+    sample_by_prompt = {sample.prompt_index: sample for sample in work.samples}
     is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES
-    for index, of_one in scores.items():
+    for index, prompt_scores in scores.items():
         written[index] = lists = PromptLists(defaultdict(list), defaultdict(list), defaultdict(list))
-        writing = _write(of_prompt[index], of_one, names, lists)
+        writing = _write(sample_by_prompt[index], prompt_scores, names, lists)
         if is_short and len(scores) <= _INLINE_PROMPTS:
             deque(writing, maxlen=0)
         else:
@@ -116,7 +118,7 @@ def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: Prom
     for piece in _pieces(token_ids, rows, scores.num_top):
         unknown, known = [None] * first, piece[first:]
         if options.num_prompt_logprobs is not None:
-            by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in known]
+            by_id = [_vllm_entry(token_bytes, token, options.num_prompt_logprobs) for token in known]
             choice["prompt_logprobs"] += encoded([*unknown, *by_id])
         if offsets is not None:
             logprobs["tokens"] += encoded([names.of(token.token_id) for token in piece])
@@ -174,7 +176,7 @@ def _pieces(
         head = []
 
 
-def _by_id(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, object]:
+def _vllm_entry(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, object]:
     """Return vLLM's entry for a prompt's token: itself, then the likeliest ones."""
     ranked = [(token.token_id, token.logprob, token.rank)]
     ranked += [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.top[:num_top], 1)]

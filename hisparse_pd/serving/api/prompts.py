@@ -1,4 +1,8 @@
-"""The prompts of a request: text, token ids, or a conversation of a bounded number of values."""
+"""The prompts of a request: text, token ids, or a conversation of a bounded number of values.
+
+The readers of bodies make them (``plain_prompts.py``, ``openai_chat.py``, ``anthropic_messages.py``,
+``openai_responses.py``), and ``text_codec.py`` encodes them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ class CalledTool:
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """The tool takes a text instead of arguments."""
+    """Whether the tool takes a text instead of arguments."""
 
 
 class LeftOutTool(NamedTuple):
@@ -38,11 +42,11 @@ class ChatPrompt:
     template_arguments: dict[str, object]
     continue_final_message: bool
     tools: tuple[dict[str, object], ...]
-    """Descriptions of the tools that the model may call; empty where it may call none."""
+    """Descriptions of the tools that the model may call; empty if it may call none."""
     separate_reasoning: bool
-    """Show the answer's reasoning beside its content, instead of at the content's beginning."""
+    """Whether the answer's reasoning is shown beside its content, instead of at the content's beginning."""
     add_generation_prompt: bool = True
-    """End the prompt with what begins an answer."""
+    """Whether the prompt ends with the beginning of an answer."""
     called_tools: Mapping[str, CalledTool] = field(default_factory=dict)
     """The client's names of ``tools``, by the functions' names, where the two differ."""
     left_out: tuple[LeftOutTool, ...] = ()

@@ -1,9 +1,9 @@
 """A node's endpoints about slots that are withheld: which ones and why, and their release.
 
-On a decode node a room that a prefill node was given keeps its slots until that run of the prefill node says
-that nothing is in flight, or is known to be over. A machine that vanishes does neither, and time proves
-nothing, so an operator has to release them. A page in which a row went wrong is set aside until an operator
-has tested the memory.
+Slots are withheld for two reasons. A prefill node may still write to those of a room: a decode node keeps
+them until that run of the prefill node says that nothing is in flight, or is known to have ended. A machine
+that vanishes does neither, so an operator has to release its slots. And a page in which a row went wrong is
+set aside until an operator has tested the memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Splits, checks and decodes clients' JSON in bounded pieces: the decoder lets no other thread run."""
+"""Splits, checks and decodes clients' JSON in bounded pieces, since the decoder lets no other thread run.
+
+Readers of bodies keep large fields as ``Raw`` (undecoded JSON) and take them apart with these functions.
+"""
 
 from __future__ import annotations
 

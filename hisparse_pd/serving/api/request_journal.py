@@ -20,7 +20,7 @@ from msgspec import Raw
 
 from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
-from hisparse_pd.serving.api.bodies import ServedBody
+from hisparse_pd.serving.api.bodies import GeneratingBody
 from hisparse_pd.serving.api.body_parts import MAX_RECORD_BLOCKS, TokenId
 from hisparse_pd.serving.api.raw_json import check_size, not_json, split
 from hisparse_pd.serving.http.http_errors import FieldRefused, InvalidField
@@ -69,15 +69,15 @@ class RequestJournal:
     """Seed of samples for which the client named none."""
     identity: Identity
     may_move: bool = False
-    """Another decode node was healthy, to which the stream may move."""
+    """Whether another decode node was healthy, so that the stream may move there."""
     num_resumes: int = 0
     """How often the stream went on at another node."""
     records: tuple[JournalRecord, ...] = ()
     """Records of what the client has, in order."""
 
     @classmethod
-    def of(cls, body: ServedBody, num_samples: int) -> RequestJournal | None:
-        """Read the journal of ``body``; None where it has none. Raises ApiError 400."""
+    def of(cls, body: GeneratingBody, num_samples: int) -> RequestJournal | None:
+        """Read the journal of ``body``; None if it has none. Raises ApiError 400."""
         head = body.journal
         if head is None:
             return None
@@ -108,7 +108,7 @@ class Resumed(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     is_over: bool = False
-    """The sample has all its tokens."""
+    """Whether the sample has all its tokens."""
 
 
 NOT_RESUMED = Resumed()

@@ -1,6 +1,7 @@
 """Plans the samples of a parsed HTTP request: token ids, lengths that fit, seeds, rooms and grammars.
 
-These are the front's last checks. Nothing is reserved anywhere before they have passed.
+``app.py`` calls ``plan_samples`` after ``parse_request``. These are the front's last checks: nothing is
+reserved anywhere before they have passed. ``engine_groups`` then makes the messages for the engines.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ MAX_SCORES = 1 << 19
 """Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
 As JSON they have up to 40 MB."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
-"""Most characters of grammars in one HTTP request; each sample is sent a grammar of its own."""
+"""Most characters of grammars in one HTTP request; each sample is sent to its engine with its own copy."""
 
-_UNSHOWN = SamplingParams(max_new_tokens=1, temperature=0.0)
+_NO_OUTPUT_SAMPLING = SamplingParams(max_new_tokens=1, temperature=0.0)
 """Sampling of a request for the prompt's logprobs alone: an engine draws at least one token, which is not
 shown."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
+"""Samples that are planned before other tasks of the event loop get a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +97,28 @@ class SampleRequest:
 
     @property
     def is_empty(self) -> bool:
-        """No token is asked for: the prompt is computed, scored and kept, and one token drawn, not shown."""
+        """Whether no token is asked for. The prompt is computed, scored and kept; one token is drawn, not
+        shown."""
         return self.options.max_new_tokens == 0
 
 
 async def plan_samples(
     request: ApiRequest, codec: TextCodec, limits: RequestLimits, front_number: int = 0
 ) -> tuple[SampleRequest, ...]:
-    """Return the samples of ``request``, prompt-major. Raises ApiError 400 for a prompt or a grammar that
+    """Return the samples of ``request``, prompt by prompt. Raises ApiError 400 for a prompt or a grammar that
     cannot be served."""
     pool_tokens = limits.pool_tokens(request.hisparse)
-    most_tokens = min(limits.context_length, pool_tokens)
     prefix = request_prefix(front_number)
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))
     ]
-    prompts = await codec.encode(request.prompts, names, most_tokens)
+    prompts = await codec.encode(request.prompts, names, min(limits.context_length, pool_tokens))
+    all_options = await _options_with_grammars(request, prompts, codec)
+    all_resumed = {} if request.journal is None else request.journal.resumed()
+    num_resumes = 0 if request.journal is None else request.journal.num_resumes
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
-    all_options = await _with_grammars(request, prompts, codec)
-    journal = request.journal
-    all_resumed = {} if journal is None else journal.resumed()
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
         _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, codec.vocab_size)
@@ -126,48 +128,67 @@ async def plan_samples(
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
         wanted = options.wanted_scores()
         if wanted is not None:
-            _check_start(name, num_prompt_tokens, options)
+            _check_logprob_start(name, num_prompt_tokens, options)
             num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
-            _check_scores(request.prompt_field, num_scores)
-        prompt_text = request.prompts[prompt_index]
+            _check_num_scores(request.prompt_field, num_scores)
         echo = ""
         if options.echo:
-            echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
+            given = request.prompts[prompt_index]
+            echo = given if isinstance(given, str) else await codec.text_of(prompt)
         for sample_index in range(options.n):
-            meeting = request.rendezvous[len(samples)]
-            sampling = options.sampling_params(max_new_tokens, sample_index)
-            if journal is not None and sampling.seed is None:
-                sampling = msgspec.structs.replace(sampling, seed=(journal.seed + len(samples)) & SEED_MASK)
-            resumed = all_resumed.get(len(samples), NOT_RESUMED)
-            if max_new_tokens == 0:
-                sampling = _UNSHOWN
-            if resumed.token_ids:
-                _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
-                sampling = _resumed(sampling, resumed)
+            number = len(samples)
+            resumed = all_resumed.get(number, NOT_RESUMED)
+            _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
             generate = Generate(
-                request_id=f"{prefix}-{len(samples)}",
-                room=meeting.room,
+                request_id=f"{prefix}-{number}",
+                room=request.rendezvous[number].room,
                 num_prompt_tokens=num_prompt_tokens + len(resumed.token_ids),
-                sampling=sampling,
-                bootstrap_host=meeting.bootstrap_host,
-                bootstrap_port=meeting.bootstrap_port,
+                sampling=_sampling(request, options, max_new_tokens, number, sample_index, resumed),
+                bootstrap_host=request.rendezvous[number].bootstrap_host,
+                bootstrap_port=request.rendezvous[number].bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
                 scores=wanted if sample_index == 0 and _has_scores(wanted, num_prompt_tokens) else None,
             )
-            root = request.roots[prompt_index]
-            num_resumes = 0 if journal is None else journal.num_resumes
-            samples.append(
-                SampleRequest(
-                    generate, prompt, prompt_index, options, root, wanted, echo, resumed, num_resumes
-                )
+            sample = SampleRequest(
+                generate,
+                prompt,
+                prompt_index,
+                options,
+                root=request.roots[prompt_index],
+                wanted_scores=wanted,
+                echo=echo,
+                resumed=resumed,
+                num_resumes=num_resumes,
             )
+            samples.append(sample)
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
 
 
-async def _with_grammars(
+def _sampling(
+    request: ApiRequest,
+    options: SampleOptions,
+    max_new_tokens: int,
+    number: int,
+    sample_index: int,
+    resumed: Resumed,
+) -> SamplingParams:
+    """Return the engine's sampling parameters for a sample. Raises ApiError 400 if it cannot resume.
+
+    ``number``: its place among the request's samples. ``sample_index``: its place among its prompt's.
+    """
+    sampling = options.sampling_params(max_new_tokens, sample_index)
+    if request.journal is not None and sampling.seed is None:
+        # A seed from the journal, so that another node would draw the same tokens.
+        sampling = msgspec.structs.replace(sampling, seed=(request.journal.seed + number) & SEED_MASK)
+    if max_new_tokens == 0:
+        sampling = _NO_OUTPUT_SAMPLING
+    return _resume_sampling(sampling, resumed) if resumed.token_ids else sampling
+
+
+async def _options_with_grammars(
     request: ApiRequest, prompts: Sequence[bytes], codec: TextCodec
 ) -> Sequence[SampleOptions]:
     """Return each prompt's options with the grammar of its answers. ``prompts`` are packed token ids."""
@@ -209,19 +230,19 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
     )
 
 
-def grouped(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
+def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     """Return what the engine is sent: one message for all samples of a prompt, which it contains once.
     Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
-    for _, of_one in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
-        group = list(of_one)
+    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
+        group = list(alike)
         prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
         groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
     return groups
 
 
-def _resumed(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
+def _resume_sampling(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
     """Return ``sampling`` for what is left of the sample. Raises ApiError 400 where no token may follow."""
     num_tokens = len(resumed.token_ids)
     if not resumed.is_over and num_tokens >= sampling.max_new_tokens:
@@ -243,7 +264,7 @@ def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) ->
         )
 
 
-def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+def _check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
     if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
         raise FieldRefused(
             "logprob_start_len",
@@ -256,7 +277,7 @@ def _has_scores(wanted: WantedScores | None, num_prompt_tokens: int) -> bool:
     return wanted is not None and wanted.first < num_prompt_tokens
 
 
-def _check_scores(field: str, num_scores: int) -> None:
+def _check_num_scores(field: str, num_scores: int) -> None:
     if num_scores > MAX_SCORES:
         raise FieldRefused(
             field,

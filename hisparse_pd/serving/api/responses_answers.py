@@ -1,4 +1,4 @@
-"""Answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
+"""Writes the answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
 A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id.
 """
@@ -96,7 +96,7 @@ class ResponsesDialect(BlockDialect):
         return {"type": name, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str, output: SampleOutput | None) -> Json:
-        """Return the response object. ``output`` is None where no usage is shown."""
+        """Return the response object. ``output`` is None if no usage is shown."""
         is_over = status in (_COMPLETED, _INCOMPLETE)
         return {
             "id": self._id,

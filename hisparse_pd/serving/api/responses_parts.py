@@ -1,4 +1,8 @@
-"""The objects within bodies of OpenAI's responses, declared."""
+"""Declarations of the objects within bodies of OpenAI's responses, for ``bodies.py`` and the readers of
+conversations.
+
+Docstrings of the classes are their descriptions in ``/openapi.json``.
+"""
 
 from __future__ import annotations
 

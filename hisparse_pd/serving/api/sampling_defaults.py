@@ -1,4 +1,8 @@
-"""The sampling parameters that a request leaves out: the checkpoint's, or OpenAI's."""
+"""Values of the sampling parameters that a request leaves out: the checkpoint's, or OpenAI's.
+
+A front reads them once when it starts (``app.py``); ``sampling_options.py`` applies each request's own
+values.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.protocol.decoding import decode_json
 from hisparse_pd.serving.api.body_parts import MAX_TOKENS
@@ -33,9 +37,9 @@ class _GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Sampling parameters, by default OpenAI's. ``top_k`` is 0 for all tokens.
+    """Sampling parameters, by default OpenAI's; ``top_k`` 0 means all tokens.
 
-    All decode nodes must have the same ones: a stream may go on at another node.
+    All decode nodes must have the same defaults, since a stream may go on at another node.
     """
 
     temperature: float = 1.0
@@ -81,6 +85,6 @@ class SamplingDefaults:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        """Return what differs from OpenAI's, for the log; empty where nothing does."""
+        """Return what differs from OpenAI's, for the log; empty if nothing does."""
         ours, openai = asdict(self), asdict(SamplingDefaults())
         return ", ".join(f"{name} {value!r}" for name, value in ours.items() if value != openai[name])

@@ -1,4 +1,8 @@
-"""How the samples of a prompt are drawn, from OpenAI's top-level fields or SGLang's sampling_params."""
+"""Reads from a body how the samples of its prompts are drawn, and what of them is shown.
+
+``schemas.py`` calls the parser of each endpoint: OpenAI's top-level fields, SGLang's ``sampling_params``, or
+Anthropic's and OpenAI's responses' fields all become ``SampleOptions``.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import (
     ChatBody,
     CompletionsBody,
-    Drawing,
     GenerateBody,
     MessagesBody,
     ResponsesBody,
+    SamplingFields,
 )
 from hisparse_pd.serving.api.bodies import SamplingParams as SglangParams
 from hisparse_pd.serving.api.body_parts import MAX_PROMPTS
@@ -49,11 +53,11 @@ class SampleOptions:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     text_in_logprobs: bool = False
-    """``/generate`` shows the text of each token beside its logprob."""
+    """Whether ``/generate`` shows the text of each token beside its logprob."""
     constraint: Constraint | None = None
-    """What the answer has to be. ``sampling`` gets it as a grammar."""
+    """What the answer has to be; ``requests.py`` puts it into ``sampling`` as a grammar."""
     echo: bool = False
-    """The answer begins with the prompt's text, and with its logprobs where logprobs are asked for."""
+    """Whether the answer begins with the prompt's text, and its logprobs if any are asked for."""
     num_prompt_logprobs: int | None = None
     """Value of vLLM's ``prompt_logprobs``."""
     logprob_start: int | None = None
@@ -79,6 +83,7 @@ def parse_openai_options(
     default_new_tokens: int | None,
     defaults: SamplingDefaults,
 ) -> SampleOptions:
+    """Return the options of completions and chat completions. Raises ApiError 400."""
     limit = IntegerField("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = IntegerField("max_completion_tokens", body.max_completion_tokens)
@@ -153,7 +158,7 @@ class IntegerField(NamedTuple):
 
 
 def _options(
-    drawing: Drawing,
+    fields: SamplingFields,
     limit: IntegerField,
     minimum: IntegerField,
     seed: int | None,
@@ -162,22 +167,23 @@ def _options(
     n: int | None = None,
     num_logprobs: int | None = None,
 ) -> SampleOptions:
+    """Return the options of one prompt from the fields that all endpoints have under some name."""
     min_new_tokens = minimum.value or 0
     if limit.value is not None and min_new_tokens > limit.value:
         raise InvalidField(
             minimum.name, min_new_tokens, f"must be at most {limit.name}, which is {limit.value}"
         )
-    biases = [(token_id, bias) for token_id, bias in (drawing.logit_bias or {}).items() if bias]
+    biases = [(token_id, bias) for token_id, bias in (fields.logit_bias or {}).items() if bias]
     sampling = SamplingParams(
         max_new_tokens=0,
         min_new_tokens=min_new_tokens,
-        **asdict(defaults.changed_by(drawing)),
+        **asdict(defaults.changed_by(fields)),
         seed=seed,
-        ignore_eos=bool(drawing.ignore_eos),
-        stop_token_ids=tuple(drawing.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
         num_logprobs=num_logprobs,
-        presence_penalty=drawing.presence_penalty or 0.0,
-        frequency_penalty=drawing.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=pack_logit_bias(biases),
     )
     return SampleOptions(
@@ -188,12 +194,13 @@ def _options(
         min_new_tokens_field=minimum.name,
         biased_token_ids=tuple(token_id for token_id, _ in biases),
         stop=tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or ())),
-        skip_special_tokens=drawing.skip_special_tokens is not False,
-        no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        no_stop_trim=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
     )
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
+    """Return how many likeliest tokens a chat's logprobs show; None for no logprobs."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:

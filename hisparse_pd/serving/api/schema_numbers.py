@@ -1,11 +1,14 @@
-"""The numbers of a schema that llguidance would shift, as bounds, or misread, as literals."""
+"""Finds the numbers of a schema that llguidance, which keeps doubles, would change.
+
+``json_grammars.py`` makes one ``SchemaNumbers`` for a schema. Bounds that would be shifted raise; schemas
+with literals that would be spelled otherwise are found, together with all schemas that use them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from hisparse_pd.serving.api.argument_forms import InexactNumber, Steps, listed, path_of, types_of
 from hisparse_pd.serving.api.exact_numbers import (
     BOUNDS,
     LENGTHS,
@@ -16,57 +19,64 @@ from hisparse_pd.serving.api.exact_numbers import (
     lets_its_bound_pass,
     spelling,
 )
+from hisparse_pd.serving.api.json_schemas import InexactNumber, Steps, as_list, reference_path, types_of
 
-_ONE: Final = ("additionalProperties", "items", "additionalItems")
-_SEVERAL: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_NAMED: Final = ("properties", "patternProperties")
+# Keywords whose value is one schema, a list of schemas, or schemas by name.
+_KEYWORDS_OF_ONE: Final = ("additionalProperties", "items", "additionalItems")
+_KEYWORDS_OF_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_KEYWORDS_OF_NAMES: Final = ("properties", "patternProperties")
 _DEFINITIONS: Final = ("$defs", "definitions")
 
 Schema = Mapping[str, object]
 
 
 class SchemaNumbers:
-    """Finds the parts of a schema with literal numbers that llguidance would spell otherwise or misread."""
+    """The parts of a schema that contain literal numbers which llguidance would spell otherwise or
+    misread."""
 
     def __init__(self, root: Schema, steps: Steps) -> None:
         """Raises InexactNumber for a bound that cannot be enforced exactly."""
-        self.are_spelled = self.are_inexact = False
+        self.need_spelling = False
+        """Whether a literal is spelled otherwise than llguidance spells it."""
+        self.exceed_doubles = False
+        """Whether llguidance would read a literal as another number."""
         self._root = root
         self._steps = steps
         self._literals: set[int] = set()
         """Ids of schemas that have such numbers themselves; the root keeps the schemas alive."""
         self._users: dict[int, list[int]] = {}
         """For each schema, by id, the schemas that contain it or refer to it."""
-        self._look(root)
-        self._concerned = self._reached(self._literals)
+        self._scan(root)
+        self._concerned = self._with_users(self._literals)
 
     def concern(self, schema: object) -> bool:
         """Whether the schema, or any that it contains or refers to, has such numbers."""
         return id(schema) in self._concerned
 
     def target(self, reference: object) -> object:
-        """Return the schema at ``reference``; None where it is not in this document."""
+        """Return the schema at ``reference``; None if it is not in this document."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         self._steps.spend(1 + len(reference) // 8)
         found: object = self._root
-        for name in path_of(reference)[1:]:
+        for name in reference_path(reference)[1:]:
             found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    def _look(self, root: Schema) -> None:
+    def _scan(self, root: Schema) -> None:
+        """Look at every schema within the document: check its bounds, and note its literals and its users."""
         seen, open_schemas = {id(root)}, [("#", root)]
         while open_schemas:
             place, schema = open_schemas.pop()
             self._steps.spend(1)
             self._check_bounds(place, schema)
-            values = [*([schema["const"]] if "const" in schema else []), *listed(schema.get("enum"))]
+            values = [*([schema["const"]] if "const" in schema else []), *as_list(schema.get("enum"))]
             numbers = [number for value in values for number in numbers_in(value)]
             self._steps.spend(len(numbers) // 8)
             if not all(map(is_plain, numbers)):
-                self.are_spelled = True
+                self.need_spelling = True
                 self._literals.add(id(schema))
-                self.are_inexact |= not all(map(has_double, numbers))
+                self.exceed_doubles |= not all(map(has_double, numbers))
             for part_place, part in self._parts(place, schema):
                 self._users.setdefault(id(part), []).append(id(schema))
                 if id(part) not in seen:
@@ -74,22 +84,24 @@ class SchemaNumbers:
                     open_schemas.append((part_place, part))
 
     def _parts(self, place: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
-        found: list[tuple[str, object]] = [(f"{place}/{word}", schema.get(word)) for word in _ONE]
-        for word in _SEVERAL:
-            found += [(f"{place}/{word}/{i}", part) for i, part in enumerate(listed(schema.get(word)))]
-        for word in _NAMED:
+        found: list[tuple[str, object]] = [(f"{place}/{word}", schema.get(word)) for word in _KEYWORDS_OF_ONE]
+        for word in _KEYWORDS_OF_LISTS:
+            found += [(f"{place}/{word}/{i}", part) for i, part in enumerate(as_list(schema.get(word)))]
+        for word in _KEYWORDS_OF_NAMES:
             found += _named(f"{place}/{word}", schema.get(word))
         if "$ref" in schema:
             reference = schema["$ref"]
             if isinstance(target := self.target(reference), dict):
                 found.append((str(reference), target))
-            else:  # it may be an anchor of any definition
+            else:  # it is not a path: it may be the anchor of any definition
                 for word in _DEFINITIONS:
                     found += _named(f"#/{word}", self._root.get(word))
         self._steps.spend(len(found) // 8)
         return ((where, part) for where, part in found if isinstance(part, dict))
 
     def _check_bounds(self, place: str, schema: Schema) -> None:
+        """Raises InexactNumber for a bound or a length of ``schema`` that llguidance would not enforce
+        exactly."""
         types = types_of(schema)
         of_integers = "integer" in types and "number" not in types
         for word in BOUNDS:
@@ -112,7 +124,7 @@ class SchemaNumbers:
                 "next one, which cannot be enforced exactly; use a minimum or a maximum"
             )
 
-    def _reached(self, start: set[int]) -> set[int]:
+    def _with_users(self, start: set[int]) -> set[int]:
         """Return ``start`` with all schemas that contain or refer to one of them."""
         found, open_schemas = set(start), list(start)
         while open_schemas:
@@ -128,6 +140,7 @@ def _named(place: str, schemas: object) -> list[tuple[str, object]]:
 
 
 def numbers_in(value: object) -> Iterator[int | float]:
+    """Yield all numbers within a JSON value."""
     open_values = [value]
     while open_values:
         match open_values.pop():

@@ -1,7 +1,7 @@
-"""Parses and checks the bodies of the endpoints that generate.
+"""Parses and checks the bodies of the endpoints that generate (``bodies.py``) into an ``ApiRequest``.
 
-``parse_request`` makes an ``ApiRequest`` of a body, and checks all that needs no tokenizer; ``requests.py``
-checks the rest. Unknown fields are ignored. A known field that asks for something unsupported is an error.
+``app.py`` calls ``parse_request``, which checks all that needs no tokenizer; ``requests.py`` checks the rest.
+Unknown fields are ignored. A known field that asks for something unsupported is an error.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from hisparse_pd.base.access import is_host
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import (
     BODIES,
-    AddressedBody,
     ChatBody,
     CompletionsBody,
     Endpoint,
     GenerateBody,
+    GeneratingBody,
     MessagesBody,
+    ModelBody,
     ResponsesBody,
-    ServedBody,
 )
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES, Labels
 from hisparse_pd.serving.api.constraints import (
+    Constraint,
     chat_constraint,
     completion_constraint,
     messages_constraint,
@@ -88,7 +89,7 @@ class ApiRequest:
     prompts: tuple[Prompt, ...]
     prompt_field: str
     is_batch: bool
-    """The prompts came as a list, so ``/generate`` answers with a list."""
+    """Whether the prompts came as a list, so that ``/generate`` answers with a list."""
     options: tuple[SampleOptions, ...]
     roots: tuple[PageKey, ...]
     """Root of each prompt's page keys, which depends on the isolation keys."""
@@ -99,7 +100,7 @@ class ApiRequest:
     hisparse: HisparseFlag | None
     is_speculative: bool
     request_ids: tuple[str, ...]
-    """Values of ``rid`` of ``/generate``, one a prompt; empty where there are none."""
+    """Values of ``rid`` of ``/generate``, one a prompt; empty if there are none."""
     returns_token_ids: bool = False
     """Show token ids of prompts and answers, as vLLM does; ``/generate`` always shows those of answers."""
     names_tokens_by_id: bool = False
@@ -109,11 +110,11 @@ class ApiRequest:
     omits_thinking: bool = False
     """Do not show the thinking in an answer to ``/v1/messages``."""
     journal: RequestJournal | None = None
-    """None where no router keeps a journal."""
+    """None if no router keeps a journal."""
 
     @property
     def chat(self) -> ChatPrompt | None:
-        """The request's only conversation; None where it has other prompts."""
+        """The request's only conversation; None if it has other prompts."""
         (prompt, *_) = self.prompts
         return prompt if isinstance(prompt, ChatPrompt) else None
 
@@ -128,62 +129,35 @@ def parse_request(
 ) -> ApiRequest:
     """Parse the body ``content``. Sampling parameters that it leaves out are those of ``defaults``. Raises
     ApiError: 400 for a field, 404 for another model than ``model_name``."""
-    body: ServedBody = decode_body(BODIES[endpoint], content)
+    body: GeneratingBody = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
-    echo = chat = constraint = None
-    prompt_field = "messages"
-    match body:
-        case CompletionsBody():
-            prompt_field = "prompt"
-            is_batch, prompts = parse_prompts(prompt_field, body.prompt)
-            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
-            options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
-        case GenerateBody():
-            prompt_field, given = generate_prompt(body)
-            is_batch, prompts = parse_prompts(prompt_field, given)
-            options = parse_generate_options(body, len(prompts), defaults)
-        case ChatBody():
-            chat = parse_chat_prompt(body)
-            shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
-            constraint = chat_constraint(body, chat)
-        case MessagesBody():
-            chat = parse_messages(body)
-            shared, constraint = parse_turn_options(body, defaults), messages_constraint(body, chat)
-        case ResponsesBody():
-            prompt_field = "input"
-            chat, echo = parse_responses(body)
-            shared, constraint = parse_turn_options(body, defaults), responses_constraint(body, chat)
-    if chat is not None:
-        is_batch, prompts = False, (chat,)
-        # With tools, special tokens are kept: tokenizers may call the markup of a call special.
-        skips_special = shared.skip_special_tokens and not chat.all_tools
-        options = (replace(shared, skip_special_tokens=skips_special, constraint=constraint),)
-    num_samples = sum(option.n for option in options)
+    given = _read_prompts(body, defaults)
+    num_prompts, num_samples = len(given.prompts), sum(option.n for option in given.options)
     if num_samples > MAX_SAMPLES:
         raise FieldRefused(
-            prompt_field,
-            f"{len(prompts)} prompts with n samples each make {num_samples} samples; "
+            given.field,
+            f"{num_prompts} prompts with n samples each make {num_samples} samples; "
             f"at most {MAX_SAMPLES} fit in one request",
         )
     labels = _labels(body)
     parsed = ApiRequest(
         endpoint=endpoint,
-        prompts=prompts,
-        prompt_field=prompt_field,
-        is_batch=is_batch,
-        options=options,
-        roots=_roots(body, labels, len(prompts)),
-        rendezvous=_rendezvous(body, [option.n for option in options]),
+        prompts=given.prompts,
+        prompt_field=given.field,
+        is_batch=given.is_batch,
+        options=given.options,
+        roots=_roots(body, labels, num_prompts),
+        rendezvous=_rendezvous(body, [option.n for option in given.options]),
         stream=bool(body.stream),
         usage=_streamed_usage(body),
         hisparse=_hisparse(body, labels),
         is_speculative=body.speculative is not False,
-        request_ids=_request_ids(body, len(prompts)),
+        request_ids=_request_ids(body, num_prompts),
         returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
         names_tokens_by_id=(
             isinstance(body, CompletionsBody | ChatBody) and bool(body.return_tokens_as_token_ids)
         ),
-        echo=echo,
+        echo=given.echo,
         omits_thinking=_omits_thinking(body),
         journal=RequestJournal.of(body, num_samples),
     )
@@ -192,7 +166,60 @@ def parse_request(
     return parsed
 
 
-def _omits_thinking(body: ServedBody) -> bool:
+class _GivenPrompts(NamedTuple):
+    """The prompts of a body, with the options of each."""
+
+    field: str
+    is_batch: bool
+    prompts: tuple[Prompt, ...]
+    options: tuple[SampleOptions, ...]
+    echo: dict[str, object] | None = None
+    """As in ``ApiRequest``."""
+
+
+def _read_prompts(body: GeneratingBody, defaults: SamplingDefaults) -> _GivenPrompts:
+    """Read prompts, options and constraints from the body of any endpoint. Raises ApiError 400."""
+    match body:
+        case CompletionsBody():
+            is_batch, prompts = parse_prompts("prompt", body.prompt)
+            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
+            options = replace(shared, constraint=completion_constraint(body))
+            return _GivenPrompts("prompt", is_batch, prompts, (options,) * len(prompts))
+        case GenerateBody():
+            field, value = generate_prompt(body)
+            is_batch, prompts = parse_prompts(field, value)
+            each = parse_generate_options(body, len(prompts), defaults)
+            return _GivenPrompts(field, is_batch, prompts, each)
+        case ChatBody():
+            chat = parse_chat_prompt(body)
+            options = parse_openai_options(body, chat_logprobs(body), None, defaults)
+            return _given_chat("messages", chat, options, chat_constraint(body, chat))
+        case MessagesBody():
+            chat = parse_messages(body)
+            options = parse_turn_options(body, defaults)
+            return _given_chat("messages", chat, options, messages_constraint(body, chat))
+        case ResponsesBody():
+            chat, echo = parse_responses(body)
+            options = parse_turn_options(body, defaults)
+            return _given_chat("input", chat, options, responses_constraint(body, chat), echo)
+        case _:
+            raise AssertionError(f"{type(body).__name__} has no prompts")
+
+
+def _given_chat(
+    field: str,
+    chat: ChatPrompt,
+    options: SampleOptions,
+    constraint: Constraint | None,
+    echo: dict[str, object] | None = None,
+) -> _GivenPrompts:
+    # With tools, special tokens are kept: tokenizers may call the markup of a call special.
+    skips_special = options.skip_special_tokens and not chat.all_tools
+    options = replace(options, skip_special_tokens=skips_special, constraint=constraint)
+    return _GivenPrompts(field, False, (chat,), (options,), echo)
+
+
+def _omits_thinking(body: GeneratingBody) -> bool:
     thinking = body.thinking if isinstance(body, MessagesBody) else None
     return thinking is not None and thinking.display == "omitted"
 
@@ -206,7 +233,7 @@ def derive_room(room: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def check_model(body: AddressedBody, model_name: str) -> None:
+def check_model(body: ModelBody, model_name: str) -> None:
     """Raises ApiError 404 for another model than ``model_name``."""
     if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
         raise ApiError(
@@ -220,10 +247,11 @@ def check_model(body: AddressedBody, model_name: str) -> None:
 # --- what the router adds, and the rest --------------------------------------------------------------
 
 
-def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
-    """Return the rendezvous of each sample, prompt-major. A field has one value for all samples, or a list of
-    one entry a prompt or a sample. Where samples share a room, the first uses it and the others derive
-    theirs.
+def _rendezvous(body: GeneratingBody, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
+    """Return the prefill node and room of each sample, prompt by prompt.
+
+    Each field has one value for all samples, or a list of one entry a prompt or a sample. If samples share a
+    room, the first one uses it, and the others derive theirs from it.
     """
     for field in ("bootstrap_room", "bootstrap_host"):
         if getattr(body, field) is None:
@@ -236,7 +264,7 @@ def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Re
     hosts = _spread("bootstrap_host", body.bootstrap_host, samples_per_prompt)
     ports = _spread("bootstrap_port", body.bootstrap_port, samples_per_prompt)
     rooms = _spread("bootstrap_room", body.bootstrap_room, samples_per_prompt)
-    meetings = tuple(
+    all_rendezvous = tuple(
         Rendezvous(
             _bootstrap_host(host),
             DEFAULT_BOOTSTRAP_PORT if port is None else port,
@@ -244,9 +272,9 @@ def _rendezvous(body: ServedBody, samples_per_prompt: Sequence[int]) -> tuple[Re
         )
         for (host, _), (port, _), (room, sample_index) in zip(hosts, ports, rooms, strict=True)
     )
-    if len({meeting.room for meeting in meetings}) != len(meetings):
+    if len({rendezvous.room for rendezvous in all_rendezvous}) != len(all_rendezvous):
         raise InvalidField("bootstrap_room", body.bootstrap_room, "must be a different room for each sample")
-    return meetings
+    return all_rendezvous
 
 
 def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[tuple[Any, int]]:
@@ -270,7 +298,7 @@ def _bootstrap_host(value: str) -> str:
     return host
 
 
-def _streamed_usage(body: ServedBody) -> StreamedUsage:
+def _streamed_usage(body: GeneratingBody) -> StreamedUsage:
     options = body.stream_options if isinstance(body, CompletionsBody | ChatBody) else None
     if options is None:
         return StreamedUsage.NONE
@@ -281,7 +309,7 @@ def _streamed_usage(body: ServedBody) -> StreamedUsage:
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
 
 
-def _labels(body: ServedBody) -> Labels:
+def _labels(body: GeneratingBody) -> Labels:
     """Return the fields in labels, which public routers pass on. Values at the top level take precedence."""
     match body:
         case ChatBody() | MessagesBody():
@@ -295,27 +323,27 @@ def _labels(body: ServedBody) -> Labels:
     return labels or Labels()
 
 
-def _hisparse(body: ServedBody, labels: Labels) -> HisparseFlag | None:
+def _hisparse(body: GeneratingBody, labels: Labels) -> HisparseFlag | None:
     given = labels.hisparse if body.hisparse is None else body.hisparse
     return None if given is None else HisparseFlag(str(given).lower())
 
 
-def _roots(body: ServedBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
+def _roots(body: GeneratingBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
     """Return the root of each prompt's keys. Each field has one value for all prompts, or one a prompt."""
     keys: list[list[str | None]] = []
     for field in ("cache_salt", "extra_key"):
         given = getattr(body, field)
         if given is None:
             given = getattr(labels, field)
-        of_prompts = given if isinstance(given, list) else [given] * num_prompts
-        if len(of_prompts) != num_prompts:
+        keys_by_prompt = given if isinstance(given, list) else [given] * num_prompts
+        if len(keys_by_prompt) != num_prompts:
             rule = f"must be a string, or a list of one string a prompt, {num_prompts}"
             raise InvalidField(field, given, rule)
-        keys.append(of_prompts)
+        keys.append(keys_by_prompt)
     return tuple(map(root_of, *keys))
 
 
-def _request_ids(body: ServedBody, num_prompts: int) -> tuple[str, ...]:
+def _request_ids(body: GeneratingBody, num_prompts: int) -> tuple[str, ...]:
     if not isinstance(body, GenerateBody) or body.rid is None:
         return ()
     rid = body.rid

@@ -1,5 +1,7 @@
 """Fits a conversation to the checkpoint's chat template, which would silently lose part of it otherwise.
 
+``TextCodec`` has one ``TemplateFit`` for its template, and fits each chat before it is rendered.
+
 - A template without the role ``developer`` drops such messages: they become system messages.
 - Most templates want the arguments of earlier calls as an object, DeepSeek-V3.1's as JSON text. Arguments
   that are no JSON object stay text: V3.1's template gets the text itself, others get an object with it.
@@ -25,6 +27,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NO_EFFORT = ("none", "minimal")
 _SWITCHES = ("thinking", "enable_thinking")
 """Template arguments that switch thinking, DeepSeek's and GLM's."""
+# An effort as a literal in a template's source.
 _NAMED_EFFORT = re.compile(rf"""["']({"|".join(_EFFORTS)})["']""")
 
 
@@ -39,7 +42,7 @@ class TemplateFit:
         named = set(_NAMED_EFFORT.findall(template or "")) if has_effort else set()
         self._efforts = [effort for effort in _EFFORTS if effort in named]
 
-    def fitted(self, prompt: ChatPrompt) -> ChatPrompt:
+    def fit(self, prompt: ChatPrompt) -> ChatPrompt:
         """Return the conversation as the template takes it."""
         return replace(
             prompt,

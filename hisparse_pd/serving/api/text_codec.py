@@ -1,4 +1,9 @@
-"""Encodes prompts with the checkpoint's tokenizer and chat template, long ones in a thread."""
+"""Encodes prompts with the checkpoint's tokenizer and chat template, long ones in a thread.
+
+Each front of a decode node loads one ``TextCodec``. ``requests.py`` encodes the prompts of requests with it
+and checks their grammars, ``tokens.py`` answers questions about tokens, and answers are detokenized by its
+``token_bytes``. It knows how the checkpoint writes chats (``chat_format``).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ _INLINE_CHARS = 4096
 """Longest text that is encoded on the event loop, which takes well under a millisecond."""
 
 _WITHOUT_TEMPLATE = "deepseek_v32"
-"""The family of models that is published without a chat template; ours is in the file of this name."""
+"""Name of the family of models that is published without a chat template, and of the file with ours."""
 
 _BATCH_CHARS = 1 << 18
 _BATCH_PROMPTS = 64
@@ -40,7 +45,7 @@ _BATCH_PROMPTS = 64
 
 
 class TextCodec:
-    """Encodes prompts; ``token_bytes`` decodes tokens."""
+    """The checkpoint's tokenizer and chat template."""
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class TextCodec:
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
-        read_marks = _read_marks(tokenizer, template or "")
+        read_marks = _marks_read_by_template(tokenizer, template or "")
         self._client_text = (
             None if clients_write_tokens else ClientText(self.backend, template or "", read_marks)
         )
@@ -133,8 +138,8 @@ class TextCodec:
             return tuple(self._encode(prompts, names, max_tokens, add_special))
         packed: list[bytes] = []
         for batch in _batches(prompts):
-            of_batch = names[len(packed) : len(packed) + len(batch)]
-            packed += await off_loop(self._encode, batch, of_batch, max_tokens, add_special)
+            batch_names = names[len(packed) : len(packed) + len(batch)]
+            packed += await off_loop(self._encode, batch, batch_names, max_tokens, add_special)
         return tuple(packed)
 
     async def check_grammar(self, text: str, field: str) -> None:
@@ -230,10 +235,14 @@ class TextCodec:
             )
 
     def _render(self, prompt: ChatPrompt, name: str, max_tokens: int) -> str:
-        """Return the chat as the template writes it, for ``_encode_texts``."""
+        """Return the chat as the template writes it, for ``_encode_texts``. Raises ApiError 400.
+
+        Clients' strings are marked before the template runs (``ClientText``), unless clients may write
+        tokens.
+        """
         if prompt.tools and not self._takes_tools:
             raise FieldRefused("tools", "the model's chat template takes none")
-        prompt = self._fit.fitted(prompt)
+        prompt = self._fit.fit(prompt)
         if self._has_our_template and not (prompt.add_generation_prompt or prompt.continue_final_message):
             raise FieldRefused(
                 "add_generation_prompt",
@@ -259,9 +268,9 @@ class TextCodec:
         except RecursionError as error:
             raise ApiError(400, "messages, tools: nested too deeply to be written") from error
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            why = str(error) if stand_ins is None else stand_ins.restored(str(error))
+            why = str(error) if stand_ins is None else stand_ins.restore(str(error))
             raise FieldRefused("messages", f"the model's chat template refuses them: {why}") from error
-        self._check_length(chat if stand_ins is None else stand_ins.restored(chat), name, max_tokens)
+        self._check_length(chat if stand_ins is None else stand_ins.restore(chat), name, max_tokens)
         return chat if self._client_text is None else self._client_text.with_breaks(chat, stand_ins)
 
 
@@ -295,8 +304,11 @@ def _template_text(tokenizer: Any) -> str | None:
     return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
-def _read_marks(tokenizer: Any, template: str) -> ThinkMarks | None:
-    """Return the marks of reasoning that the template looks for in earlier answers, found by a trial."""
+def _marks_read_by_template(tokenizer: Any, template: str) -> ThinkMarks | None:
+    """Return the marks of reasoning that the template looks for in earlier answers; None for none.
+
+    They are found by a trial: the template writes an answer with such a mark otherwise than one without.
+    """
 
     def chat(answer: str) -> str:
         turns = ("user", "a question"), ("assistant", answer), ("user", "a question")
@@ -317,19 +329,23 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
     """Yield the prompts in order, in batches of bounded size."""
     start = num_chars = 0
     for index, prompt in enumerate(prompts):
-        of_prompt = _num_chars(prompt)
-        if index > start and (index - start == _BATCH_PROMPTS or num_chars + of_prompt > _BATCH_CHARS):
+        num_prompt_chars = _num_chars(prompt)
+        is_full = index - start == _BATCH_PROMPTS or num_chars + num_prompt_chars > _BATCH_CHARS
+        if index > start and is_full:
             yield prompts[start:index]
             start, num_chars = index, 0
-        num_chars += of_prompt
+        num_chars += num_prompt_chars
     yield prompts[start:]
 
 
 def _num_chars(prompt: Prompt) -> int:
-    """Return the characters to encode. A conversation has more, for the time that its template takes."""
+    """Return a prompt's length for the sizes of batches: characters, plus more for a conversation's template.
+
+    Token ids are only checked, so 16 of them count as one character.
+    """
     match prompt:
         case bytes():
-            return len(prompt) // 64 + 1  # ids are checked, not encoded
+            return len(prompt) // 64 + 1
         case str():
             return len(prompt)
         case ChatPrompt():

@@ -1,6 +1,7 @@
 """The phases of one HTTP request with their times: for histograms, ``server-timing`` and traces.
 
-Engines report their phases sample by sample; the decode node's first report includes the prefill node's
+``app.py`` makes one ``Timeline`` for each request that generates; the handler in ``decode_node/server.py``
+notes what the engines report, sample by sample. The decode node's first report includes the prefill node's
 phases. A trace gets its spans from these reports, with the engines' times.
 """
 
@@ -28,12 +29,12 @@ TIMING_HEADER = b"x-request-timing"
 MAX_TRACED_SAMPLES = 16
 """Samples of one HTTP request whose phases become spans."""
 
-_PLAIN = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
+_TEXT_ENDPOINTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
 _LANDING = "landing"
-"""The decode node's phase that ends when the prefill node's last one ends."""
+"""Name of the decode node's phase that ends when the prefill node's last one ends."""
 
 
 class Timeline:
@@ -51,7 +52,9 @@ class Timeline:
         self._metrics = metrics
         self._arrived_at = arrived_at
         self._complete_at = time.monotonic()
-        self._is_asked = (TIMING_HEADER, b"1") in [(name.lower(), value.strip()) for name, value in headers]
+        self._wants_header = (TIMING_HEADER, b"1") in [
+            (name.lower(), value.strip()) for name, value in headers
+        ]
         self._span = span if span is not None and span.is_recording else None
         self._secs: dict[str, float] = {}
         """Seconds of each phase, of the sample that took longest."""
@@ -62,22 +65,23 @@ class Timeline:
         self._ended_at: dict[int, float] = {}
         """Unix time of the end of each sample's last phase."""
         self._decoding: set[int] = set()
-        """Samples that have had their first decode step and not their last."""
-        self._told: dict[int, RequestStats] = {}
+        """Samples that have had their first decode step and have not finished."""
+        self._stats: dict[int, RequestStats] = {}
         """Latest statistics of each traced sample."""
         self._num_output_tokens = 0
         self._finish_reasons: list[str] = []
 
-    def checked(self, request: ApiRequest, samples: Sequence[SampleRequest], model_name: str) -> None:
+    def note_checked(self, request: ApiRequest, samples: Sequence[SampleRequest], model_name: str) -> None:
         """Note that the body is parsed and its prompts are tokens."""
         now, ahead = time.monotonic(), wall_clock_ahead()
         self._samples, self._checked_at = samples, now + ahead
-        self._took("tokenize", now - self._complete_at)
+        self._observe("tokenize", now - self._complete_at)
         if self._span is not None:
+            operation = "text_completion" if request.endpoint in _TEXT_ENDPOINTS else "chat"
             num_tokens = {"gen_ai.usage.input_tokens": sum(s.generate.num_prompt_tokens for s in samples)}
             self._span.set(
                 {
-                    "gen_ai.operation.name": "text_completion" if request.endpoint in _PLAIN else "chat",
+                    "gen_ai.operation.name": operation,
                     "gen_ai.provider.name": "hisparse-pd",
                     "gen_ai.request.model": model_name,
                     "gen_ai.request.stream": request.stream,
@@ -87,21 +91,21 @@ class Timeline:
             )
             self._span.part("tokenize", self._complete_at + ahead, self._checked_at, num_tokens)
 
-    def sent(self, ranks: Mapping[str, int]) -> None:
+    def note_sent(self, ranks: Mapping[str, int]) -> None:
         """Note that the samples went to the engines of these ``ranks``, by request id."""
         self._ranks = ranks
 
-    def first_token(self) -> float:
+    def note_first_token(self) -> float:
         """Note that a sample's first token has come. Returns the seconds since the request arrived."""
         secs = time.monotonic() - self._arrived_at
         self._secs.setdefault("ttft", secs)
         return secs
 
-    def note(
+    def note_phases(
         self,
         index: int,
         phases: Sequence[Phase],
-        told: RequestStats | None = None,
+        stats: RequestStats | None = None,
         prefill: PrefillTimes | None = None,
         *,
         error: str = "",
@@ -110,8 +114,8 @@ class Timeline:
 
         ``prefill`` is what the prefill node reported when the landing ended.
         """
-        if told is not None and self._is_traced(index):
-            self._told[index] = told
+        if stats is not None and self._is_traced(index):
+            self._stats[index] = stats
         for phase in phases:
             of_phase = error if phase is phases[-1] else ""
             started_at = self._end_phase(index, phase.name, phase.started_at, phase.ended_at, of_phase)
@@ -133,15 +137,15 @@ class Timeline:
         for phase, secs in phases.items():
             started_at = landing_ended_at - left_secs
             left_secs -= secs
-            self._took(phase, secs)
-            self._part(
+            self._observe(phase, secs)
+            self._trace_part(
                 index,
                 phase,
                 max(started_at, landing_began_at),
                 max(landing_ended_at - left_secs, landing_began_at),
             )
 
-    def finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
+    def note_finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
         """Note that sample ``index`` has all its tokens."""
         self._num_output_tokens += num_tokens
         if len(self._finish_reasons) < MAX_TRACED_SAMPLES:
@@ -159,9 +163,9 @@ class Timeline:
                 },
             )
 
-    def failed(self, index: int, phases: Sequence[Phase], error: str) -> None:
+    def note_failed(self, index: int, phases: Sequence[Phase], error: str) -> None:
         """Note that sample ``index``, and the request with it, failed in the last of ``phases`` or later."""
-        self.note(index, phases, error=error)
+        self.note_phases(index, phases, error=error)
         if self._span is not None:
             self._span.error = error
 
@@ -185,7 +189,7 @@ class Timeline:
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The ``server-timing`` header with the phases so far, in milliseconds, where it was asked for."""
-        if not self._is_asked:
+        if not self._wants_header:
             return []
         secs = self._secs | {"total": time.monotonic() - self._arrived_at}
         return [(b"server-timing", ", ".join(f"{n};dur={1e3 * s:.3f}" for n, s in secs.items()).encode())]
@@ -193,7 +197,7 @@ class Timeline:
     def _is_traced(self, index: int) -> bool:
         return self._span is not None and index < MAX_TRACED_SAMPLES
 
-    def _took(self, phase: str, secs: float) -> None:
+    def _observe(self, phase: str, secs: float) -> None:
         self._metrics.phase_secs(phase).observe(secs)
         self._secs[phase] = max(secs, self._secs.get(phase, 0.0))
 
@@ -208,15 +212,15 @@ class Timeline:
     ) -> float:
         """Note a phase of sample ``index``. Returns when it began, on this machine's clock."""
         if not error:
-            self._took(phase, max(0.0, ended_at - started_at))
+            self._observe(phase, max(0.0, ended_at - started_at))
         # An engine's clock may be another machine's: phases neither overlap nor are in the future.
         now = time.time()
         started_at = min(max(started_at, self._ended_at.get(index, self._checked_at)), now)
         self._ended_at[index] = min(max(ended_at, started_at), now)
-        self._part(index, phase, started_at, self._ended_at[index], error, attributes)
+        self._trace_part(index, phase, started_at, self._ended_at[index], error, attributes)
         return started_at
 
-    def _part(
+    def _trace_part(
         self,
         index: int,
         phase: str,
@@ -230,16 +234,16 @@ class Timeline:
             self._span.part(phase, started_at, ended_at, described, error)
 
     def _attributes(self, index: int) -> Attributes:
-        generate, told = self._samples[index].generate, self._told.get(index)
+        generate, stats = self._samples[index].generate, self._stats.get(index)
         attributes: Attributes = {
             "hisparse_pd.room": generate.room,
             "hisparse_pd.dp_rank": self._ranks.get(generate.request_id, 0),
             "gen_ai.usage.input_tokens": generate.num_prompt_tokens,
         }
-        if told is not None:
-            attributes["gen_ai.usage.cache_read.input_tokens"] = told.num_cached_tokens
-            attributes["hisparse_pd.held_tokens"] = told.num_held_tokens
-            attributes["hisparse_pd.transfer_bytes"] = told.transfer_bytes
-            attributes["hisparse_pd.transfer_secs"] = told.transfer_secs
-            attributes["hisparse_pd.mode"] = str(told.mode)
+        if stats is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = stats.num_cached_tokens
+            attributes["hisparse_pd.held_tokens"] = stats.num_held_tokens
+            attributes["hisparse_pd.transfer_bytes"] = stats.transfer_bytes
+            attributes["hisparse_pd.transfer_secs"] = stats.transfer_secs
+            attributes["hisparse_pd.mode"] = str(stats.mode)
         return attributes

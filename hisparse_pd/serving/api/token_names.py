@@ -1,4 +1,4 @@
-"""Tokens in the logprobs of completions: their names, and the offsets of their texts.
+"""Names of tokens in the logprobs of completions, and the offsets of their texts.
 
 A token's name is its text. A token whose bytes are no whole characters has the name ``bytes:\\xe2\\x80``, as
 in OpenAI's API. In a list of likeliest tokens, one with the same name as another is called ``token_id:N``, as
@@ -17,6 +17,7 @@ _MIN_LOGPROB = -9999.0
 
 
 def finite(logprob: float) -> float:
+    """Return a logprob that JSON can have."""
     return max(logprob, _MIN_LOGPROB)
 
 
@@ -33,6 +34,7 @@ class TokenNames:
         self._are_ids = are_ids
 
     def of(self, token_id: int) -> str:
+        """Return the name of a token."""
         if self._are_ids:
             return by_id(token_id)
         spelled = self.token_bytes.of(token_id)

@@ -1,4 +1,4 @@
-"""Answers /tokenize, /detokenize and Anthropic's count of tokens.
+"""Answers ``/tokenize``, ``/detokenize`` and Anthropic's count of tokens, which need no engine.
 
 A prompt is encoded like one that is served, within the same limits. Long ones are done in pieces, in a
 thread.
@@ -23,7 +23,7 @@ from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
 from hisparse_pd.serving.api.schemas import check_model
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
-from hisparse_pd.serving.http.off_loop import off_loop, parsed
+from hisparse_pd.serving.http.off_loop import off_loop, parse_body
 
 TOKENS_A_PIECE = 1 << 14
 """Tokens shown at a time, which takes some 5 ms in which no other thread runs."""
@@ -35,7 +35,7 @@ async def answer_about_tokens(
     """Answer a request to ``path``. Raises ApiError 400 and 404."""
     match path:
         case TokenPath.TOKENIZE:
-            asked = await parsed(body, _parse_tokenize, body, model_name)
+            asked = await parse_body(body, _parse_tokenize, body, model_name)
             name = "prompt" if isinstance(asked.prompt, str) else "messages"
             (packed,) = await codec.encode(
                 [asked.prompt], [name], context_length, add_special=asked.add_special
@@ -50,10 +50,10 @@ async def answer_about_tokens(
                 }
             )
         case TokenPath.DETOKENIZE:
-            packed = await parsed(body, _parse_detokenize, body, model_name, codec, context_length)
+            packed = await parse_body(body, _parse_detokenize, body, model_name, codec, context_length)
             return HttpAnswer.json({"prompt": await codec.text_of(packed)})
         case TokenPath.COUNT_TOKENS:
-            chat = await parsed(body, _parse_messages, body, model_name)
+            chat = await parse_body(body, _parse_messages, body, model_name)
             (packed,) = await codec.encode([chat], ["messages"], context_length)
             return HttpAnswer.json({"input_tokens": num_packed_tokens(packed)})
 
@@ -62,7 +62,7 @@ class _Tokenize(NamedTuple):
     prompt: Prompt
     add_special: bool
     with_strings: bool
-    """The answer shows the tokens' spellings, too."""
+    """Whether the answer shows the tokens' spellings, too."""
 
 
 def _parse_tokenize(content: bytes, model_name: str) -> _Tokenize:

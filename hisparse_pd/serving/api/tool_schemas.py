@@ -1,7 +1,8 @@
-"""Decides by a tool's JSON schema whether an argument that comes as bare text is a string or JSON.
+"""Decides by a tool's JSON schema whether an argument that a call has as bare text is a string or JSON.
 
-This is no validation: only the ``argument_forms`` of the schema count. What they do not say, or say in more
-than ``_MAX_STEPS``, is not known. The result depends on the schema and the text alone.
+``call_reader.py`` asks for each argument of an answer, ``call_grammars.py`` for texts that it admits. This is
+no validation: only the forms of the schema (``argument_forms.py``) count. A parameter whose forms take more
+than ``_MAX_STEPS`` to read counts as unknown. The result depends on the schema and the text alone.
 """
 
 from __future__ import annotations
@@ -13,17 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from hisparse_pd.protocol.decoding import decode_json
-from hisparse_pd.serving.api.argument_forms import (
-    ANY_OTHER,
-    ANY_STRING,
-    Forms,
-    NotWritable,
-    SchemaReader,
-    Steps,
-    TooManySteps,
-    listed,
-    types_of,
-)
+from hisparse_pd.serving.api.argument_forms import ANY_OTHER, ANY_STRING, Forms, SchemaReader
+from hisparse_pd.serving.api.json_schemas import NotWritable, Steps, TooManySteps, as_list, types_of
 
 _MAX_STEPS = 2048
 """Most steps for a parameter, which is read once: some milliseconds, in which the front does nothing else."""
@@ -31,9 +23,9 @@ _MAX_STEPS = 2048
 
 @dataclass(frozen=True)
 class _Values:
-    """What a parameter may be: any string, one of ``texts``, or a value of one of ``schemas``.
+    """Values of a parameter: any string, one of ``texts``, or a value of one of ``schemas``.
 
-    Without any of these, nothing is known of it.
+    Without any of these, nothing is known about the parameter.
     """
 
     any_string: bool = False
@@ -50,16 +42,16 @@ class _Values:
         )
 
     def take(self, value: object) -> bool:
-        """Whether a schema takes ``value``, an object, an array or null."""
+        """Whether one of ``schemas`` takes ``value``, which is an object, an array or null."""
         name = "null" if value is None else "object" if isinstance(value, dict) else "array"
         return any(
-            value in listed(schema["enum"]) if "enum" in schema else name in types_of(schema)
+            value in as_list(schema["enum"]) if "enum" in schema else name in types_of(schema)
             for schema in self.schemas
         )
 
     @property
     def json_beginnings(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Characters and words with which a text may begin that ``to_json`` takes for JSON."""
+        """First characters, and whole words, of the texts that ``to_json`` takes for JSON."""
         if not self.any_string:
             return tuple('{["-0123456789'), ("null", "true", "false")
         return (tuple("{["), ("null",)) if self.schemas else ((), ())
@@ -69,11 +61,11 @@ class ToolSchemas:
     """The parameters of the tools of one request."""
 
     def __init__(self, tools: Sequence[Mapping[str, object]], steps: Steps | None = None) -> None:
-        """``steps`` pays for the reading of schemas; None where an answer's few parameters are read."""
+        """``steps``: budget for reading schemas; None if only an answer's few parameters are read."""
         self._steps = steps
         self._parameters: dict[str, Mapping[str, object]] = {}
         self._values: dict[tuple[str, str], _Values] = {}
-        """Values of the parameters that were asked for, by tool and parameter."""
+        """Values of the parameters that were looked up, by tool and parameter."""
         for tool in tools:
             match tool:
                 case {"function": {"name": str(name), "parameters": dict(parameters)}}:
@@ -98,9 +90,9 @@ class ToolSchemas:
         return text.strip()
 
     def may_be_json(self, tool: str, parameter: str, head: str) -> bool:
-        """Whether ``to_json`` may take an argument for something else than a string.
+        """Whether an argument that begins with ``head`` may turn out to be JSON that is no string.
 
-        ``head`` is the argument's beginning behind white space. False holds whatever follows.
+        ``head`` begins behind white space. False is final, whatever follows.
         """
         firsts, words = self._values_of(tool, parameter).json_beginnings
         return head.startswith(firsts) or any(word.startswith(head.rstrip()) for word in words)

@@ -1,7 +1,9 @@
-"""Memory that a node's fronts share: their counts, their metrics, and what the first one tells the others.
+"""Memory that a node's fronts (its HTTP processes) share: their counts, their metrics, and the first front's
+instruction to the others.
 
-Each number has one front that writes it, so there is no lock that a killed front could keep. A front that
-admits a request adds it to its own row before it reads the sum of all rows. Two fronts that do this at once
+The first front makes the ``Board`` and passes it to the fronts that it spawns. Each number has one front that
+writes it, so there is no lock that a killed front could keep. ``InFlightCounts`` is a front's access to the
+counts: it adds a request to its own row before it reads the sum of all rows. Two fronts that do this at once
 may both find the node full, but never both find the last place free.
 """
 
@@ -20,9 +22,9 @@ MAX_METRICS_BYTES = 1 << 18
 _METRICS_HEAD = struct.Struct("=II")
 """Length and checksum of the metrics. The checksum is wrong for whoever reads them while they are written."""
 
-_IS_READY, _SAMPLES, _PROMPT_TOKENS, _OF_RANKS = range(4)
-"""The columns of a front's row; from ``_OF_RANKS`` on each rank has two: its prompt tokens, and how many
-samples it was ever given."""
+_IS_READY, _SAMPLES, _PROMPT_TOKENS, _FIRST_RANK_COLUMN = range(4)
+"""Columns of a front's row. From ``_FIRST_RANK_COLUMN`` on each rank has two: the prompt tokens of the
+samples that it has, and the number of samples that it was ever given."""
 
 
 class Instruction(IntEnum):
@@ -40,22 +42,24 @@ class Instruction(IntEnum):
 
 
 class Board:
-    """The shared memory, which fronts get when they are spawned. A node of one front shares nothing."""
+    """A row of numbers and a region for metrics for each front; in shared memory if there are several."""
 
     def __init__(self, num_columns: int, num_fronts: int = 1) -> None:
-        """``num_columns``: how many numbers each front has, which are added up over the fronts."""
+        """``num_columns``: length of a front's row of numbers."""
         self.num_fronts = num_fronts
         self._num_columns = num_columns
         size = 1 + num_fronts * num_columns
         self._numbers = multiprocessing.RawArray("q", size) if num_fronts > 1 else [0] * size
         """The instruction, then a row for each front."""
-        places = num_fronts if num_fronts > 1 else 0
+        num_regions = num_fronts if num_fronts > 1 else 0
         self.metrics_of_fronts: list[Any] = [
-            multiprocessing.RawArray("B", _METRICS_HEAD.size + MAX_METRICS_BYTES) for _ in range(places)
+            multiprocessing.RawArray("B", _METRICS_HEAD.size + MAX_METRICS_BYTES) for _ in range(num_regions)
         ]
-        self._read = [b""] * places
+        self._last_metrics = [b""] * num_regions
+        """Each front's metrics as they were last read complete."""
 
     def sum(self, column: int) -> int:
+        """Return the sum of a column over all fronts."""
         return sum(self._numbers[1 + column :: self._num_columns])
 
     def add(self, front_number: int, column: int, num: int) -> None:
@@ -80,22 +84,22 @@ class Board:
 
     def metrics(self) -> Sequence[bytes]:
         """Return what each front wrote last; nothing in a node of one front."""
-        for number, place in enumerate(self.metrics_of_fronts):
-            num_bytes, checksum = _METRICS_HEAD.unpack_from(place)
+        for number, region in enumerate(self.metrics_of_fronts):
+            num_bytes, checksum = _METRICS_HEAD.unpack_from(region)
             start = _METRICS_HEAD.size
-            packed = bytes(memoryview(place).cast("B")[start : start + num_bytes])
+            packed = bytes(memoryview(region).cast("B")[start : start + num_bytes])
             if zlib.crc32(packed) == checksum:
-                self._read[number] = packed
-        return [packed for packed in self._read if packed]
+                self._last_metrics[number] = packed
+        return [packed for packed in self._last_metrics if packed]
 
 
 def make_board(num_ranks: int, num_fronts: int = 1) -> Board:
     """Make a board with columns for ``num_ranks`` ranks."""
-    return Board(_OF_RANKS + 2 * num_ranks, num_fronts)
+    return Board(_FIRST_RANK_COLUMN + 2 * num_ranks, num_fronts)
 
 
 class InFlightCounts:
-    """Counts of what is in flight. They are read as sums over all fronts, and one front changes its own."""
+    """Samples and prompt tokens in flight. A front reads sums over all fronts, and changes its own row."""
 
     def __init__(self, board: Board, front_number: int) -> None:
         self._board = board
@@ -112,7 +116,7 @@ class InFlightCounts:
         return self._board.sum(_IS_READY) == self._board.num_fronts
 
     @property
-    def others_load(self) -> bool:
+    def are_partly_ready(self) -> bool:
         """Whether some fronts are connected to all engines, and others are not yet."""
         return 0 < self._board.sum(_IS_READY) < self._board.num_fronts
 
@@ -129,19 +133,19 @@ class InFlightCounts:
         self._board.add(self._front_number, _SAMPLES, num_samples)
         self._board.add(self._front_number, _PROMPT_TOKENS, num_prompt_tokens)
 
-    def tokens_of(self, rank: int) -> int:
-        """Prompt tokens of the samples that the rank has."""
-        return self._board.sum(_OF_RANKS + 2 * rank)
+    def num_prompt_tokens_of(self, rank: int) -> int:
+        """Return the prompt tokens of the samples that the rank has."""
+        return self._board.sum(_FIRST_RANK_COLUMN + 2 * rank)
 
-    def given_to(self, rank: int) -> int:
-        """Samples that the rank was ever given."""
-        return self._board.sum(_OF_RANKS + 2 * rank + 1)
+    def num_samples_given_to(self, rank: int) -> int:
+        """Return how many samples the rank was ever given."""
+        return self._board.sum(_FIRST_RANK_COLUMN + 2 * rank + 1)
 
-    def give(self, rank: int, num_tokens: int) -> None:
-        """Count a sample that the rank is given."""
-        self._board.add(self._front_number, _OF_RANKS + 2 * rank, num_tokens)
-        self._board.add(self._front_number, _OF_RANKS + 2 * rank + 1, 1)
+    def assign(self, rank: int, num_tokens: int) -> None:
+        """Count a sample of ``num_tokens`` prompt tokens that is given to the rank."""
+        self._board.add(self._front_number, _FIRST_RANK_COLUMN + 2 * rank, num_tokens)
+        self._board.add(self._front_number, _FIRST_RANK_COLUMN + 2 * rank + 1, 1)
 
-    def take_back(self, rank: int, num_tokens: int) -> None:
-        """Count a sample that has ended on the rank, or was not sent after all."""
-        self._board.add(self._front_number, _OF_RANKS + 2 * rank, -num_tokens)
+    def unassign(self, rank: int, num_tokens: int) -> None:
+        """Undo the count of a sample that has ended on the rank, or was not sent after all."""
+        self._board.add(self._front_number, _FIRST_RANK_COLUMN + 2 * rank, -num_tokens)

@@ -1,4 +1,8 @@
-"""Child processes of a node's first process on a machine, which end with it."""
+"""Child processes of a node: engines and further fronts, which end with the process that spawned them.
+
+That process is the first one of the node on its machine. ``EngineProcesses`` (``first_front.py``) and
+``Fronts`` (``fronts.py``) are ``Children`` of one kind each.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from multiprocessing.process import BaseProcess
 log = logging.getLogger(__name__)
 
 EXIT_SECS = 5.0
-"""Time that a child has to exit, for its last answers and the interpreter's shutdown."""
+"""Time that children have to exit: they send their last answers, and the interpreter shuts down."""
 
 
 class Children:
@@ -58,7 +62,7 @@ class Children:
             log.error("%s, too", _statuses(failed))
 
     def kill(self) -> None:
-        """Kill children that still run: they ignore signals, which are for the first process."""
+        """Kill children that still run. They ignore gentler signals, to which their parent reacts."""
         for process in (alive := [process for process in self.processes if process.is_alive()]):
             log.info("%s still runs: kill", process.name)
             process.kill()

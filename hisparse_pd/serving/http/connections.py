@@ -1,9 +1,11 @@
-"""The connections that an HTTP server keeps: how many, and which one makes room for a new one.
+"""The connections that an HTTP server keeps: how many, and which one is closed to make room for a new one.
 
-A connection waits while the server can do nothing for it before its client does something: send the head or
-the body of a request, or read its answer. Each such wait has a limit (``http_connection.py``,
-``handshakes.py``). A connection beyond what the descriptors allow takes the place of one that waits: the
-oldest one of the address that has most of these. Where none waits, its request is answered with a 503.
+``Listener`` (``listening.py``) makes one ``Connections`` for each server. Its connections (``HttpConnection``
+and, before TLS, ``Handshake``) register themselves, and report whether they wait. A connection waits while
+the server can do nothing for it before its client does something: send the head or the body of a request, or
+read its answer. Each such wait has a limit (``http_connection.py``, ``handshakes.py``). A connection beyond
+what the descriptors allow takes the place of one that waits: the oldest one of the address that has most of
+these. Where none waits, its request is answered with a 503.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Generic, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 MAX_STEP_SECS = 2.0
-"""What the time between two sweeps counts at most: after a long turn much has come that was not read."""
+"""Limit for the advance of ``Connections.now`` between two sweeps. After a long turn of the event loop, data
+may have come that the server has not read yet, and clients must not be closed for the server's own delay."""
 
 
 class KeptConnection(Protocol):
@@ -54,6 +57,7 @@ class ConnectionsByAddress(Generic[K]):
         same_address.setdefault(connection)
 
     def discard(self, connection: K) -> None:
+        """Remove a connection if it is there."""
         same_address = self._by_address.get(connection.address, {})
         if connection not in same_address:
             return
@@ -74,8 +78,8 @@ class Connections:
 
     limit: int
     now: float = 0.0
-    """Seconds that this server has served. A long turn of its loop counts little: clients could not be
-    heard."""
+    """Clock for the limits of connections: seconds of serving, in which a long turn of the event loop counts
+    as ``MAX_STEP_SECS``."""
     live: set[KeptConnection] = field(default_factory=set)
     waiting: ConnectionsByAddress[KeptConnection] = field(default_factory=ConnectionsByAddress)
     """Live connections that wait for their clients, the longest wait first."""

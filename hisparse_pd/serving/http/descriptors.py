@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 MAX_DESCRIPTORS = 1 << 20
-"""Limit up to which descriptors are asked for: some container engines allow a billion, and libraries make
+"""Highest limit that a process sets for itself. Some container engines allow a billion, and libraries make
 tables of that size."""
 
 MAX_CONNECTIONS = 8192
@@ -18,13 +18,13 @@ MAX_ACCEPTED_AT_ONCE = 32
 """Connections that an event loop takes from the kernel in one turn."""
 
 _TURNS_TO_CLOSE = 4
-"""Turns of the event loop from accepting a connection to having closed the one whose place it takes
-(accepted, made, known to the server, closed). In each of these turns, more connections are accepted."""
+"""Turns of the event loop from accepting a connection until the one that it replaces is closed: accepted,
+made, known to the server, closed. In each of these turns, more connections are accepted."""
 
 PER_ROUTED_REQUEST = 2
 """Descriptors of a request in the router: the client's connection and the one to its decode node."""
 
-_OWN = 128
+_OWN_DESCRIPTORS = 128
 """Descriptors of a process that are not for clients: files, libraries, the engine, health checks."""
 
 
@@ -34,13 +34,13 @@ def raise_limit() -> int:
     Child processes inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = attainable()
+    wanted = attainable_limit()
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return limit()
 
 
-def attainable() -> int:
+def attainable_limit() -> int:
     """Return the limit to which ``raise_limit`` raises a lower one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
@@ -57,5 +57,5 @@ def max_connections(descriptors: int, num_each: int = 1, num_servers: int = 1) -
 
     ``descriptors``: the process's limit. ``num_each``: descriptors of a connection with a request in flight.
     """
-    for_clients = descriptors - _OWN - num_servers * MAX_ACCEPTED_AT_ONCE * _TURNS_TO_CLOSE
+    for_clients = descriptors - _OWN_DESCRIPTORS - num_servers * MAX_ACCEPTED_AT_ONCE * _TURNS_TO_CLOSE
     return max(1, min(MAX_CONNECTIONS, for_clients // (num_each * num_servers)))

@@ -1,8 +1,10 @@
-"""A front's side of the conversation with its engines: which request waits for what, and whether engines
-work.
+"""A front's requests in flight, and its connections to the engines of all ranks.
 
-Each sample belongs to one rank. Every message goes to the group of samples that waits for it. Opening and
-closing a group never waits, so that a cancelled handler still aborts its samples.
+The API opens a group of samples for each HTTP request (``EngineLink.open``) and reads the group's events;
+health checks ask for ``trouble`` and ``stall``; ``first_front.py`` and ``fronts.py`` start the link and end
+it (``stop_accepting``, ``shut_engines_down``, ``engine_died``). Each sample belongs to one rank, and every
+message about it goes to its group. Opening and closing a group never waits, so that a cancelled handler still
+aborts its samples.
 """
 
 from __future__ import annotations
@@ -10,16 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, assert_never
 
 import msgspec
 
-from hisparse_pd.base.settings import NodeSettings
 from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.messages import (
@@ -40,32 +39,18 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
-from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable, QueueFull
+from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable
+from hisparse_pd.serving.http.queue_limits import NO_LIMITS, QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from hisparse_pd.serving.http.rank_link import RankLink
 from hisparse_pd.serving.http.sample_group import SampleEvent, SampleGroup
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_TOKENS = 64 << 20
-"""Limit of prompt tokens in flight. Beside the requests' bodies, a decode node holds 9 bytes for each: 5 in
-its engine (the id, and a share of its page's key) and 4 in a front."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits of what may be in flight. A prompt counts once on each rank that has samples of it."""
-
-    max_requests: int
-    max_prompt_tokens: int
-
-    @classmethod
-    def of(cls, settings: NodeSettings) -> QueueLimits:
-        max_running = settings.dp_size * settings.max_running_requests
-        return cls(max_running + settings.max_queued_requests, MAX_QUEUED_TOKENS)
-
 
 class _SampleInFlight(NamedTuple):
+    """Where the events of a sample go, and what to undo when it ends."""
+
     group: SampleGroup
     rank: RankLink
     num_prompt_tokens: int
@@ -79,13 +64,13 @@ def samples_at_work(link: EngineLink) -> int:
 def rooms_at_work(link: EngineLink) -> int:
     """Return how many rooms the engines have, as they last reported.
 
-    An engine that has not reported since the node began to shut down may have begun a room in the meantime,
-    and counts as having one more.
+    An engine whose last report is older than the node's shutdown may have begun a room since, and counts as
+    having one more.
     """
     num = 0
     for rank in link.ranks:
         if rank.stats is not None:
-            num += rank.stats.num_running + rank.stats.num_waiting + (not rank.has_told_since_leaving)
+            num += rank.stats.num_running + rank.stats.num_waiting + (not rank.has_reported_since_stop)
     return num
 
 
@@ -107,7 +92,7 @@ class EngineLink:
         health_timeout_secs: float,
         on_stats: Callable[[int, EngineStats], None] = lambda rank, stats: None,
         on_connected: Callable[[], None] = lambda: None,
-        limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
+        limits: QueueLimits = NO_LIMITS,
         choose_rank: RankChoice = least_loaded,
         board: Board | None = None,
         front_number: int = 0,
@@ -115,8 +100,9 @@ class EngineLink:
     ) -> None:
         """``endpoints``: one for each rank, as in RankLink. ``on_stats``: called with a rank and its stats.
 
-        ``on_connected``: called once all engines are connected to all fronts. ``board``: what the node's
-        fronts share; None if this is the only one. ``front_number``: this front's.
+        ``on_connected``: called once all engines are connected to all fronts. ``choose_rank``: assigns each
+        sample to a rank. ``board``: what the node's fronts share; None if this is the only one. ``crossing``:
+        settings of connections to other machines.
         """
         self.limits = limits
         self.health_timeout_secs = health_timeout_secs
@@ -140,6 +126,7 @@ class EngineLink:
         self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank
         self._in_flight: dict[str, _SampleInFlight] = {}
+        """Samples of this front, by request id."""
 
     def start(self) -> None:
         """Bind the sockets and begin to talk to the engines. Needs a running event loop. Raises OSError."""
@@ -152,15 +139,15 @@ class EngineLink:
 
     @property
     def ready(self) -> EngineReady | None:
-        """What the engines reported when they were ready, with bounds that hold for all; None while one
+        """What the engines reported when they were ready, with the lowest bounds of all; None while one
         loads."""
-        ready = [rank.ready for rank in self.ranks if rank.ready is not None]
-        if len(ready) < len(self.ranks):
+        reports = [rank.ready for rank in self.ranks if rank.ready is not None]
+        if len(reports) < len(self.ranks):
             return None
         return msgspec.structs.replace(
-            ready[0],
-            max_total_tokens_hisparse=min(of_rank.max_total_tokens_hisparse for of_rank in ready),
-            max_total_tokens_dense=min(of_rank.max_total_tokens_dense for of_rank in ready),
+            reports[0],
+            max_total_tokens_hisparse=min(report.max_total_tokens_hisparse for report in reports),
+            max_total_tokens_dense=min(report.max_total_tokens_dense for report in reports),
         )
 
     @property
@@ -168,13 +155,13 @@ class EngineLink:
         """Progress of the rank that has most left to load; None before any reported and once all are
         ready."""
         loading = [rank.loading for rank in self.ranks if rank.loading is not None]
-        return max(loading, key=lambda of_rank: of_rank.num_bytes - of_rank.num_done, default=None)
+        return max(loading, key=lambda progress: progress.num_bytes - progress.num_done, default=None)
 
     @property
     def is_loading(self) -> bool:
         """Whether some front is not yet connected to all engines. All fronts of a node say the same."""
         return self.state is LinkState.LOADING or (
-            self.state is LinkState.SERVING and self.counts.others_load
+            self.state is LinkState.SERVING and self.counts.are_partly_ready
         )
 
     @property
@@ -191,22 +178,13 @@ class EngineLink:
         unless the engines serve, QueueFull, and ApiError for a request that is too large.
         """
         self.require_serving()
-        shares = [share for prompt in prompts for share in self._shares(prompt)]
+        shares = [share for prompt in prompts for share in self._split_by_rank(prompt)]
         samples = [(rank, sample) for rank, share in shares for sample in share.samples]
-        num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
-        self.counts.add(len(samples), num_prompt_tokens)
-        try:
-            self.require_place(len(samples), num_prompt_tokens, are_counted=True)
-        except ApiError:
-            self.counts.add(-len(samples), -num_prompt_tokens)
-            for rank, sample in samples:
-                self.counts.take_back(rank.rank, sample.num_prompt_tokens)
-            raise
-        ranks = {sample.request_id: rank.rank for rank, sample in samples}
+        self._count_or_refuse(shares, samples)
         group = SampleGroup(
-            ranks,
+            {sample.request_id: rank.rank for rank, sample in samples},
             may_move=may_move,
-            look_secs=self.health_timeout_secs,
+            check_secs=self.health_timeout_secs,
             stall=self.stall,
             on_finish=partial(self.forget, has_finished=True),
         )
@@ -225,44 +203,37 @@ class EngineLink:
                 # The tokens count until the aborts before this have gone: only then are the prompts freed.
                 rank.put(None, partial(self.counts.add, 0, -share.samples[0].num_prompt_tokens))
 
-    def _shares(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
+    def _count_or_refuse(
+        self,
+        shares: Sequence[tuple[RankLink, GenerateGroup]],
+        samples: Sequence[tuple[RankLink, Generate]],
+    ) -> None:
+        """Count a request's samples as in flight. Raises QueueFull or ApiError if they do not fit."""
+        num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
+        self.counts.add(len(samples), num_prompt_tokens)
+        try:
+            self.limits.require_place(self.counts, len(samples), num_prompt_tokens, are_counted=True)
+        except ApiError:
+            self.counts.add(-len(samples), -num_prompt_tokens)
+            for rank, sample in samples:
+                self.counts.unassign(rank.rank, sample.num_prompt_tokens)
+            raise
+
+    def _split_by_rank(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
         """Choose a rank for each sample and count it there. Returns the prompt for each rank that has
         samples."""
         shares: dict[int, list[Generate]] = {}
         for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
-            self.counts.give(rank.rank, sample.num_prompt_tokens)
+            self.counts.assign(rank.rank, sample.num_prompt_tokens)
             shares.setdefault(rank.rank, []).append(sample)
         return [
             (self.ranks[rank], msgspec.structs.replace(prompt, samples=tuple(samples)))
             for rank, samples in shares.items()
         ]
 
-    def require_place(
-        self, num_samples: int, num_prompt_tokens: int = 0, *, are_counted: bool = False
-    ) -> None:
-        """Check the limits. Raises QueueFull if these samples do not fit now, ApiError if they never do.
-
-        A request whose client left is in flight until its abort has gone to the engine. ``are_counted``:
-        whether these samples are part of the counts already.
-        """
-        for num, most, name in (
-            (num_samples, self.limits.max_requests, "samples"),
-            (num_prompt_tokens, self.limits.max_prompt_tokens, "prompt tokens"),
-        ):
-            if num > most:
-                raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
-        num_in_flight = self.counts.num_samples - num_samples * are_counted
-        if num_in_flight + num_samples > self.limits.max_requests:
-            raise QueueFull(
-                f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
-                f"{self.limits.max_requests} (max_running_requests + max_queued_requests); try again later"
-            )
-        num_held_tokens = self.counts.num_prompt_tokens - num_prompt_tokens * are_counted
-        if num_held_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
-            raise QueueFull(
-                f"prompts of {num_held_tokens} tokens run or wait here, and {num_prompt_tokens} more "
-                f"would exceed {self.limits.max_prompt_tokens}; try again later"
-            )
+    def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
+        """Check whether further samples fit. Raises QueueFull if they do not fit now, ApiError if never."""
+        self.limits.require_place(self.counts, num_samples, num_prompt_tokens)
 
     @property
     def is_leaving(self) -> bool:
@@ -307,7 +278,7 @@ class EngineLink:
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
         for rank in self.ranks:
-            rank.has_told_since_leaving = False
+            rank.has_reported_since_stop = False
         for request_id, in_flight in list(self._in_flight.items()):
             if in_flight.group.may_move:
                 self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
@@ -341,7 +312,7 @@ class EngineLink:
             return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
         if self.state is not LinkState.SERVING:
             return str(self.state)
-        return self.stall() or next((of_rank for rank in self.ranks if (of_rank := _trouble(rank))), None)
+        return self.stall() or next(filter(None, map(_reported_trouble, self.ranks)), None)
 
     def stall(self) -> str | None:
         """Return why an engine makes no progress, None while all do. Loading is progress, too."""
@@ -358,10 +329,12 @@ class EngineLink:
         self.lost.set()
 
     def _abort(self, rank: RankLink, abort: Abort) -> None:
+        """Send an abort. Its sample counts as in flight until the abort has gone to the engine."""
         self.counts.add(1)
         rank.put(abort, partial(self.counts.add, -1))
 
     def handle(self, rank: RankLink, message: FromEngine) -> None:
+        """Take in a message of an engine: about a sample, or about the engine itself."""
         match message:
             case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)
@@ -370,7 +343,7 @@ class EngineLink:
             case EngineReady():
                 rank.note(message)
                 if self.ready is not None:
-                    self._all_ready(self.ready)
+                    self._note_all_ready(self.ready)
                 self._check_connected()
             case EngineStats():
                 rank.note(message)
@@ -379,7 +352,7 @@ class EngineLink:
             case _:
                 assert_never(message)
 
-    def _all_ready(self, ready: EngineReady) -> None:
+    def _note_all_ready(self, ready: EngineReady) -> None:
         if self.state is LinkState.LOADING:
             self.state = LinkState.SERVING
         self.counts.set_ready()
@@ -405,9 +378,9 @@ class EngineLink:
         in_flight = self._in_flight.pop(request_id)
         in_flight.group.live.discard(request_id)
         self.counts.add(-1)
-        self.counts.take_back(in_flight.rank.rank, in_flight.num_prompt_tokens)
+        self.counts.unassign(in_flight.rank.rank, in_flight.num_prompt_tokens)
         return in_flight
 
 
-def _trouble(rank: RankLink) -> str:
+def _reported_trouble(rank: RankLink) -> str:
     return rank.stats.trouble if rank.stats is not None else ""

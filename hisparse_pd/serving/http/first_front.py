@@ -1,8 +1,9 @@
 """A node's first process: it starts the engines, and serves HTTP until a signal or until a child dies.
 
-The engine of each rank runs in a spawned child, as does each further front. Their ipc sockets are in a
-private directory until they are connected. When a child dies, the requests in flight fail, and this process
-ends the other children and exits with status 1, so that a supervisor starts all of them again.
+``serving/api/node.py`` makes the engines and fronts and calls ``serve``. The engine of each rank runs in a
+spawned child, as does each further front. Their ipc sockets are in a private directory until they are
+connected. When a child dies, the requests in flight fail, and this process ends the other children and exits
+with status 1, so that a supervisor starts all of them again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import ASGIApp
 
+from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import (
     BRIEF_SPIN,
-    chooses_its_waiting,
     die_with_parent,
     environment_of_children,
+    openmp_wait_is_set,
     setup_logging,
     stop_signals,
 )
-from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS, NodeSettings
+from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.protocol.names import resolve
 from hisparse_pd.serving.http.board import Instruction
@@ -57,7 +59,7 @@ class EngineProcesses(Children):
         self._target: EngineTarget[Any] = target
         self._settings = settings
         self._name = name
-        self._first_machine = _meeting_address(settings)
+        self._first_machine_host = _first_machine_address(settings)
         self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
 
     def endpoints_of(self, front: int) -> list[str]:
@@ -67,19 +69,23 @@ class EngineProcesses(Children):
     def _endpoint(self, rank: int, front: int) -> str:
         if rank in self._settings.ranks_of(0):
             return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
-        host = f"[{self._first_machine}]" if ":" in self._first_machine else self._first_machine
-        return f"tcp://{host}:{self._settings.meeting[1] + 1 + front * self._settings.dp_size + rank}"
+        host = (
+            f"[{self._first_machine_host}]" if ":" in self._first_machine_host else self._first_machine_host
+        )
+        _, init_port = self._settings.dist_init_host_port
+        return f"tcp://{host}:{init_port + 1 + front * self._settings.dp_size + rank}"
 
     def _place(self, rank: int) -> RankPlace:
         size = self._settings.dp_size
-        if not self._first_machine:
+        if not self._first_machine_host:
             return RankPlace(rank, size, str(self._directory / "ranks"))
-        return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
+        _, init_port = self._settings.dist_init_host_port
+        return RankPlace(rank, size, meeting_host=self._first_machine_host, meeting_port=init_port)
 
     def start(self) -> None:
         """Start the engines of this machine. Must be called from the main thread, as ``spawn``."""
         settings = self._settings
-        spins = settings.device == "cpu" and not chooses_its_waiting()
+        spins = settings.device == "cpu" and not openmp_wait_is_set()
         with environment_of_children(BRIEF_SPIN if spins else {}):
             for rank in settings.ranks_here:
                 name = self._name if settings.dp_size == 1 else f"{self._name} rank {rank}"
@@ -106,13 +112,13 @@ class EngineProcesses(Children):
             self.remove_directory()
 
 
-def _meeting_address(settings: NodeSettings) -> str:
-    """Return the address of the first machine of a node of several, an empty string for a node of one.
+def _first_machine_address(settings: NodeSettings) -> str:
+    """Return the address of machine 0 of a node of several machines, an empty string for a node of one.
 
-    It waits for the name to have an address: a cluster may create it only when the machine starts. Raises
+    Waits until its name has an address, which a cluster may give it only when that machine starts. Raises
     StartError.
     """
-    host, _ = settings.meeting
+    host, _ = settings.dist_init_host_port
     deadline = time.monotonic() + STARTUP_TIMEOUT_SECS
     while host:
         try:
@@ -150,6 +156,7 @@ async def serve(
     for sentinel in (*engines.sentinels, *fronts.sentinels):
         loop.add_reader(sentinel, _note_exit, loop, sentinel, link.lost)
     link.start()
+    # Serve until a signal comes, a process is lost, or a server ends.
     servers = [
         listener.server(app, num_servers=len(listeners))
         for listener, app in zip(listeners, apps, strict=True)
@@ -160,20 +167,21 @@ async def serve(
     ]
     writing = asyncio.create_task(fronts.write_metrics())
     stop = asyncio.create_task(signals.get())
-    died = asyncio.create_task(link.lost.wait())
+    lost = asyncio.create_task(link.lost.wait())
     try:
-        await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([stop, lost, *running], return_when=asyncio.FIRST_COMPLETED)
+        # After a signal, let requests finish.
         if stop.done():
             log.info("%s: shutting down with %d requests in flight", stop.result(), num_at_work(link))
             link.stop_accepting()
             fronts.stop_accepting()
-            await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, died)
-        status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
+            await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, lost)
+        # Fixed before the children are told to exit, after which every exit would count as a loss.
+        status = 0 if stop.done() and not lost.done() else 1
+        # End all other requests, then the other fronts, the engines and this front's servers.
         instruction = Instruction.LEAVE
-        if died.done():
-            of_engines, of_fronts = engines.exits(), fronts.exits()
-            instruction = Instruction.FRONT_DIED if of_fronts and not of_engines else Instruction.ENGINE_DIED
-            log.error("%s", ", ".join(filter(None, (of_engines, of_fronts))) or WHAT_DIED[instruction])
+        if lost.done():
+            instruction = _report_loss(engines, fronts)
             link.engine_died(WHAT_DIED[instruction])
         else:
             link.fail_all(503, SHUTTING_DOWN)
@@ -185,31 +193,40 @@ async def serve(
         await asyncio.gather(leaving, *running)
         return status
     finally:
-        for task in (writing, stop, died, *running):
+        for task in (writing, stop, lost, *running):
             task.cancel()
-        await asyncio.gather(writing, stop, died, *running, return_exceptions=True)
+        await asyncio.gather(writing, stop, lost, *running, return_exceptions=True)
         link.close()
 
 
+def _report_loss(engines: EngineProcesses, fronts: Fronts) -> Instruction:
+    """Log which processes have exited. Returns the instruction for the fronts that are left."""
+    engine_exits, front_exits = engines.exits(), fronts.exits()
+    only_fronts = bool(front_exits) and not engine_exits
+    instruction = Instruction.FRONT_DIED if only_fronts else Instruction.ENGINE_DIED
+    log.error("%s", ", ".join(filter(None, (engine_exits, front_exits))) or WHAT_DIED[instruction])
+    return instruction
+
+
 def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Event) -> None:
-    loop.remove_reader(sentinel)  # which stays readable
+    loop.remove_reader(sentinel)  # it stays readable, and would call this in every turn
     lost.set()
 
 
 async def _drain(
-    is_idle: Callable[[], bool], timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
+    is_idle: Callable[[], bool], timeout_secs: float, signals: asyncio.Queue[str], lost: asyncio.Task[bool]
 ) -> None:
     """Wait until no request is in flight, the time is up, a second signal comes or a child has died."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_secs
-    while not is_idle() and signals.empty() and not died.done() and loop.time() < deadline:
+    while not is_idle() and signals.empty() and not lost.done() and loop.time() < deadline:
         await asyncio.sleep(0.05)
 
 
 def _run_engine(
     target: EngineTarget[S], settings: S, endpoints: Sequence[str], place: RankPlace, name: str
 ) -> None:
-    gc.disable()  # until all is imported: repeated collections would take a fifth of the start
+    gc.disable()  # the engine enables it once all is imported: collections would take a fifth of the start
     die_with_parent()
     setup_logging(settings.log_level, name)
     try:

@@ -1,7 +1,7 @@
-"""A machine of a node that runs engines and no front: any machine but the first.
+"""The process of a node's further machines, which run engines and no front.
 
-Its engines connect to the fronts on the first machine, which shut them down. When one of them ends, the whole
-node ends.
+``serving/api/node.py`` calls ``follow`` on every machine but the first. The engines connect to the fronts on
+the first machine, which shut them down. When one engine ends, the whole node ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
     """Run this machine's engines until the node ends. Returns the exit status, 0 if the fronts ended it.
 
-    A cluster sends its signal to all machines at once, but the first machine has requests to finish. This one
-    ends with it, when the time to finish is over, or at a second signal.
+    A cluster sends its signal to all machines at once, but the first machine has requests to finish. After a
+    signal, this machine therefore ends with the first one, when the time to finish is over, or at a second
+    signal.
     """
     setup_logging(settings.log_level, f"{role} machine {settings.node_rank}")
     wakeup_reader, wakeup_writer = socket.socketpair()

@@ -1,8 +1,9 @@
-"""The fronts of a node, which serve one port together: how they start and end.
+"""The fronts of a node: processes that serve its HTTP port together, and how they start and end.
 
-The first front starts the engines and the other fronts, gets the signals, and decides when all of them exit.
-A front that exits by itself ends the node, and a supervisor starts all of it again. What fronts must share is
-on the ``Board``.
+The first front (``first_front.py``) starts the engines and the other fronts, gets the signals, and decides
+when all of them exit; ``Fronts`` is its view of the others. Each other front runs ``serve_further``, and
+reads the first one's instruction on the ``Board``, which all fronts share. A front that exits by itself ends
+the node, and a supervisor starts all of it again.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ WHAT_DIED = {
     Instruction.ENGINE_DIED: str(LinkState.GONE),
     Instruction.FRONT_DIED: "a front process of the node has died",
 }
+"""Instructions that follow the loss of a process, with the words about it for clients and the log."""
 
 
 async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None:
-    """Publish a front's metrics until cancelled, if the node has several fronts. Logs once if they are too
-    long."""
+    """Publish a front's metrics every ``METRICS_SECS`` until cancelled, if the node has several fronts.
+
+    Metrics that are too long are logged once.
+    """
     is_logged = False
     while board.num_fronts > 1:
         try:
@@ -50,7 +54,7 @@ async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None
 
 
 class Fronts(Children):
-    """The first front's view of the others: child processes, numbered from 1, that die with it."""
+    """The fronts but the first: its child processes, numbered from 1."""
 
     def __init__(self, board: Board, metrics: FrontMetrics) -> None:
         """``metrics``: the first front's own."""
@@ -61,9 +65,10 @@ class Fronts(Children):
     def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         """Start the other fronts. ``target(number, *arguments)`` runs one; the child imports it by name."""
         for number in range(1, self._board.num_fronts):
-            self.spawn(f"{name} {number}", _run, target, number, *arguments)
+            self.spawn(f"{name} {number}", _run_front, target, number, *arguments)
 
     async def write_metrics(self) -> None:
+        """Publish the first front's metrics until cancelled."""
         await write_metrics(self._board, 0, self._metrics)
 
     def stop_accepting(self) -> None:
@@ -106,6 +111,6 @@ async def serve_further(
         link.close()
 
 
-def _run(target: Callable[..., None], number: int, *arguments: object) -> None:
+def _run_front(target: Callable[..., None], number: int, *arguments: object) -> None:
     die_with_parent()
     target(number, *arguments)

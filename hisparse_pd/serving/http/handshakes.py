@@ -1,8 +1,10 @@
-"""TLS handshakes of new connections: how many are under way, and how many begin in a turn of the loop.
+"""TLS handshakes of new connections: how many are under way, and how many begin in a turn of the event loop.
 
-A handshake costs memory and a signature. It begins once the client's hello is here, so that a silent
-connection is as cheap as one without TLS. When many hellos come at once, their handshakes begin over several
-turns of the loop. A handshake beyond the limit takes the place of another one, as a connection does.
+A server with TLS (``listening.py``) makes a ``Handshake`` for each new TCP connection, which hands over to an
+``HttpConnection`` once TLS stands. A handshake costs memory and a signature. It begins once the client's
+hello is here, so that a silent connection is as cheap as one without TLS. When many hellos come at once,
+their handshakes begin over several turns of the loop. A handshake beyond the limit takes the place of another
+one, as a connection does.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from hisparse_pd.serving.http.connections import Connections, ConnectionsByAddre
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECS = 10.0
-"""Limit from the connection to the end of its handshake."""
+"""Limit for the time from accepting a connection to the end of its handshake."""
 
 MAX_HANDSHAKES = 512
-"""Handshakes under way in a server; each takes 64 kB."""
+"""Limit of handshakes under way in a server; each takes 64 kB."""
 
-_BEGUN_A_TURN = 4
-"""Handshakes that begin in one turn of the loop; a signature with an RSA key of 2048 bits takes 0.6 ms."""
+_MAX_BEGUN_A_TURN = 4
+"""Limit of handshakes that begin in one turn; a signature with an RSA key of 2048 bits takes 0.6 ms."""
 
 _RECORD_HEAD_BYTES = 5
 _HANDSHAKE_RECORD = 22
@@ -41,45 +43,46 @@ class _Tls(SSLProtocol):
 
 
 class Handshakes:
-    """The handshakes of one server. ``context`` has its certificate, which may change."""
+    """The handshakes of one server. ``context`` has its certificate, which may be replaced while it
+    serves."""
 
     def __init__(self, context: ssl.SSLContext, connections: Connections) -> None:
         self.context = context
         self.connections = connections
-        self.begun: ConnectionsByAddress[Handshake] = ConnectionsByAddress()
-        self._asked: list[Handshake] = []
-        """Handshakes whose hello is here. The latest begins first: its client is the likeliest to still
-        wait."""
+        self.under_way: ConnectionsByAddress[Handshake] = ConnectionsByAddress()
+        self._waiting: list[Handshake] = []
+        """Handshakes whose hello is here and that have not begun. The latest begins first: its client is the
+        likeliest to still wait."""
 
-    def ask(self, handshake: Handshake) -> None:
+    def schedule(self, handshake: Handshake) -> None:
         """Let a handshake begin in one of the next turns."""
-        self._asked.append(handshake)
-        if len(self._asked) == 1:
-            asyncio.get_running_loop().call_soon(self._turn)
+        self._waiting.append(handshake)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._begin_some)
 
     def drop_all(self) -> None:
-        """Drop connections that have no TLS yet, since a server that ends would wait for them."""
+        """Drop connections that have no TLS yet. A server that shuts down would wait for them."""
         for connection in tuple(self.connections.live):
             if isinstance(connection, Handshake):
                 connection.drop()
 
-    def _turn(self) -> None:
-        if len(self._asked) > _BEGUN_A_TURN:
-            asyncio.get_running_loop().call_soon(self._turn)
-        for _ in range(min(_BEGUN_A_TURN, len(self._asked))):
-            self._asked.pop().begin()
+    def _begin_some(self) -> None:
+        if len(self._waiting) > _MAX_BEGUN_A_TURN:
+            asyncio.get_running_loop().call_soon(self._begin_some)
+        for _ in range(min(_MAX_BEGUN_A_TURN, len(self._waiting))):
+            self._waiting.pop().begin()
 
 
 class Handshake(asyncio.Protocol):
     """A connection until it has TLS."""
 
-    def __init__(self, handshakes: Handshakes, make: Callable[[], asyncio.Protocol]) -> None:
-        """``make`` returns the protocol that takes the connection over once it has TLS."""
+    def __init__(self, handshakes: Handshakes, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        """``make_protocol`` returns the protocol that takes over the connection once it has TLS."""
         self.client: tuple[str, int] | None = None
         self.address = ""
-        self._all = handshakes
+        self._handshakes = handshakes
         self._connections = handshakes.connections
-        self._make = make
+        self._make_protocol = make_protocol
         self._hello = b""
         self._since = 0.0
         self._transport: Any = None
@@ -103,9 +106,9 @@ class Handshake(asyncio.Protocol):
         if not _may_be_hello(self._hello):
             self._connections.closed["closed: they spoke no TLS"] += 1
             self.drop()
-        elif _is_whole(self._hello):
+        elif _is_complete_hello(self._hello):
             self._transport.pause_reading()
-            self._all.ask(self)
+            self._handshakes.schedule(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
@@ -117,15 +120,15 @@ class Handshake(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._has_begun = True
-        begun = self._all.begun
-        begun.add(self)
-        if len(begun) > MAX_HANDSHAKES:
+        under_way = self._handshakes.under_way
+        under_way.add(self)
+        if len(under_way) > MAX_HANDSHAKES:
             self._connections.closed["closed in their handshake for a new one"] += 1
-            begun.oldest_of_most().drop()
+            under_way.oldest_of_most().drop()
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-        over.add_done_callback(self._note_end)
-        tls = _Tls(loop, self, self._all.context, over, server_side=True)
+        done: asyncio.Future[None] = loop.create_future()
+        done.add_done_callback(self._note_end)
+        tls = _Tls(loop, self, self._handshakes.context, done, server_side=True)
         self._transport.set_protocol(tls)
         tls.connection_made(self._transport)
         hello, self._hello = self._hello, b""
@@ -137,15 +140,15 @@ class Handshake(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _note_end(self, over: asyncio.Future[None]) -> None:
+    def _note_end(self, done: asyncio.Future[None]) -> None:
         """Note the end of the handshake. A client that does not trust the certificate is no server error."""
-        if not over.cancelled() and (error := over.exception()) is not None:
+        if not done.cancelled() and (error := done.exception()) is not None:
             log.debug("TLS with %s: %s", self.address, error)
         self._forget()
 
     def _hand_over(self, transport: Any) -> None:
         self._forget()
-        protocol = self._make()
+        protocol = self._make_protocol()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
 
@@ -164,7 +167,7 @@ class Handshake(asyncio.Protocol):
         self._transport.abort()
 
     def _forget(self) -> None:
-        self._all.begun.discard(self)
+        self._handshakes.under_way.discard(self)
         self._connections.forget(self)
 
 
@@ -174,7 +177,7 @@ def _may_be_hello(data: bytes) -> bool:
     return is_handshake and (len(data) < _RECORD_HEAD_BYTES or 0 < _num_bytes(data) <= _MAX_RECORD_BYTES)
 
 
-def _is_whole(data: bytes) -> bool:
+def _is_complete_hello(data: bytes) -> bool:
     return len(data) >= _RECORD_HEAD_BYTES and len(data) >= _RECORD_HEAD_BYTES + _num_bytes(data)
 
 

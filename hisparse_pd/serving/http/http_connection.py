@@ -1,7 +1,9 @@
 """One HTTP connection: how long its client may make the server wait, and how it ends.
 
-A client that says nothing would keep descriptors for as long as it likes. There is a time limit for the head
-of a request, for a body that does not come on, and for an answer that is not read.
+``HttpConnection`` is the protocol that uvicorn makes for each connection (``listening.py``); the application
+runs behind it. A client that says nothing would keep descriptors for as long as it likes. There is therefore
+a time limit for the head of a request, a least speed for its body, and a limit for an answer that is not
+read. ``Connections.sweep`` calls ``expire`` once a second.
 """
 
 from __future__ import annotations
@@ -87,11 +89,12 @@ class HttpConnection(h11_impl.H11Protocol):
         self.conn = Framing()
         self.app = self._serve_request
         self.address = ""
-        self._table = connections
+        self._connections = connections
         self._head_since: float | None = None
-        """When the head that is awaited began; None between requests, where uvicorn's own limit holds."""
+        """When the wait for the present head began; None between requests, where uvicorn's keep-alive limit
+        holds."""
         self._body_cycle: object = None
-        """uvicorn's state of the request that the body window is about."""
+        """uvicorn's state (``cycle``) of the request whose body the window measures."""
         self._body_window = _BodyWindow()
         self._unread = _UnreadClock()
 
@@ -100,17 +103,17 @@ class HttpConnection(h11_impl.H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = address_of(self.client)
-        self._head_since = self._table.now
-        if not self._table.admit(self):
+        self._head_since = self._connections.now
+        if not self._connections.admit(self):
             self.app = self._refuse_request
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._table.forget(self)
+        self._connections.forget(self)
 
     def data_received(self, data: bytes) -> None:
         if self._is_between_requests and self._head_since is None:
-            self._head_since = self._table.now
+            self._head_since = self._connections.now
         super().data_received(data)
         self._body_window.add(len(data))
         self._update_wait()
@@ -138,9 +141,9 @@ class HttpConnection(h11_impl.H11Protocol):
         """Report whether the connection waits for its client now, after whatever has happened."""
         if self.cycle is not self._body_cycle:  # a request has begun
             self._body_cycle = self.cycle
-            self._body_window.begin(self._table.now)
+            self._body_window.begin(self._connections.now)
         is_waiting = self._is_between_requests or self.cycle.more_body or self.flow.write_paused
-        self._table.set_waiting(self, is_waiting)
+        self._connections.set_waiting(self, is_waiting)
 
     def expire(self, now: float) -> str | None:
         """Close the connection if its time is up. Returns the reason, None if it stays."""
@@ -169,12 +172,12 @@ class HttpConnection(h11_impl.H11Protocol):
 
     def drop(self) -> None:
         """Close the connection without waiting for what its client has not read."""
-        self._table.forget(self)
+        self._connections.forget(self)
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what h11 cannot read. uvicorn calls this where it handles h11's error."""
-        self._table.closed["closed: no HTTP that can be read"] += 1
+        self._connections.closed["closed: no HTTP that can be read"] += 1
         error, status = sys.exception(), HTTPStatus.BAD_REQUEST
         if isinstance(error, h11.RemoteProtocolError):
             status = HTTPStatus(error.error_status_hint)
@@ -188,14 +191,14 @@ class HttpConnection(h11_impl.H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer with ``error``, unless an answer has begun, and close the connection."""
-        self._table.forget(self)
+        self._connections.forget(self)
         if not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error.body()
             head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
             head += f"content-length: {len(body)}\r\n"
             head += "content-type: application/json\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
-        # What the kernel takes at once is sent. No client makes the server wait for the rest.
+        # The kernel has what it took at once. The rest is dropped, since the client may never read.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -217,13 +220,13 @@ class HttpConnection(h11_impl.H11Protocol):
 
     async def _refuse_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 503 in place of the application, unless there is room by now."""
-        if len(self._table.live) <= self._table.limit:
+        if len(self._connections.live) <= self._connections.limit:
             await self._serve_request(scope, receive, send)
             return
-        self._table.closed["refused"] += 1
+        self._connections.closed["refused"] += 1
         error = ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            f"this server has its {self._table.limit} connections, all with a request in flight: send the "
-            "request again later, raise the server's limit of descriptors (ulimit -n), or add servers",
+            f"this server has its {self._connections.limit} connections, all with a request in flight: send "
+            "the request again later, raise the server's limit of descriptors (ulimit -n), or add servers",
         )
         await error.response({"connection": "close"}, ErrorShape.of_path(scope["path"]))(scope, receive, send)

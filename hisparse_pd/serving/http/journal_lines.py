@@ -1,8 +1,10 @@
-"""Lines that a decode node sends between the events of a stream to a router that keeps its journal.
+"""Journal lines: what a decode node writes into a stream so that a router can resume it at another node.
 
-Each line is a comment of server-sent events, which the router takes out. A record ends a unit: the events
-since the line before were made of the tokens in the record, and the router shows them once it has it. A line
-with a word stands after a unit, and a router skips words that it does not know.
+Each line is a comment of server-sent events, which the router takes out of what clients get. A line holds a
+record or a word. A record ends a unit: the events since the line before were made of the tokens in the
+record, and the router shows them only once it has the record. A word stands after a unit; routers skip
+unknown ones. ``serving/api/request_journal.py`` makes the records, ``router/stream_journal.py`` reads the
+lines.
 """
 
 from __future__ import annotations

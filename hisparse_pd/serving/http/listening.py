@@ -1,4 +1,9 @@
-"""Listening sockets of HTTP servers, which are bound before anything slow begins, and the servers on them."""
+"""Listening sockets of HTTP servers, and the servers on them.
+
+A service makes its ``Listener`` first, so that a port that is taken ends it before anything slow begins. It
+makes the ``HttpServer`` (uvicorn with bounded connections) once it has an application. Several fronts of a
+node may share the socket.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,11 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _LAST_ANSWERS_SECS = 2
-_OTHERS_SECS = 0.005
-"""Time for a process with fewer connections to accept a new one."""
+"""Time that answers get to be sent when a server shuts down."""
+_YIELD_SECS = 0.005
+"""Time for which a process leaves a new connection to one that has fewer."""
 _TICKS_A_SWEEP = 10
-"""uvicorn ticks ten times a second."""
+"""Ticks of uvicorn between two sweeps of the connections: a second."""
 
 
 class Listener:
@@ -57,6 +63,7 @@ class Listener:
             ) from error
         self.port: int = self.socket.getsockname()[1]
         self._num_connections: Sequence[int] = ()
+        """Each process's number of connections, in shared memory; empty if one process has the socket."""
 
     @property
     def scheme(self) -> str:
@@ -134,21 +141,20 @@ class SharedSocket(socket.socket):
         self._num_connections = num_connections
         self._process = process
         connections.on_change = self.publish
-        self._left_since = self._left_at = -math.inf
-        """When the present connection was left to the other processes, for the first and for the last
-        time."""
+        self._yielded_since = self._yielded_at = -math.inf
+        """When the connection that waits now was left to other processes, for the first and the last time."""
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises BlockingIOError while it is left to a process with fewer of them.
 
-        That process may be busy or gone, so it gets ``_OTHERS_SECS``.
+        That process may be busy or gone, so it gets ``_YIELD_SECS``.
         """
         now = time.monotonic()
         if len(self.connections.live) > min(self._num_connections):
-            if now - self._left_at >= _OTHERS_SECS:  # that one was accepted, and this is another
-                self._left_since = now
-            self._left_at = now
-            if now - self._left_since < _OTHERS_SECS:
+            if now - self._yielded_at >= _YIELD_SECS:  # another process took that one; this is a new one
+                self._yielded_since = now
+            self._yielded_at = now
+            if now - self._yielded_since < _YIELD_SECS:
                 raise BlockingIOError
         return super().accept()
 
@@ -157,7 +163,8 @@ class SharedSocket(socket.socket):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, which leaves signals to its process: that lets requests finish before servers end."""
+    """uvicorn's server without its signal handlers: its process lets requests finish before it ends
+    servers."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """``/metrics`` of a node: the engines' latest numbers and the fronts' own histograms.
 
-Every name has the prefix ``hisparse_pd:``. Engines name their gauges and counters themselves, with labels as
-in ``requests_total{mode="dense"}``.
+Each front owns one ``FrontMetrics``. Handlers count into it, ``EngineLink`` passes on the engines' stats, and
+``render`` answers ``/metrics`` for all fronts of the node. Every name has the prefix ``hisparse_pd:``.
+Engines name their gauges and counters themselves, with labels as in ``requests_total{mode="dense"}``.
 """
 
 from __future__ import annotations
@@ -126,15 +127,16 @@ class FrontMetrics:
         self._requests.labels(endpoint, str(status)).inc()
 
     def update(self, rank: int, stats: EngineStats) -> None:
+        """Take in the latest numbers of a rank's engine."""
         self._engine.stats[rank] = stats
 
     def pack(self) -> bytes:
         """Return this front's own numbers, for the front that renders those of all."""
         return pack(self.registry)
 
-    def render(self, of_fronts: Sequence[bytes] = ()) -> bytes:
-        """Return the node's Prometheus text. ``of_fronts``: packed numbers of its fronts, if several."""
-        return render(self._engine, of_fronts or (self.pack(),))
+    def render(self, packed_fronts: Sequence[bytes] = ()) -> bytes:
+        """Return the node's Prometheus text. ``packed_fronts``: each front's ``pack``, if several."""
+        return render(self._engine, packed_fronts or (self.pack(),))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -157,14 +159,14 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for rank, stats in self.stats.items():
-            of_rank = {"dp_rank": str(rank)} if self._num_ranks > 1 else {}
+            rank_label = {"dp_rank": str(rank)} if self._num_ranks > 1 else {}
             for family_type, values in (
                 (GaugeMetricFamily, stats.gauges),
                 (CounterMetricFamily, {"engine_steps_total": stats.step, **stats.counters}),
             ):
                 for labelled_name, value in values.items():
                     name, labels = split_labels(labelled_name)
-                    labels |= of_rank
+                    labels |= rank_label
                     if name not in families:
                         text = _HELP.get(name, name.replace("_", " "))
                         families[name] = family_type(PREFIX + name, text, labels=list(labels))
@@ -197,6 +199,8 @@ def render(collector: Collector, packed: Sequence[bytes]) -> bytes:
 
 
 class _Sums(Collector):
+    """Collects the sums of the numbers of several processes."""
+
     def __init__(self, packed: Sequence[bytes]) -> None:
         self._packed = packed
 
@@ -210,15 +214,15 @@ class _Sums(Collector):
         values: defaultdict[str, defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = (
             defaultdict(lambda: defaultdict(list))
         )
-        for of_one in self._packed:
-            for family in pickle.loads(of_one):
+        for packed in self._packed:
+            for family in pickle.loads(packed):
                 families.setdefault(family.name, family)
                 for sample in family.samples:
                     key = sample.name, tuple(sorted(sample.labels.items()))
                     values[family.name][key].append(sample.value)
         for name, family in families.items():
             metric = Metric(name, family.documentation, family.type)
-            for (sample_name, labels), of_all in values[name].items():
-                of_created = sample_name.endswith("_created")
-                metric.add_sample(sample_name, dict(labels), min(of_all) if of_created else sum(of_all))
+            for (sample_name, labels), each in values[name].items():
+                is_time = sample_name.endswith("_created")
+                metric.add_sample(sample_name, dict(labels), min(each) if is_time else sum(each))
             yield metric

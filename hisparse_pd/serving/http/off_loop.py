@@ -1,8 +1,9 @@
-"""Long work of requests, which runs in threads beside the event loop.
+"""Runs long work of requests in a few threads beside the event loop, and bounds what runs on the loop.
 
-There are few threads, so that requests cannot fill the machine, and work comes in pieces, so that each
-request gets its turn. Python runs one thread at a time: a piece is either short, or a call that releases the
-interpreter.
+Request handlers call it: ``off_loop`` for work such as tokenizing a prompt, ``parse_body`` for bodies.
+Threads are few, so that requests cannot fill the machine, and callers hand in pieces, so that each request
+gets its turn. Python runs one thread at a time: a piece is either short, or a call that releases the
+interpreter. Calls that keep it are wrapped in ``taking_interpreter``.
 """
 
 from __future__ import annotations
@@ -27,39 +28,41 @@ _INLINE_BODY_BYTES = 1 << 16
 _MAX_PARSING_SECS = 0.02
 """Time that one turn of the loop may spend on parsing bodies."""
 
-_MAX_REST_SECS = 0.25
-"""Longest rest of a thread after a call that kept the interpreter."""
+_MAX_PAUSE_SECS = 0.25
+"""Longest pause of a thread after a call that kept the interpreter."""
 
 
 class _Thread(threading.local):
     is_beside_loop = False
+    """Whether this is one of the executor's threads."""
 
 
 _thread = _Thread()
-_interpreter = threading.Lock()
+_interpreter_lock = threading.Lock()
+"""Held by the thread that makes a large call which keeps the interpreter."""
 
 
-def _begin_thread() -> None:
+def _mark_thread() -> None:
     _thread.is_beside_loop = True
 
 
-_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_begin_thread)
+_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_mark_thread)
 
 
 async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of ``function``, which runs in a thread after the pieces of other requests.
+    """Run ``function`` in a thread, after the pieces that others have handed in. Returns its result.
 
-    If its request is cancelled before that, it does not run.
+    If the caller is cancelled before that, it does not run.
     """
     future = _executor.submit(function, *args, **kwargs)
     return await asyncio.wrap_future(future)
 
 
-async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def parse_body(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return what ``parse`` makes of ``body``, which is one of its arguments.
 
-    A large body is parsed in a thread. A small one is parsed here, in a later turn of the loop if this one
-    has spent its time on others.
+    A large body is parsed in a thread, a small one here, in a later turn of the loop if this
+    one has spent its time on others.
     """
     if len(body) > _INLINE_BODY_BYTES:
         return await off_loop(parse, *args, **kwargs)
@@ -71,7 +74,7 @@ async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 class _Turn:
-    """Measures what the present turn of an event loop has spent on bodies, since hundreds may come at
+    """Time that the present turn of an event loop has spent on parsing bodies, of which hundreds may come at
     once."""
 
     def __init__(self) -> None:
@@ -80,7 +83,7 @@ class _Turn:
     @contextmanager
     def parsing(self) -> Iterator[None]:
         if not self.parsing_secs:
-            # This runs first in the next turn: whatever else waits for that turn is queued later.
+            # Queued before anything that waits for the next turn, so the count is 0 when that turn begins.
             asyncio.get_running_loop().call_soon(self._end)
         began = time.monotonic()
         try:
@@ -99,15 +102,15 @@ _turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 def taking_interpreter(num_bytes: int) -> Iterator[None]:
     """Wrap a call over ``num_bytes`` that keeps the interpreter, so that no other thread runs meanwhile.
 
-    Large calls in threads are made one at a time, and after each the thread rests for as long as it took: the
-    loop needs the interpreter some ten times to answer a request.
+    Large calls in threads are made one at a time, and after each the thread sleeps for as long as the call
+    took, so that the loop gets the interpreter, which it needs some ten times to answer a request.
     """
     if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
         yield
         return
-    with _interpreter:
+    with _interpreter_lock:
         began = time.monotonic()
         try:
             yield
         finally:
-            time.sleep(min(time.monotonic() - began, _MAX_REST_SECS))
+            time.sleep(min(time.monotonic() - began, _MAX_PAUSE_SECS))

@@ -1,4 +1,7 @@
-"""Chooses the rank that gets each sample of a prompt."""
+"""Chooses the rank that gets each sample of a prompt, by load or by prefix.
+
+``EngineLink`` calls the ``RankChoice`` that it was made with: ``least_loaded``, or a ``ByPrefix``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ RankChoice = Callable[[Sequence[RankLink], GenerateGroup], Iterator[RankLink]]
 
 
 def least_loaded(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-    """Choose the rank with the fewest prompt tokens, and of equal ones that which was given the fewest
-    samples."""
+    """Choose the rank with the fewest prompt tokens in flight; among equals, the one that was given the
+    fewest samples so far."""
     for _ in prompt.samples:
-        yield min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
+        yield min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_samples_given))
 
 
 class ByPrefix:
     """Chooses the rank that had a prompt with the same beginning last, and may still keep its KV.
 
-    If that rank has more to do than LOAD_BOUND times the mean and this prompt, the least loaded one is
-    chosen.
+    If that rank has more tokens in flight than LOAD_BOUND times the mean plus this prompt, the least loaded
+    one is chosen.
     """
 
     def __init__(self) -> None:

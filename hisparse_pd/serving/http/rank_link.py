@@ -1,7 +1,7 @@
 """A front's link to the engine of one rank: the socket, messages to be sent, and the engine's latest reports.
 
-There is no task: messages are received and sent in turns of the event loop, each of which takes a bounded
-time.
+``EngineLink`` has one for each rank. There is no task: the link sends and receives in callbacks of the event
+loop (``_turn``), each of which takes a bounded time and schedules the next one while there is work.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats,
 from hisparse_pd.engine.sockets import Crossing, FrontSocket
 from hisparse_pd.serving.http.board import InFlightCounts
 
-_SENT_A_TURN = 8
-"""Messages that are sent in one turn; some have a prompt of megabytes."""
+_MAX_SENT_A_TURN = 8
+"""Limit of messages that are sent in one turn; some have a prompt of megabytes."""
 
 
 class RankLink:
@@ -42,8 +42,8 @@ class RankLink:
         """Latest progress of an engine that loads; None once it is ready."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
-        self.has_told_since_leaving = True
-        """Whether ``stats`` are younger than the beginning of the node's shutdown."""
+        self.has_reported_since_stop = True
+        """Whether ``stats`` came after the node began to shut down; true before it does."""
         self._endpoint = endpoint
         self._in_flight = in_flight
         self._on_message = on_message
@@ -57,21 +57,21 @@ class RankLink:
     @property
     def num_tokens_in_flight(self) -> int:
         """Prompt tokens of the samples that the engine has, from all fronts."""
-        return self._in_flight.tokens_of(self.rank)
+        return self._in_flight.num_prompt_tokens_of(self.rank)
 
     @property
-    def num_given(self) -> int:
+    def num_samples_given(self) -> int:
         """Samples that the engine was ever given, by all fronts."""
-        return self._in_flight.given_to(self.rank)
+        return self._in_flight.num_samples_given_to(self.rank)
 
     def start(self) -> None:
         """Bind the socket and begin to talk. Needs a running event loop. Raises OSError."""
         self._socket = FrontSocket(self._endpoint, self._crossing)
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._wake)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._schedule_turn)
         if (losses := self._socket.loss_fileno) is not None:
             asyncio.get_running_loop().add_reader(losses, self._check_loss)
             self._check_loss()  # the descriptor reports later losses only after a first look
-        self._wake()
+        self._schedule_turn()
 
     def close(self) -> None:
         if self._socket is not None:
@@ -84,12 +84,12 @@ class RankLink:
             self._socket = None
 
     def put(self, message: ToEngine | None, on_sent: Callable[[], None] = lambda: None) -> None:
-        """Queue a message, without waiting. ``on_sent`` is called once it and all before it have gone.
+        """Queue a message, without waiting. ``on_sent`` is called once it and all before it are sent.
 
-        With None nothing is sent, and ``on_sent`` is called all the same.
+        None sends nothing, and only calls ``on_sent`` in its turn.
         """
         self.outbox.append((message, on_sent))
-        self._wake()
+        self._schedule_turn()
 
     async def flush(self) -> None:
         """Wait until all queued messages have gone."""
@@ -109,11 +109,12 @@ class RankLink:
                 self.ready, self.loading = message, None
                 self.last_stats_at = self.last_progress_at = now
             case EngineStats():
+                # Requests whose grammar is still compiled take no steps; nothing else may keep one from it.
                 has_to_step = message.num_running > message.num_without_grammar
                 if self.stats is None or message.step != self.stats.step or not has_to_step:
                     self.last_progress_at = now
                 self.last_stats_at = now
-                self.stats, self.has_told_since_leaving = message, True
+                self.stats, self.has_reported_since_stop = message, True
 
     def stall(self, health_timeout_secs: float) -> str | None:
         """Return why the engine makes no progress, None while it does. Loading is progress, too."""
@@ -134,7 +135,7 @@ class RankLink:
         if self._socket.take_loss() and (self.ready is not None or self.loading is not None):
             self._on_lost(self)
 
-    def _wake(self) -> None:
+    def _schedule_turn(self) -> None:
         """Schedule a turn after the callbacks that are due already."""
         if self._next_turn is None and self._socket is not None:
             self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
@@ -142,7 +143,7 @@ class RankLink:
     def _turn(self) -> None:
         assert self._socket is not None
         self._next_turn = None
-        for _ in range(min(_SENT_A_TURN, len(self.outbox))):
+        for _ in range(min(_MAX_SENT_A_TURN, len(self.outbox))):
             message, on_sent = self.outbox[0]
             if message is not None and not self._socket.send(message):
                 break
@@ -152,4 +153,4 @@ class RankLink:
             self._on_message(self, received)
         self._check_loss()  # the first message shows which connection is the engine's
         if self._socket.is_ready(to_send=bool(self.outbox)):
-            self._wake()
+            self._schedule_turn()

@@ -49,7 +49,7 @@ async def unless_client_leaves(
     Raises ClientDisconnect in that case.
     """
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_client_leaves(receive))
+    watching = asyncio.create_task(_wait_until_client_leaves(receive))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if not working.done() and not is_answered():
@@ -61,6 +61,6 @@ async def unless_client_leaves(
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _client_leaves(receive: Receive) -> None:
+async def _wait_until_client_leaves(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -1,4 +1,8 @@
-"""The samples of one HTTP request as the front waits for them."""
+"""The samples of one HTTP request, and the queue of events that their engines send.
+
+``EngineLink`` makes a group for each request and puts events into it; the handler that writes the answer
+reads them with ``next_event``, and finishes samples that it ends itself.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,15 @@ class SampleGroup:
         ranks: Mapping[str, int],
         *,
         may_move: bool,
-        look_secs: float,
+        check_secs: float,
         stall: Callable[[], str | None],
         on_finish: Callable[[SampleGroup, str], None],
     ) -> None:
-        """``stall`` says why the engines make no progress; a waiting reader asks it every ``look_secs``.
+        """``stall`` says why the engines make no progress; a waiting reader asks it every ``check_secs``.
 
         ``on_finish``: called with the group and the request id of a sample that is complete.
         """
-        self._look_secs = look_secs
+        self._check_secs = check_secs
         self._stall = stall
         self._on_finish = on_finish
         self.ranks = ranks
@@ -37,6 +41,7 @@ class SampleGroup:
         self.may_move = may_move
         """Whether the request moves to another node when this one shuts down."""
         self.live = set(ranks)
+        """Request ids of the samples that have not ended."""
         self.events: deque[SampleEvent] = deque()
         self._num_waiting_tokens: Counter[str] = Counter()
         """Number of ``Tokens`` messages in the queue, by request id."""
@@ -54,14 +59,14 @@ class SampleGroup:
     async def next_event(self) -> SampleEvent:
         """Return the next event of any live sample. Raises NodeUnavailable when the engine makes no progress.
 
-        While it makes progress there is no limit here: its own timeouts end requests.
+        There is no other limit for the wait: the engine's own timeouts end requests.
         """
         if self.events:
             await asyncio.sleep(0)  # let other requests have their turn
         else:
             self._reader = asyncio.get_running_loop().create_future()
             if self._wait_timer is None:
-                self._wait_timer = WaitTimer(self._look_secs, self._look_at_engine)
+                self._wait_timer = WaitTimer(self._check_secs, self._check_engine)
             self._wait_timer.begin()
             try:
                 await self._reader
@@ -76,7 +81,7 @@ class SampleGroup:
         if self._wait_timer is not None:
             self._wait_timer.close()
 
-    def _look_at_engine(self) -> None:
+    def _check_engine(self) -> None:
         assert self._reader is not None
         assert self._wait_timer is not None
         if self._reader.done():
@@ -87,10 +92,9 @@ class SampleGroup:
             self._wait_timer.begin()
 
     def has_more_tokens(self, request_id: str) -> bool:
-        """Whether more output of the sample waits here."""
+        """Whether more output of the sample is in the queue."""
         return self._num_waiting_tokens[request_id] > 0
 
     def finish(self, request_id: str) -> None:
-        """Complete one sample, of which no event follows. The engine is told unless it ended the sample
-        itself."""
+        """Complete a sample, for which no event follows. The engine is told unless it ended the sample."""
         self._on_finish(self, request_id)

@@ -1,7 +1,7 @@
-"""A limit for each of many short waits, for instance for each token of a stream.
+"""One timer that limits each of many short waits, for instance for each token of a stream.
 
-A timer for each wait would cost more than the wait. This one is set once. When it fires and the present
-wait began later, it is set again for the rest of that wait.
+Setting a timer of the event loop for each wait would cost more than the wait. This one is set once. When it
+fires and the present wait began later, it is set again for the rest of that wait.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 
 class WaitTimer:
-    """Calls ``on_lost`` once when a wait has lasted ``secs``. Needs a running event loop."""
+    """Calls ``on_timeout`` once when a wait has lasted ``secs``. Needs a running event loop."""
 
-    def __init__(self, secs: float, on_lost: Callable[[], None]) -> None:
+    def __init__(self, secs: float, on_timeout: Callable[[], None]) -> None:
         self._secs = secs
-        self._on_lost = on_lost
+        self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
         self._began_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -42,6 +42,6 @@ class WaitTimer:
         ends_at = self._began_at + self._secs
         if self._loop.time() >= ends_at:
             self._began_at = None
-            self._on_lost()
+            self._on_timeout()
         else:
             self._timer = self._loop.call_at(ends_at, self._check)

@@ -14,7 +14,8 @@ import httpx
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.tracing import Tracer
 from hisparse_pd.decode_node.server import create_decode_app
 from hisparse_pd.prefill_node.server import create_bootstrap_app, create_prefill_app

@@ -470,10 +470,10 @@ def test_each_character_is_searched_once(
         return found
 
     class CountingParser(MessageParser):
-        def _begin(self, text: str) -> str | None:
+        def _read_start(self, text: str) -> str | None:
             nonlocal num_searched
             num_searched += len(text)
-            return super()._begin(text)
+            return super()._read_start(text)
 
     monkeypatch.setattr(chat_message, "search", counting_search)
     parser = CountingParser(in_reasoning=False, markup=markup, schemas=SCHEMAS)

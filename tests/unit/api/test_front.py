@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from hisparse_pd.base.settings import MAX_BODY_BYTES, DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.settings import MAX_BODY_BYTES
 from hisparse_pd.base.vocabulary import (
     PREFILL_NODE_FAILED,
     VERSION,

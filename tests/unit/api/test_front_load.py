@@ -34,8 +34,9 @@ from hisparse_pd.serving.api.prompts import MAX_VALUES
 from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
-from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.http_errors import ApiError, QueueFull
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.sample_group import SampleGroup
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
@@ -406,7 +407,7 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
         backlog = link.ranks[0]._socket = Backlog()  # type: ignore[assignment]
         with link.open([group_of(1, 1, f"r{number}") for number in range(1000)]):
             turns = Turns()
-            link.ranks[0]._wake()
+            link.ranks[0]._schedule_turn()
             while backlog.num_left:
                 await asyncio.sleep(0)
             turns.stop()

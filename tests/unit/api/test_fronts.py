@@ -7,11 +7,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,30 +17,31 @@ import httpx
 import pytest
 
 from hisparse_pd.base.ports import free_port
+from tests.preloaded import NAME as PRELOADED
+from tests.preloaded import ForkedService, Preloaded
 from tests.unit.api.support import BODY
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 from tests.waiting import NEVER_SECS, WAIT_SECS
 
-REPO = Path(__file__).parents[3]
 NUM_STREAMS = 8
 STREAM = {**BODY, "max_tokens": 8, "stream": True}
 
 
 @dataclass
 class NodeProcess:
-    process: subprocess.Popen[bytes]
+    process: ForkedService
     client: httpx.Client
     scratch: Path
     num_fronts: int
 
     def children(self) -> dict[int, str]:
-        """Return the spawned processes in the order of their start: the engines, then the fronts."""
+        """Return the child processes in the order of their start: the engines, then the fronts."""
         pid = self.process.pid
         pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        spawned = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        forked = [pid for pid in pids if PRELOADED.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return {
             pid: "engine" if number < self.num_fronts else "front"
-            for number, pid in enumerate(sorted(spawned))
+            for number, pid in enumerate(sorted(forked))
         }
 
     @contextlib.contextmanager
@@ -77,35 +76,40 @@ class NodeProcess:
         raise TimeoutError(f"{path} does not say {says!r}")
 
 
-@contextlib.contextmanager
-def node(
-    tmp_path: Path,
-    num_fronts: int = 2,
-    drain_timeout_secs: float = NEVER_SECS,
-    role: str = "decode",
-) -> Iterator[NodeProcess]:
-    """Run a node with as many engines as fronts."""
-    model_path = write_checkpoint(tmp_path / "tiny")
-    port = free_port()
-    command = [sys.executable, "-m", "tests.unit.api.slow_node", role, str(model_path)]
-    command += map(str, (port, num_fronts, drain_timeout_secs))
-    limits = httpx.Limits(max_keepalive_connections=0)
-    with (
-        tempfile.TemporaryDirectory() as scratch,  # short: the path of an ipc socket may have 107 characters
-        httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECS, trust_env=False, limits=limits
-        ) as client,
-        subprocess.Popen(
-            command, cwd=REPO, env={**os.environ, "TMPDIR": scratch}, process_group=0
-        ) as process,
-    ):
-        started = NodeProcess(process, client, Path(scratch), num_fronts)
-        try:
-            started.until("/health", '"ok"')
-            yield started
-        finally:
-            process.kill()
-        assert list(Path(scratch).iterdir()) == []
+NodeFactory = Callable[..., contextlib.AbstractContextManager[NodeProcess]]
+
+
+@pytest.fixture
+def node(preloaded: Preloaded, tmp_path: Path) -> NodeFactory:
+    """A context in which a node runs that has as many engines as fronts."""
+
+    @contextlib.contextmanager
+    def running(
+        num_fronts: int = 2, drain_timeout_secs: float = NEVER_SECS, role: str = "decode"
+    ) -> Iterator[NodeProcess]:
+        model_path = write_checkpoint(tmp_path / "tiny")
+        port = free_port()
+        arguments = [role, *map(str, (model_path, port, num_fronts, drain_timeout_secs))]
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with (
+            tempfile.TemporaryDirectory() as scratch,  # short: an ipc socket's path may have 107 characters
+            httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECS, trust_env=False, limits=limits
+            ) as client,
+            (tmp_path / "node.log").open("wb") as log,
+        ):
+            environment = {**os.environ, "TMPDIR": scratch}
+            process = preloaded.start("tests.unit.api.slow_node", arguments, environment, log)
+            started = NodeProcess(process, client, Path(scratch), num_fronts)
+            try:
+                started.until("/health", '"ok"')
+                yield started
+            finally:
+                process.kill()
+                process.wait(WAIT_SECS)
+            assert list(Path(scratch).iterdir()) == []
+
+    return running
 
 
 def error_of(line: str) -> str:
@@ -113,8 +117,8 @@ def error_of(line: str) -> str:
 
 
 @pytest.mark.I7
-def test_fronts_serve_as_one_until_sigterm_lets_them_finish(tmp_path: Path) -> None:
-    with node(tmp_path) as one:
+def test_fronts_serve_as_one_until_sigterm_lets_them_finish(node: NodeFactory, tmp_path: Path) -> None:
+    with node() as one:
         children = one.children()
         assert sorted(children.values()) == ["engine", "engine", "front"]
         for _ in range(8):
@@ -148,8 +152,10 @@ def test_fronts_serve_as_one_until_sigterm_lets_them_finish(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_front_alone_lets_them_finish_too(tmp_path: Path, number: signal.Signals) -> None:
-    with node(tmp_path, num_fronts=1) as one:
+def test_a_front_alone_lets_them_finish_too(
+    node: NodeFactory, tmp_path: Path, number: signal.Signals
+) -> None:
+    with node(num_fronts=1) as one:
         children = one.children()
         assert list(children.values()) == ["engine"]
         with one.streams(1) as streams:
@@ -161,9 +167,9 @@ def test_a_front_alone_lets_them_finish_too(tmp_path: Path, number: signal.Signa
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_prefill_node_that_leaves_finishes_the_rooms_in_hand(tmp_path: Path) -> None:
+def test_a_prefill_node_that_leaves_finishes_the_rooms_in_hand(node: NodeFactory, tmp_path: Path) -> None:
     """The front knows of these rooms from the engine alone."""
-    with node(tmp_path, num_fronts=1, role="prefill") as one:
+    with node(num_fronts=1, role="prefill") as one:
         assert one.client.post("/v1/completions", json=BODY).status_code == 200
         one.until("/get_load", '"num_reqs":1')
         one.process.send_signal(signal.SIGTERM)
@@ -176,16 +182,16 @@ def test_a_prefill_node_that_leaves_finishes_the_rooms_in_hand(tmp_path: Path) -
         assert one.process.wait(WAIT_SECS) == 0
 
 
-def test_what_does_not_finish_in_time_ends_with_an_error(tmp_path: Path) -> None:
-    with node(tmp_path, num_fronts=1, drain_timeout_secs=0.1) as one, one.streams(1) as streams:
+def test_what_does_not_finish_in_time_ends_with_an_error(node: NodeFactory, tmp_path: Path) -> None:
+    with node(num_fronts=1, drain_timeout_secs=0.1) as one, one.streams(1) as streams:
         one.process.send_signal(signal.SIGTERM)
         assert "the node is shutting down" in error_of(list(streams[0])[-1])
         assert one.process.wait(WAIT_SECS) == 0
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_requests_of_all_fronts(tmp_path: Path) -> None:
-    with node(tmp_path) as one, one.streams(NUM_STREAMS) as streams:
+def test_a_second_signal_ends_the_requests_of_all_fronts(node: NodeFactory, tmp_path: Path) -> None:
+    with node() as one, one.streams(NUM_STREAMS) as streams:
         one.process.send_signal(signal.SIGTERM)
         one.until("/health", "shutting down")
         one.process.send_signal(signal.SIGTERM)
@@ -198,8 +204,8 @@ def test_a_second_signal_ends_the_requests_of_all_fronts(tmp_path: Path) -> None
     ("victim", "num_fronts"),
     [("front", 2), ("engine", 1), pytest.param("engine", 2, marks=pytest.mark.slow)],
 )
-def test_the_death_of_a_child_ends_the_node(tmp_path: Path, victim: str, num_fronts: int) -> None:
-    with node(tmp_path, num_fronts) as one:
+def test_the_death_of_a_child_ends_the_node(node: NodeFactory, victim: str, num_fronts: int) -> None:
+    with node(num_fronts) as one:
         children = one.children()
         num_streams = 4 * num_fronts
         with one.streams(num_streams) as streams:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.protocol.decoding import MAX_NESTING
-from hisparse_pd.serving.api.argument_forms import MAX_STEPS, Steps
 from hisparse_pd.serving.api.call_rules import CallRule
 from hisparse_pd.serving.api.chat_format import (
     DSML,
@@ -26,6 +25,7 @@ from hisparse_pd.serving.api.chat_format import (
 from hisparse_pd.serving.api.chat_message import MessageParser
 from hisparse_pd.serving.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
 from hisparse_pd.serving.api.grammars import write_grammar
+from hisparse_pd.serving.api.json_schemas import MAX_STEPS, Steps
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer

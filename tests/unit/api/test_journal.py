@@ -114,6 +114,40 @@ async def test_the_cut_may_lie_within_any_markup(tmp_path: Path, path: str) -> N
             assert said_in(path, text) == undisturbed, records[:number]
 
 
+AT_A_CUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "stop of completions": ("/v1/completions", {"prompt": "xy", "stop": ["efg"]}),
+    "stop of chats": ("/v1/chat/completions", {"messages": MESSAGES, "stop": ["efg"]}),
+    "stop of generate": ("/generate", {"text": "xy", "sampling_params": {"stop": ["efg"]}}),
+    "stop of responses": ("/v1/responses", {"input": "xy", "stop": ["efg"]}),
+    "stop of messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 8, "stop_sequences": ["efg"]}),
+    "echo": ("/v1/completions", {"prompt": "xy", "echo": True, "return_token_ids": True}),
+    "logprobs": ("/v1/completions", {"prompt": "xy", "logprobs": 2, "n": 2}),
+}
+
+
+@pytest.mark.parametrize("case", AT_A_CUT)
+async def test_a_stream_says_the_same_wherever_it_is_cut(tmp_path: Path, case: str) -> None:
+    """A stop string may lie across the cut; its possible beginning is not shown before it."""
+    path, fields = AT_A_CUT[case]
+
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        return stops_after(TEXT[generate.sampling.num_resumed_tokens :], per_message=1)(generate)
+
+    body = {**fields, **ROOM, "stream": True, "journal": HEAD}
+    async with serving(script, tmp_path) as node:
+        whole = units((await node.post(path, **body)).text)
+        records = [record for _, record in whole if isinstance(record, list)]
+        undisturbed = said_in(path, "".join(events for events, _ in whole))
+        assert len(records) > 2
+        said = json.dumps(undisturbed)
+        assert "abcd" in said
+        assert ("abcde" in said) == ("stop" not in case)
+        for number in range(1, len(records)):
+            rest = units((await node.post(path, **body, journal_records=[records[:number]])).text)
+            text = "".join(events for events, _ in [*whole[:number], *rest])
+            assert said_in(path, text) == undisturbed, records[:number]
+
+
 async def test_a_sample_goes_on_behind_its_prompt_and_its_output_so_far(tmp_path: Path) -> None:
     records = [[[0, [97]], [1, [98, 99]], [2, [100], [], "stop", 100, None]]]
     async with serving(say("zz"), tmp_path) as node:

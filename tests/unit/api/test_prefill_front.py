@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.base.settings import MAX_BODY_BYTES, PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.settings import MAX_BODY_BYTES
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, look_up
 from hisparse_pd.serving.api.bodies import Endpoint
 from tests.unit.api.scripted_engine import say
@@ -146,7 +147,7 @@ def test_its_process_has_no_tokenizer() -> None:
     code = """
 import sys
 from pathlib import Path
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.prefill_node import server
 from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.http.engine_link import EngineLink

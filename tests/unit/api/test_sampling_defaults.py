@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults

@@ -20,7 +20,7 @@ from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api.bodies import BODIES, Endpoint
 from hisparse_pd.serving.api.openapi import openapi_document
-from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, grouped, plan_samples
+from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, engine_groups, plan_samples
 from hisparse_pd.serving.api.schemas import ApiRequest, derive_room, parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.http_errors import ApiError
@@ -257,7 +257,7 @@ def test_isolation_fields_may_be_lists_of_one_a_prompt() -> None:
     assert request.roots == (root_of("s", "a"), root_of("s"))
     samples = plan(request)
     expected = list(zip(request.roots, (samples[0].prompt, samples[2].prompt), strict=True))
-    assert [(group.root, group.prompt) for group in grouped(samples)] == expected
+    assert [(group.root, group.prompt) for group in engine_groups(samples)] == expected
     assert generate(text=["x", "y"], extra_key=["a", "b"]).roots == (root_of(None, "a"), root_of(None, "b"))
 
 
@@ -664,7 +664,7 @@ def test_an_engine_scores_a_prompt_of_which_no_token_is_wanted() -> None:
     """The engine draws one token, as cheaply as possible."""
     drawing = {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "max_tokens": 0}
     samples = plan(completion(prompt=["abc", "d"], n=2, echo=True, **drawing))
-    sent = [sample for group in grouped(samples) for sample in group.samples]
+    sent = [sample for group in engine_groups(samples) for sample in group.samples]
     assert [sample.scores for sample in sent] == [WantedScores(1, 2), None, None, None]
     assert {sample.sampling for sample in sent} == {SamplingParams(1, temperature=0.0)}
 

@@ -363,7 +363,7 @@ from hisparse_pd.prefill_node import engine as prefill_engine, server as prefill
 from hisparse_pd.router import process
 from hisparse_pd.serving.api import node
 from hisparse_pd.router.server import create_app
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.traces import open_tracer
 
 create_app(RouterSettings(prefill=(("http://127.0.0.1:1", 1),), decode=("http://127.0.0.1:2",)))

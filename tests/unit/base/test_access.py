@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from hisparse_pd.base.access import MAX_NETWORKS, PeerList, is_host, is_loopback
-from hisparse_pd.base.settings import DecodeSettings, NodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.node_settings import NodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
 from hisparse_pd.commands.cli import pair_settings
 from tests.unit.settings_support import parsed

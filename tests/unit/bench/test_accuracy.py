@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from tools.bench.accuracy import ORACLE, generate, judged, pair_runs, problems
+from tools.bench.accuracy import ORACLE, generate, pair_runs, problems, response_of
 from tools.bench.accuracy_report import Response, print_report, summary
 from tools.bench.documents import RETRIEVAL_MODEL
 from tools.bench.retrieval import Answer, Retrieval, judge, retrievals
@@ -83,11 +83,11 @@ def responses(wrong_tokens: bool = False) -> list[Response]:
     first |= {"num_output_tokens": 10, "num_drafted": 9, "num_accepted": 6}
     second: dict[str, Any] = {"tokens": (4,) if wrong_tokens else (3,), "mode": "hisparse"}
     return [
-        judged(ORACLE, TASK, right, tokens=(1, 2)),
-        judged(ORACLE, TASK, half, tokens=(3,)),
-        judged("of some prompts", TASK, "", tokens=(9,)),
-        judged("hisparse", TASK, right, **first),
-        judged("hisparse", TASK, half, **second, num_output_tokens=4),
+        response_of(ORACLE, TASK, right, tokens=(1, 2)),
+        response_of(ORACLE, TASK, half, tokens=(3,)),
+        response_of("of some prompts", TASK, "", tokens=(9,)),
+        response_of("hisparse", TASK, right, **first),
+        response_of("hisparse", TASK, half, **second, num_output_tokens=4),
     ]
 
 
@@ -136,7 +136,7 @@ def test_other_tokens_fail_a_run_in_float32_alone() -> None:
 
 
 def test_a_request_that_fails_is_counted_wrong_and_fails_the_run() -> None:
-    answers = [judged("hisparse", TASK, "", error="HTTP 503: no")]
+    answers = [response_of("hisparse", TASK, "", error="HTTP 503: no")]
     found = summary(answers)
     assert found["hisparse"]["lengths"] == {"512": [0, 2, 0, 1]}
     assert found["hisparse"]["num_failed"] == 1

@@ -14,7 +14,7 @@ from hisparse_pd.core.memory.numa import place_ranks, read_nodes
 from tests.unit.memory.numa_machines import GPUS, bus_id, two_sockets
 from tests.unit.transfer.fake_machine import FakeMachine
 from tools.bench import link_copies, links
-from tools.bench.link_copies import Block, made, where_it_is
+from tools.bench.link_copies import Block, allocated, where_it_is
 from tools.bench.links import Cell, blocks_by_place, kinds_of_pages, plan, topology
 
 PAGE = 4096
@@ -106,7 +106,7 @@ def test_the_tree_above_each_gpu_is_kept(tmp_path: Path) -> None:
 def test_a_block_is_where_it_is_said_to_be(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[tuple[int, ...]] = []
     monkeypatch.setattr(link_copies, "stay_on", lambda cpus: bound.append(tuple(cpus)))
-    with made(Block(None, pages, 3 * PAGE), [0], pinned=False) as block:
+    with allocated(Block(None, pages, 3 * PAGE), [0], pinned=False) as block:
         assert (block.numel(), int(block.sum())) == (3 * PAGE, 0)
         facts = where_it_is(block.data_ptr())
     assert bound == [(0,)]
@@ -149,7 +149,6 @@ def test_links_are_measured_on_cpus_and_a_process_that_fails_is_a_row(
 
 def test_what_there_is_no_time_for_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "measure_host", lambda *_: [])
-    monkeypatch.setattr(links, "write_report", lambda *_: None)
     seen: list[int] = []
     monkeypatch.setattr(links, "print_report", lambda report, _: seen.append(report["num_left_out"]))
     assert links.main(["--devices", "cpu", "--seconds", "0", "--out", str(tmp_path / "links")]) == 0

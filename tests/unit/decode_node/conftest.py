@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from tests.unit.decode_node.speculation_support import Calls, harness
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tools.checkpoints.oracle import greedy_tokens
+
+
+@lru_cache
+def oracle_tokens(path: Path, prompts: tuple[Prompt, ...], num_new: int) -> list[list[int]]:
+    """Return transformers' tokens, computed once for all modules with the same prompts."""
+    return greedy_tokens(path, prompts, num_new)
 
 
 @pytest.fixture(scope="module", params=["v32"])
@@ -30,7 +37,7 @@ def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
 def expected(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
     """The likeliest ``NUM_NEW`` tokens after each of the module's ``PROMPTS``."""
     prompts: list[Prompt] = request.module.PROMPTS
-    tokens = greedy_tokens(checkpoint.path, prompts, request.module.NUM_NEW)
+    tokens = oracle_tokens(checkpoint.path, tuple(prompts), request.module.NUM_NEW)
     return dict(zip(prompts, tokens, strict=True))
 
 

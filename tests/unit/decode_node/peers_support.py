@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.decode_node.prefill_peers import PeerEvent, PrefillPeers
+from hisparse_pd.decode_node.peer_events import PeerEvent
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.protocol.bootstrap import (
     CODE_HEADER,
@@ -29,9 +30,9 @@ from hisparse_pd.protocol.messages import (
     Geometry,
     Heartbeat,
     HeartbeatAck,
-    Refused,
     Register,
     Registered,
+    RegistrationRefused,
 )
 from hisparse_pd.protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
@@ -85,7 +86,7 @@ class PrefillNode:
         """Whether the bootstrap endpoint does not say that the engine is alive."""
         self.is_stopped = False
         """Whether nobody reads its control sockets."""
-        self.refusal: Refused | HeartbeatAck | None = None
+        self.refusal: RegistrationRefused | HeartbeatAck | None = None
         """Answer to a registration, instead of Registered."""
         self.num_asked = self.num_registrations = 0
         self.controls: list[ControlServer] = []
@@ -146,7 +147,7 @@ class PrefillNode:
                         self.registered[identity] = message
                         control.send(identity, Registered(PROTOCOL_VERSION, instance_id, self.geometry))
                     case Heartbeat() if identity not in self.registered:
-                        control.send(identity, Refused("register first", permanent=False))
+                        control.send(identity, RegistrationRefused("register first", permanent=False))
                     case Heartbeat(seq):
                         if heartbeats:
                             control.send(identity, HeartbeatAck(seq, instance_id))
@@ -195,7 +196,7 @@ class FakePeers:
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
         return PeerAddress(host, port)
 
-    def may_entrust(self, address: PeerAddress) -> bool:
+    def is_registered(self, address: PeerAddress) -> bool:
         return address not in self.away
 
     def is_opening(self, address: PeerAddress, now: float) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import zmq
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
@@ -277,8 +277,8 @@ class EngineHarness:
         with (
             kept_engines(),
             patch.object(sizing, "GROWTH_PAGES", growth_pages),
-            patch("hisparse_pd.base.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
-            patch("hisparse_pd.base.settings.MAX_HEARTBEAT_FAILURES", 50),
+            patch("hisparse_pd.base.node_settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
+            patch("hisparse_pd.base.node_settings.MAX_HEARTBEAT_FAILURES", 50),
         ):
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP, placement

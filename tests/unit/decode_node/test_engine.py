@@ -113,7 +113,8 @@ def test_mixed_modes_share_a_batch_under_pressure(
         ]
         node.begin_together(answers)
         node.finish(answers, expected)
-        node.turn_for(0.5)
+        node.stats = None
+        node.turn_until(lambda: node.stats)
         assert node.stats is not None
         misses = node.stats.counters["swap_in_misses_total"]
         assert misses > 0

@@ -18,14 +18,21 @@ import hisparse_pd.decode_node.engine
 import hisparse_pd.engine.loop
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts, Stage
-from hisparse_pd.decode_node.prefill_peers import RoomMessage
+from hisparse_pd.decode_node.peer_events import RoomMessage
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
 from hisparse_pd.kernels.hot_state import HotBufferError
 from hisparse_pd.kernels.swap_in import RowStart
-from hisparse_pd.protocol.messages import HeartbeatAck, Refused, Room, RoomDone, RoomFailed, RoomQuiet
+from hisparse_pd.protocol.messages import (
+    HeartbeatAck,
+    RegistrationRefused,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+)
 from hisparse_pd.transfer.aux_record import AuxRecord
 from tests.unit.decode_node.support import (
     Answer,
@@ -137,7 +144,7 @@ def _room_message(
 ) -> None:
     """Give the node a message about a room. ``run``: the prefill node's, its present one by default."""
     event = RoomMessage(double.address, run or double.instance_id, message)
-    node.engine.lifecycle.peer_event(event, time.monotonic())
+    node.engine.prefill_events.handle(event, time.monotonic())
 
 
 @pytest.mark.I1
@@ -295,7 +302,9 @@ def test_an_error_of_the_prefill_node_is_passed_on_as_one(
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
-    double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
+    double.refusal = RegistrationRefused(
+        "model_fingerprint: the decode node has 'a', this node 'b'", permanent=True
+    )
     answer = node.generate(PROMPT, 8)
     node.failure_of(answer, status=502, error="model_fingerprint")
     double.refusal = None

@@ -12,14 +12,8 @@ import pytest
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node import discovery, prefill_peers
-from hisparse_pd.decode_node.prefill_peers import (
-    InstanceGone,
-    PeerLost,
-    PeerReady,
-    PeerRefused,
-    PrefillPeers,
-    RanksChanged,
-)
+from hisparse_pd.decode_node.peer_events import InstanceGone, PeerLost, PeerReady, PeerRefused, RanksChanged
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.channels import ControlAddressError, ControlKeys
@@ -136,7 +130,7 @@ def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, pe
     peers.health_timeout_secs = 0.5
     for pause_secs in (100.0, 200.0):
         assert peers.poll(time.monotonic() + pause_secs, {prefill.address}) == []
-    assert peers.may_entrust(prefill.address)
+    assert peers.is_registered(prefill.address)
 
 
 def test_a_control_address_that_zmq_refuses_ends_no_loop(

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from hisparse_pd.base.settings import HisparsePolicy
+from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node import scheduler
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.next_plan import NextPlan
@@ -20,7 +21,7 @@ from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.request_life import RequestLife
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.reserve import Reserve
-from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
+from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT, Admission
 from hisparse_pd.engine.messages import Generate, pack_token_ids
 from tests.books import carry_out, end
 from tests.identities import ROOT

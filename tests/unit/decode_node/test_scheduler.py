@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
-from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatches, Reserve
-from hisparse_pd.decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
+from hisparse_pd.decode_node.scheduler import Exchange, StepPlan, plan_step
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room

@@ -14,7 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import CheckpointError, StartError
 from hisparse_pd.core.memory.device import DeviceMemory, check_devices
 from hisparse_pd.core.model.spec import load_spec

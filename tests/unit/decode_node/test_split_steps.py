@@ -123,7 +123,7 @@ def test_a_trial_misses_its_share_and_leaves_nothing() -> None:
     assert step()[MISSES] == 0
     num_missed = 0
     for _ in range(20):
-        requests.lose_some()
+        requests.drop_entries()
         check_consistency(state)
         counted = step()
         assert counted[HITS] + counted[MISSES] == selected
@@ -220,7 +220,7 @@ def test_parts_attend_to_what_the_whole_batch_does(num_real: int, shared: dict[s
         node = Node(spec, num_real, in_parts=in_parts)
         of_node = []
         for _ in range(3):
-            node.requests.lose_some()
+            node.requests.drop_entries()
             of_node += [attended[:num_real] for attended in node.step()]
             check_consistency(node.hot.state)
         found.append(of_node)

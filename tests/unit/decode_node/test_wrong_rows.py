@@ -17,7 +17,7 @@ import pytest
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prefix_tree import Prefix
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.engine import prefix_scrub
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
@@ -173,8 +173,11 @@ def host_slot(node: EngineHarness, position: int) -> int:
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize(("first", "stop", "kind"), [(0, 150, "page-in"), (151, 180, "newest")])
-@EACH_MODEL
+@pytest.mark.parametrize(
+    ("checkpoint", "first", "stop", "kind"),
+    [("v32", 0, 150, "page-in"), ("glm", 151, 180, "newest")],
+    indirect=["checkpoint"],
+)
 def test_bits_that_flip_while_a_request_runs(
     node: EngineHarness,
     first: int,
@@ -266,13 +269,11 @@ def test_hot_buffers_are_gone_through_while_they_are_used(node: EngineHarness) -
     )
 
 
-def test_a_node_that_verifies_no_rows(
-    checkpoint: Checkpoint, shared_node: EngineHarness, tmp_path: Path
-) -> None:
+def test_a_node_that_verifies_no_rows(checkpoint: Checkpoint, node: EngineHarness, tmp_path: Path) -> None:
     """It has no memory for checks, and is served by prefill nodes that have them."""
     unverified = Checkpoint(checkpoint.path, replace(checkpoint.spec, has_row_checks=False), checkpoint.model)
     prompt = random_prompt(11, 100)
-    right = right_tokens(shared_node, prompt, 20)
-    with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as node:
-        assert node.engine.tables.memory.row_checks is None
-        assert node.ask(prompt, 20, HISPARSE).token_ids == right
+    right = right_tokens(node, prompt, 20)
+    with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as other:
+        assert other.engine.tables.memory.row_checks is None
+        assert other.ask(prompt, 20, HISPARSE).token_ids == right

@@ -25,16 +25,17 @@ NODE = {"device_buffer_size": TOP_K + 4}
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize(
-    ("numbers", "split"),
+    ("numbers", "split", "victim"),
     [
-        ((3,), Split.PARTS),
-        ((1, 0, 2, 0), Split.MICRO_BATCHES),
-        ((0,), Split.MICRO_BATCHES),
-        ((0,), Split.PARTS),
+        pytest.param((3,), Split.PARTS, 0, id="drafts"),
+        pytest.param((1, 0, 2, 0), Split.MICRO_BATCHES, 3, id="by turns"),
+        *(
+            pytest.param((0,), split, victim, id=f"{split.value}-{victim}")
+            for split in (Split.MICRO_BATCHES, Split.PARTS)
+            for victim in (0, 3)
+        ),
     ],
-    ids=["drafts", "by turns", "micro-batches", "parts"],
 )
 def test_a_request_whose_rows_change_ends_and_the_others_are_right(
     node: EngineHarness,

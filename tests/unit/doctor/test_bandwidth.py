@@ -25,7 +25,7 @@ from hisparse_pd.commands.doctor.channel import (
     DoctorServer,
     Offer,
     Question,
-    Refused,
+    QuestionRefused,
 )
 from hisparse_pd.transfer.engine import TransferEngine, TransferError
 from hisparse_pd.transfer.lane import Lane, Lanes
@@ -224,13 +224,13 @@ def test_a_socket_that_cannot_be_seen_leaves_the_network_and_the_reason(
 
 def test_another_version_is_refused_with_both(client: DoctorClient) -> None:
     answer = client.ask(Question(99, "tcp"))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, QuestionRefused)
     assert f"you speak 99, this doctor {DOCTOR_VERSION}" in answer.error
 
 
 def test_a_checksum_of_more_than_there_is_is_refused(client: DoctorClient) -> None:
     answer = client.ask(Question(DOCTOR_VERSION, "tcp", BUFFER_BYTES + 1))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, QuestionRefused)
     assert str(BUFFER_BYTES) in answer.error
     assert isinstance(client.ask(Question(DOCTOR_VERSION, "tcp", BUFFER_BYTES)), Offer)
 
@@ -244,12 +244,12 @@ def test_a_malformed_question_is_refused_and_the_next_one_answered(port: int, fr
         socket.connect(f"tcp://127.0.0.1:{port}")
         socket.send_multipart(frames)
         assert socket.poll(int(TIMEOUT_SECS * 1000))
-        answer = msgspec.msgpack.decode(socket.recv(), type=Offer | Refused)
-        assert isinstance(answer, Refused)
+        answer = msgspec.msgpack.decode(socket.recv(), type=Offer | QuestionRefused)
+        assert isinstance(answer, QuestionRefused)
         assert "malformed question" in answer.error
         socket.send(msgspec.msgpack.encode(Question(DOCTOR_VERSION, "tcp")))
         assert socket.poll(int(TIMEOUT_SECS * 1000))
-        assert isinstance(msgspec.msgpack.decode(socket.recv(), type=Offer | Refused), Offer)
+        assert isinstance(msgspec.msgpack.decode(socket.recv(), type=Offer | QuestionRefused), Offer)
 
 
 def test_an_oversized_question_costs_only_its_sender_the_connection(port: int, client: DoctorClient) -> None:

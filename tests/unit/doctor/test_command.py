@@ -458,7 +458,10 @@ def test_what_is_missing_fails(
 ) -> None:
     report = examine(settings(**changes), FakeMachine(tmp_path, *devices).machine)
     assert not report.is_ok
-    assert name in [check.name for check in report.checks if check.status is FAIL]
+    failed = [check for check in report.checks if check.status is FAIL]
+    assert name in [check.name for check in failed]
+    assert all(check.remedy for check in failed)
+    assert (report.transport is None) == ("KV transport" in [check.name for check in failed])
 
 
 @pytest.mark.usefixtures("no_cuda")

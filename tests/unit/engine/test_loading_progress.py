@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import CheckpointError, RankPlace, StartError
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.engine import messages as engine_messages

@@ -77,7 +77,7 @@ class Rank:
 
     def hear(self, number: int) -> None:
         self.bells.rings.append(number)
-        self.lockstep.hear()
+        self.lockstep.read_rings()
 
     def run(self) -> None:
         num_left, is_stopping = 0, False
@@ -168,7 +168,7 @@ def test_a_ring_for_an_agreement_that_was_made_is_for_nothing() -> None:
 
 def test_a_node_of_one_rank_asks_nobody() -> None:
     lockstep = Lockstep(None)
-    lockstep.hear()
+    lockstep.read_rings()
     assert lockstep.agree(5, is_split=True) == NodeStep(5, is_split=True)
     assert lockstep.agree(0, is_stopping=True).is_last
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.core.memory.machine import Machine
 from hisparse_pd.core.memory.numa import Placement, PoolPolicy

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.base.settings import DecodeSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import RankPlace
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.engine import start

@@ -111,13 +111,13 @@ def test_only_what_the_grammar_did_is_certain(what: str, verdict: str) -> None:
 
 def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
     with closing(Compiler(trie, lambda: None)) as compiler:
-        first = compiler.ask('start: "a"')
+        first = compiler.compile('start: "a"')
         assert isinstance(first.result(WAIT_SECS), Grammar)
         for number in range(MAX_KEPT - 1):  # one by one, because two that compile at once end in either order
-            assert isinstance(compiler.ask(f'start: "{number}"').result(WAIT_SECS), Grammar)
-        assert compiler.ask('start: "a"') is first
-        compiler.ask('start: "one more"').result(WAIT_SECS)
-        assert compiler.ask('start: "a"') is first
+            assert isinstance(compiler.compile(f'start: "{number}"').result(WAIT_SECS), Grammar)
+        assert compiler.compile('start: "a"') is first
+        compiler.compile('start: "one more"').result(WAIT_SECS)
+        assert compiler.compile('start: "a"') is first
         assert compiler.kept.keys().isdisjoint(['start: "0"'])
         assert len(compiler.kept) == MAX_KEPT
 
@@ -131,7 +131,7 @@ def test_who_asks_does_not_wait_and_is_told() -> None:
 
     compiler = Compiler(slow, is_told.set)
     try:
-        future: Future[Grammar] = compiler.ask("start: (((")
+        future: Future[Grammar] = compiler.compile("start: (((")
         assert not future.done()
         may_go_on.set()
         assert is_told.wait(WAIT_SECS)
@@ -163,4 +163,4 @@ def test_whatever_ends_a_compilation_is_an_error_of_its_grammar(
 ) -> None:
     """An engine's loop reads the result, and expects no other error."""
     with closing(Compiler(load, lambda: None)) as compiler, pytest.raises(GrammarError, match=reason):
-        compiler.ask('start: "a"').result(WAIT_SECS)
+        compiler.compile('start: "a"').result(WAIT_SECS)

@@ -8,7 +8,8 @@ from hisparse_pd.base.vocabulary import SamplingParams
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.engine.messages import EngineReady, Generate, GenerateGroup, ToEngine
 from hisparse_pd.serving.http.board import Board
-from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits
+from hisparse_pd.serving.http.engine_link import EngineLink
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice
 from hisparse_pd.serving.http.rank_link import RankLink
 

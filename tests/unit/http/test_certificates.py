@@ -10,7 +10,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from hisparse_pd.base.settings import DecodeSettings, RouterSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.listening import Listener
 from tests.tls_files import make_tls_files, needs_openssl

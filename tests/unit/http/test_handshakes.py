@@ -49,7 +49,7 @@ class Served:
     @property
     def num_begun(self) -> int:
         assert self.server.handshakes is not None
-        return len(self.server.handshakes.begun)
+        return len(self.server.handshakes.under_way)
 
     @asynccontextmanager
     async def stranger(

@@ -8,8 +8,9 @@ import pytest
 
 from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
 from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
-from hisparse_pd.serving.http.engine_link import EngineLink, QueueLimits
+from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.http_errors import QueueFull
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
 from tests.unit.http.links import group_of, make_link, sent
 from tests.waiting import WAIT_SECS
@@ -52,7 +53,7 @@ def test_ranks_are_chosen_by_the_load_of_all_fronts() -> None:
         assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 20, 30]
         with second.open(prompt(3, 1)):
             assert [rank.num_tokens_in_flight for rank in first.ranks] == [50, 21, 30]
-    assert [rank.num_given for rank in second.ranks] == [1, 2, 1]
+    assert [rank.num_samples_given for rank in second.ranks] == [1, 2, 1]
     assert [rank.num_tokens_in_flight for rank in second.ranks] == [0, 0, 0]
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hisparse_pd.serving.http.off_loop import off_loop, parsed, taking_interpreter
+from hisparse_pd.serving.http.off_loop import off_loop, parse_body, taking_interpreter
 
 pytestmark = [pytest.mark.I7, pytest.mark.I8]
 
@@ -90,7 +90,7 @@ def test_small_bodies_that_come_together_share_several_turns_of_the_loop(
 
     async def main() -> None:
         nonlocal turn
-        bodies = asyncio.gather(*(parsed(b"{}", parse, number) for number in range(23)))
+        bodies = asyncio.gather(*(parse_body(b"{}", parse, number) for number in range(23)))
         while not bodies.done():
             await asyncio.sleep(0)
             turn += 1

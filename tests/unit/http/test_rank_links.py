@@ -18,9 +18,10 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     Tokens,
 )
-from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, QueueLimits, rooms_at_work
+from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, rooms_at_work
 from hisparse_pd.serving.http.http_errors import QueueFull
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import ByPrefix, least_loaded
 from tests.unit.http.links import by_room, group_of, make_link, sent
 

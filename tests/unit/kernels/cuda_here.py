@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 
 ARCHITECTURES = (80, 90, 100, 120)
+EACH_ARCHITECTURE = pytest.mark.parametrize(
+    "arch", [*ARCHITECTURES[:2], *(pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHITECTURES[2:])]
+)
+"""The default run has the oldest architecture, which lacks what the next one has, and that one."""
 
 
 def compile_cuda(

@@ -8,17 +8,39 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_pd.kernels import cuda, topk
-from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_checks
+from hisparse_pd.kernels import cuda, cuda_params, topk
+from tests.unit.kernels.cuda_here import ARCHITECTURES, EACH_ARCHITECTURE, compile_cuda, layout_checks
 
-ENTRIES = {"swap_in", "copy_planned", "check_rows", "fill_row", "backup_newest", "newest_slots"}
+ENTRIES = {
+    "swap_in",
+    "copy_planned",
+    "check_dense_row",
+    "check_rows",
+    "fill_row",
+    "backup_newest",
+    "newest_slots",
+}
+PARAMETERS = {
+    "SwapInParams": cuda_params.SWAP_IN,
+    "CopyParams": cuda_params.COPY,
+    "FillParams": cuda_params.FILL,
+    "BackupParams": cuda_params.BACKUP,
+    "NewestSlotsParams": cuda_params.NEWEST_SLOTS,
+    "CheckDenseRowParams": cuda_params.CHECK_DENSE_ROW,
+    "CheckRowsParams": cuda_params.CHECK_ROWS,
+    "RowChecks": cuda_params.CHECKS,
+    "Pool": cuda_params.POOL,
+    "Tables": cuda_params.TABLES,
+    "Requests": cuda_params.REQUESTS,
+    "Plan": cuda_params.PLAN,
+}
 VARIANTS = [
     *((1, True, 64, 1), (2, True, 1, 1), (4, False, 48, 2), (2, True, 64, 8)),
     *((8, False, 48, 2), (32, True, 64, 8)),
 ]
 """Positions of a thread, only wide items, page size, most new positions."""
-SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
-"""The default run: each architecture once, with different variants. The last two take the longest."""
+SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))[:2]
+"""The default run: the oldest architectures, with different variants. The last variants take the longest."""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +57,7 @@ SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))
 )
 def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path) -> None:
     compile_cuda(
-        cuda.source() + layout_checks(cuda.PARAMETERS),
+        cuda.source() + layout_checks(PARAMETERS),
         arch,
         cuda.compile_options(*variant),
         tmp_path,
@@ -43,13 +65,14 @@ def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_top_k_compiles(arch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_threads", [topk.NUM_THREADS, topk.NUM_THREADS_OF_MANY])
+@EACH_ARCHITECTURE
+def test_top_k_compiles(arch: int, num_threads: int, tmp_path: Path) -> None:
     source = topk.source() + layout_checks({"TopkParams": topk.PARAMS})
-    source += f"static_assert(NUM_THREADS == {topk.NUM_THREADS});\n"
+    source += f"static_assert(NUM_THREADS == {num_threads});\n"
     source += f"static_assert(MAX_RANKS == {max(topk.CLUSTER_SIZES)});\n"
     source += f"static_assert(MIN_SHARED_LEN == {topk.MIN_SHARED_LEN});\n"
-    log = compile_cuda(source, arch, topk.compile_options(), tmp_path, {"topk"})
+    log = compile_cuda(source, arch, topk.compile_options(num_threads), tmp_path, {"topk"})
     if log is not None:
         assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 64, "1024 threads share 65536 registers"
         assert " 0 bytes spill stores" in log

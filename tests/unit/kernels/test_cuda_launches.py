@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hisparse_pd.kernels import cuda
+from hisparse_pd.kernels import cuda, cuda_params
 from hisparse_pd.kernels.hot_state import HotBufferState
-from hisparse_pd.kernels.reference import plan_warm_up
+from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
 NUM_GROUPS, PAGE_SIZE = 61, 64
 
@@ -36,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
     monkeypatch.setattr(
         cuda, "compiled", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
     )
-    monkeypatch.setattr(cuda, "mapped_address", lambda name, host: host.data_ptr())
+    monkeypatch.setattr(cuda_params, "mapped_address", lambda name, host: host.data_ptr())
     monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048)
@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         torch.arange(num_pages) + 1,
         torch.arange(2) + 7,
         plan_warm_up(NUM_GROUPS, capacity, 1, num_tokens, hints),
-        [(group, group, 1) for group in range(NUM_GROUPS)],
+        [FilledLayer(group, group, 1) for group in range(NUM_GROUPS)],
         (pool, pool),
     )
     return launches, staged

@@ -13,17 +13,9 @@ from tests.gpu.support import DEVICE
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them where there is a GPU")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_new": 3, "has_faults": True, "capacities": (3, 10, 25, 60)},
-        {"verifies": False},
-    ],
-    ids=["plain", "drafts and faults", "unverified"],
-)
-def test_history(options: dict[str, Any]) -> None:
-    History(1, 24, **options).run(60)
+def test_a_history_without_verified_rows() -> None:
+    """Other histories are those of ``tests/property/test_hot_buffer.py``."""
+    History(1, 24, verifies=False).run(60)
 
 
 @pytest.mark.I6

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, RankPlace, StartError
 from hisparse_pd.core.memory.device import use_device
 from hisparse_pd.core.model.attention_kernels import AttentionKernels

@@ -236,3 +236,12 @@ def test_keys_reach_the_tensor_cores_without_detours(tmp_path: Path) -> None:
         assert any("cp.async" in line and f"], {width}" in line for line in lines), key_format
         assert any("cvt.rn.f16x2.e4m3x2" in line for line in lines) == (key_format == "fp8_e4m3")
         assert 2 * compiled[key_format]["shared_bytes"] <= 227 << 10, "two programs fit a multiprocessor"
+
+
+def test_short_rows_leave_room_for_more_queries() -> None:
+    scratch = IndexerScratch.create(3, 130, "cpu")
+    assert scratch.logits.shape == (3, 192)
+    assert scratch.block_for(130).shape == (3, 192)
+    assert scratch.block_for(128).shape == (4, 128)
+    assert scratch.block_for(1).shape == (9, 64)
+    assert scratch.block_for(60).data_ptr() == scratch.logits.data_ptr()

@@ -21,7 +21,7 @@ from hisparse_pd.core.model.rank_exchange import RankExchange, connect, sum_in_o
 from hisparse_pd.kernels import rank_exchange
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.rank_exchange import Pieces, RankMemory
-from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda, layout_checks
+from tests.unit.kernels.cuda_here import EACH_ARCHITECTURE, compile_cuda, layout_checks
 from tests.unit.kernels.cuda_on_host import MAX_BLOCKS, MAX_PIECE_BYTES, HostKernels, HostRuntime
 
 CPU = torch.device("cpu")
@@ -268,7 +268,7 @@ def test_tensors_of_other_sizes_are_refused(on_host: None) -> None:
         memory.sum_own(torch.empty((2, 8)).half(), x.half(), 1.0, only_notes_overdue=True)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@EACH_ARCHITECTURE
 def test_compiles(arch: int, tmp_path: Path) -> None:
     source = rank_exchange.source() + layout_checks({"ExchangeParams": rank_exchange.PARAMS})
     names = ("MAX_RANKS", "NUM_THREADS", "NUM_CHANNELS", "NUM_BANKS", "MAX_PIECE_BYTES", "HEADER_BYTES")

@@ -10,6 +10,7 @@ from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt
 from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
+    check_dense_row,
     check_in_place,
     row_checks_of,
     store_row_checks,
@@ -167,6 +168,24 @@ def test_rows_in_place() -> None:
     assert dense.state.error_flags.tolist() == [0, HotBufferError.WRONG_ROW, 0]
     dense.state.reset_row(ROW)
     assert int(dense.state.error_flags[ROW]) == 0
+
+
+def test_a_dense_row_as_it_landed() -> None:
+    dense = Dense()
+
+    def go_through(num_tokens: int) -> HotBufferError:
+        check_dense_row(dense.state, ROW, dense.pool, num_tokens)
+        return HotBufferError(int(dense.state.error_flags[ROW]))
+
+    assert go_through(10) == HotBufferError.NONE
+    right = check(dense.pool[1, 5], 1, 5)
+    dense.pool[1, 5, 23] ^= 128
+    assert (go_through(0), go_through(5)) == (HotBufferError.NONE, HotBufferError.NONE)
+    assert go_through(6) == HotBufferError.WRONG_ROW
+    found = wrong_row(dense.state, ROW)
+    assert found == (ReadAt.START, (1, 5, 5, right, check(dense.pool[1, 5], 1, 5)), False)
+    with pytest.raises(KernelArgumentError, match=r"num_tokens: expected .* 21"):
+        check_dense_row(dense.state, ROW, dense.pool, 21)
 
 
 def test_without_checks_nothing_can_be_compared() -> None:

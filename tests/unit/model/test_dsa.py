@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -174,10 +175,10 @@ def test_rows_of_padding_change_nothing(runner: Runner, prompts: list[Tokens]) -
     scratch_slot = int(runner.free_pages[-1]) * PAGE_SIZE
     expected, kv = runner.extend(parts)
     pools = runner.device_pool.clone(), runner.index_pool.clone()
-    rows = PagedRows.padding(3, 5, 20, scratch_slot, torch.device("cpu"))
+    rows = PagedRows.padding(3, 5, 20, scratch_slot, torch.device("cpu"), 5 * PAGE_SIZE)
     others = [PagedRequest(runner.free_pages[4:8], 60, 19), PagedRequest(runner.free_pages[8:9], 0, 1)]
-    rows.hold(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
-    rows.hold(kv.rows, scratch_slot)
+    rows.fill(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
+    rows.fill(kv.rows, scratch_slot)
     new = [*parts[0][2], *parts[1][2]]
     token_ids = torch.tensor(new + [65] * (20 - len(new)))
     padded = PagedKv(runner.spec, runner.device_pool, runner.index_pool, PAGE_SIZE, rows)
@@ -310,11 +311,16 @@ def test_index_queries_and_keys_are_rotated_where_keys_are_rounded_to_fp8(
     """Both by the same orthogonal matrix, to the same bits alone and among others; elsewhere not at all."""
     path, token_ids, positions = tiny_checkpoint(variant), torch.arange(65, 97), torch.arange(32)
 
-    def indexed(index_format: str, rows: slice) -> list[tuple[Tensor, Tensor]]:
+    @functools.cache
+    def loaded(index_format: str) -> tuple[ModelSpec, DsaModel]:
         spec = load_spec(path, indexer_cache_dtype=index_format)
+        return spec, load_model(path, spec)
+
+    def indexed(index_format: str, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        spec, model = loaded(index_format)
         kv = _NoKv(spec)
         some = positions[rows]
-        load_model(path, spec).forward(token_ids[rows], some, kv, torch.arange(len(some)))
+        model.forward(token_ids[rows], some, kv, torch.arange(len(some)))
         return list(zip(kv.queries, kv.keys, strict=True))
 
     plain, found = (indexed(name, slice(None)) for name in ("float32", index_format))

@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.core.model import rank_page
-from hisparse_pd.core.model.rank_page import MAX_VALUE, PageOffer, PageRequest, RankLost, RankPage, share_page
+from hisparse_pd.core.model.page_sharing import PageOffer, PageRequest, share_page
+from hisparse_pd.core.model.rank_page import MAX_VALUE, RankLost, RankPage
 
 REPO = Path(__file__).parents[3]
 PATIENCE_SECS = 60.0
@@ -216,7 +217,7 @@ def test_all_do_without_where_one_cannot_map_it(name: str, monkeypatch: pytest.M
 
     before = descriptors()
     module, function = name.split(".")
-    monkeypatch.setattr(f"hisparse_pd.core.model.rank_page.{module}.{function}", fail)
+    monkeypatch.setattr(f"hisparse_pd.core.model.page_sharing.{module}.{function}", fail)
     assert shared(3) == [None] * 3
     monkeypatch.undo()
     assert descriptors() == before
@@ -275,7 +276,8 @@ def test_strangers_get_no_page() -> None:
 
 PROGRAM = """
 import json, os, random, sys, time
-from hisparse_pd.core.model.rank_page import RankLost, share_page
+from hisparse_pd.core.model.page_sharing import share_page
+from hisparse_pd.core.model.rank_page import RankLost
 
 rank, size, directory, num_turns, lag_share, patience_secs = json.loads(sys.argv[1])
 

@@ -9,7 +9,8 @@ import pytest
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.core.paging.prefix_tree import Kinds, Prefix, PrefixTree
+from hisparse_pd.core.paging.prefix import Kinds, Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room

@@ -24,7 +24,7 @@ import pytest
 import torch
 import zmq
 
-from hisparse_pd.base.settings import PrefillSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.memory.host import HostPool, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
@@ -46,8 +46,8 @@ from hisparse_pd.kernels.row_check import row_checks_of
 from hisparse_pd.prefill_node.compute import Computed, LayerWritten
 from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.room_life import RoomLife
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.request_life import PrefillLife
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.channels import ControlClient
 from hisparse_pd.protocol.messages import (
@@ -153,7 +153,7 @@ class EngineThread(Listener):
         self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
         self.placement = placement
         self.spec, self.model = checkpoint(path, self.settings.num_draft_layers)
-        self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
+        self.before_run: Callable[[Sequence[tuple[PrefillRequest, Chunk]]], None] = lambda batch: None
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.computed: dict[int, list[tuple[int, int]]] = {}
         """The chunks that were computed, by room."""
@@ -179,19 +179,19 @@ class EngineThread(Listener):
             run, submit = self.engine.runner.run, self.engine.sender.submit
 
             def observed(
-                batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
+                batch: Sequence[tuple[PrefillRequest, Chunk]], on_written: LayerWritten | None = None
             ) -> Computed:
                 def layer_written(layer: int, ready: Ready | None) -> None:
                     if on_written is not None:
                         on_written(layer, ready)
                     self.after_layer(layer)
 
-                for record, _ in batch:
-                    self.page_ids[record.room] = list(record.page_ids)
+                for request, _ in batch:
+                    self.page_ids[request.room] = list(request.page_ids)
                 self.before_run(batch)
                 result = run(batch, layer_written)
-                for record, chunk in batch:
-                    self.computed.setdefault(record.room, []).append((chunk.start, chunk.stop))
+                for request, chunk in batch:
+                    self.computed.setdefault(request.room, []).append((chunk.start, chunk.stop))
                 return result
 
             def recorded(session: str, batch: WriteBatch) -> None:
@@ -215,21 +215,21 @@ class EngineThread(Listener):
         return self.engine.memory
 
     @property
-    def life(self) -> RoomLife:
+    def life(self) -> PrefillLife:
         return self.engine.life
 
     def has_room(self, room: int) -> bool:
-        return self.life.rooms.get(Room(room)) is not None
+        return self.life.requests.get(Room(room)) is not None
 
     def wait_until_idle(self) -> None:
-        wait_until(lambda: len(self.life.rooms) == 0, "the rooms to end")
+        wait_until(lambda: len(self.life.requests) == 0, "the rooms to end")
 
     def pause_until_message(self, chunk_start: int) -> threading.Event:
         """Make the engine pause before the forward of a chunk until a message arrives. Return an event that
         is set once it pauses."""
         has_paused = threading.Event()
 
-        def wait(batch: Sequence[tuple[RoomRecord, Chunk]]) -> None:
+        def wait(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> None:
             if any(chunk.start == chunk_start for _, chunk in batch):
                 has_paused.set()
                 self.wait_for_message()
@@ -244,11 +244,11 @@ class EngineThread(Listener):
     def admission_paused(self) -> Iterator[None]:
         """Keep rooms from being admitted inside the block, while the loop goes on."""
         pusher = self.life.pusher
-        pusher.has_place = lambda record, num_bytes_pending: False  # type: ignore[method-assign]
+        pusher.may_start = lambda request, num_bytes_pending: False  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del pusher.has_place
+            del pusher.may_start
 
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from hisparse_pd.protocol.messages import Extent, Geometry, Refused, RegionKind
+from hisparse_pd.protocol.messages import Extent, Geometry, RegionKind, RegistrationRefused
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -144,7 +144,7 @@ def test_a_node_without_the_layer_refuses_one_that_drafts(
         with decode_peer(engine) as peer:
             wants: Geometry = msgspec.structs.replace(peer.geometry, num_draft_layers=1)
             peer.client.send(peer.registration(geometry=wants))
-            refused = peer.expect(Refused)
+            refused = peer.expect(RegistrationRefused)
             assert refused.permanent
             assert "num_draft_layers: the decode node drafts with 1 MTP layer" in refused.error
             assert "one checkpoint on both" in refused.error

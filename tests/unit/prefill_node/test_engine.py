@@ -186,7 +186,7 @@ def test_a_forward_that_fails_ends_its_batch_only(engine: EngineThread, peer: De
     doomed, spared = next_room(), next_room()
 
     def out_of_memory(batch: Sequence[Any]) -> None:
-        if any(record.room == doomed for record, _ in batch):
+        if any(request.room == doomed for request, _ in batch):
             raise torch.OutOfMemoryError("no memory for 1 GiB")
 
     engine.before_run = out_of_memory

@@ -21,9 +21,9 @@ from hisparse_pd.protocol.messages import (
     Extent,
     Geometry,
     Heartbeat,
-    Refused,
     RegionKind,
     Registered,
+    RegistrationRefused,
     Room,
     RoomDone,
     RoomFailed,
@@ -127,12 +127,12 @@ def test_who_is_refused_is_not_registered_and_one_line_of_the_log(
 ) -> None:
     for _ in range(20):
         stranger.client.send(stranger.registration(protocol_version=99))
-        refused = stranger.expect(Refused)
+        refused = stranger.expect(RegistrationRefused)
         assert refused.permanent
         assert "99" in refused.error
     assert caplog.text.count("refused decode node") == 1
     stranger.client.send(Heartbeat(1))
-    assert not stranger.expect(Refused).permanent
+    assert not stranger.expect(RegistrationRefused).permanent
 
 
 def test_without_a_network_a_decode_node_that_shares_nothing_is_refused(
@@ -144,11 +144,11 @@ def test_without_a_network_a_decode_node_that_shares_nothing_is_refused(
     monkeypatch.setattr(Lanes, "over_network", over_network)
     before = engine.num_dropped("refused")
     stranger.client.send(stranger.registration(node_id="apart", session="127.0.0.1:19"))
-    refused = stranger.expect(Refused)
+    refused = stranger.expect(RegistrationRefused)
     assert refused.permanent
     assert refused.error == "the decode node offers no shared memory; no Mooncake"
     stranger.client.send(Heartbeat(1))
-    assert not stranger.expect(Refused).permanent
+    assert not stranger.expect(RegistrationRefused).permanent
     assert engine.num_dropped("refused") == before + 1
     stranger.register()
 
@@ -222,7 +222,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, stranger: D
     )
     for message in messages:
         stranger.client.send(message)
-        refused = stranger.expect(Refused)
+        refused = stranger.expect(RegistrationRefused)
         assert not refused.permanent
         assert type(message).__name__ in refused.error
     assert engine.num_dropped("unregistered") == before + 3
@@ -399,7 +399,7 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
         peer.heartbeat()
         successor.client.send(peer.registration(**other))
         successor.expect(Registered)
-    ended = engine.life.rooms.ended(Room(room))
+    ended = engine.life.requests.ended(Room(room))
     assert ended is not None
     assert ended.status == 502
     assert "restarted" in ended.error
@@ -425,7 +425,7 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
 
         def has_ended() -> bool:
             other.client.send(Heartbeat(1))
-            return len(impatient.life.rooms) == 0
+            return len(impatient.life.requests) == 0
 
         wait_until(has_ended, "the room to be given up while the decode node is alive")
         told = other.expect(RoomFailed)
@@ -435,7 +435,7 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
         wait_until(lambda: len(impatient.engine.peers) == 0, "the peer that left to be lost")
         assert "lost decode node" not in caplog.text, "it had no rooms"
         other.client.send(Heartbeat(2))
-        assert not other.expect(Refused).permanent
+        assert not other.expect(RegistrationRefused).permanent
         other.client.send(peer.registration())
         other.expect(Registered)
 
@@ -462,7 +462,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(
         assert impatient.has_room(room)
         other.reconnect()
         impatient.wait_until_idle()
-        ended = impatient.life.rooms.ended(Room(room))
+        ended = impatient.life.requests.ended(Room(room))
         assert ended is not None
         assert ended.status == 502
         assert "silent for more than 1 s" in ended.error

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from hisparse_pd.core.model import prompt_scores
 from hisparse_pd.prefill_node import compute
 from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import Bootstrap, Extent, RoomDone, RoomFailed, RoomQuiet, RoomScores
@@ -121,7 +120,7 @@ def test_scores_are_those_of_one_forward_of_the_whole_prompt(
     assert_hint(engine, peer, scored.bootstrap, tokens)
 
 
-@pytest.mark.parametrize("first", [1, 2, PAGE_SIZE, PAGE_SIZE + 1, CHUNK + 1, CHUNK + 2, 98, 99])
+@pytest.mark.parametrize("first", [2, PAGE_SIZE, PAGE_SIZE + 1, CHUNK + 1, CHUNK + 2, 99])
 def test_scores_begin_where_they_are_wanted(engine: EngineThread, peer: DecodePeer, first: int) -> None:
     tokens, wanted = prompt(5, 100), WantedScores(first, 1)
     check_rows(engine, tokens, wanted, receive(peer, ask(peer, tokens, wanted)))
@@ -168,25 +167,6 @@ def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread, pee
             cached = computed_from // PAGE_SIZE * PAGE_SIZE if is_warm else 0
             assert scored.done.num_cached_tokens == cached
             assert engine.computed[bootstrap.room][0][0] == cached
-
-
-def test_logits_come_in_slices(
-    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 5 * 4 * engine.spec.vocab_size)
-    num_rows: list[int] = []
-    logits = type(engine.model).logits
-
-    def counted(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-        num_rows.append(len(hidden))
-        return logits(model, hidden)
-
-    monkeypatch.setattr(type(engine.model), "logits", counted)
-    tokens, wanted = prompt(6, 70), WantedScores(1, 2)
-    scored = receive(peer, ask(peer, tokens, wanted))
-    assert max(num_rows) == 5
-    monkeypatch.undo()
-    check_rows(engine, tokens, wanted, scored)
 
 
 @pytest.mark.parametrize("num_held", [40, 98, 99])

@@ -19,7 +19,7 @@ from hisparse_pd.core.paging.pools import Holding, PoolKind, Stage
 from hisparse_pd.prefill_node import push as push_module
 from hisparse_pd.prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.protocol.messages import Extent, RegionKind, Room
 from hisparse_pd.transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors, plan_writes
 from hisparse_pd.transfer.sender import Ready, WriteBatch
@@ -95,9 +95,9 @@ class World:
             PAGE_SIZE,
             self.min_batch_bytes,
         )
-        self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
+        self.request = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
 
-    def room(self, room: Room, page_ids: list[int], *extents: Extent) -> RoomRecord:
+    def room(self, room: Room, page_ids: list[int], *extents: Extent) -> PrefillRequest:
         regions = {
             RegionKind.KV_HOST: view(self.kv_dst),
             RegionKind.INDEX: view(self.index_dst),
@@ -106,14 +106,14 @@ class World:
         num_tokens = sum(extent.length for extent in extents)
         bootstrap = bootstrap_of(room, prompt(room, num_tokens + 1), kv=extents, index=extents[::-1])
         peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
-        record = RoomRecord(peer, bootstrap, 0.0, page_ids=page_ids)
-        record.holding = Holding(room, Stage.RUNNING, {PoolKind.AUX: (Extent(0, 1),)})
-        return record
+        request = PrefillRequest(peer, bootstrap, 0.0, page_ids=page_ids)
+        request.holding = Holding(room, Stage.RUNNING, {PoolKind.AUX: (Extent(0, 1),)})
+        return request
 
     def write(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
         """Do what a forward does with a layer: store its rows, then tell the pusher."""
         for push in pushes:
-            slots = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
+            slots = expand_pages(push.request.page_ids, PAGE_SIZE, push.start, push.stop)
             for memory, of_layer in zip((self.kv, self.index), self.of_layers, strict=True):
                 if (number := of_layer[layer]) not in of_layer[:layer]:
                     memory[number, slots] = np.arange(1, len(slots) + 1)[:, None] + 16 * number
@@ -126,8 +126,8 @@ class World:
             self.pusher.push_rest(push)
 
     def assert_landed(self, push: ChunkPush) -> None:
-        bootstrap = push.record.bootstrap
-        src = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
+        bootstrap = push.request.bootstrap
+        src = expand_pages(push.request.page_ids, PAGE_SIZE, push.start, push.stop)
         for source, target, extents in (
             (self.kv, self.kv_dst, bootstrap.kv_extents),
             (self.index, self.index_dst, bootstrap.index_extents),
@@ -153,19 +153,19 @@ def layers_of(tags: Sequence[str]) -> list[str]:
 )
 def test_layers_leave_once_and_only_when_written(layers_per_batch: int, layers: list[str]) -> None:
     world = World(layers_per_batch * 9 * ITEM_BYTES)
-    push = world.pusher.plan(world.record, 2, 11)
+    push = world.pusher.plan(world.request, 2, 11)
     world.forward(push)
     assert layers_of(world.sender.tags) == layers
     assert world.sender.tags[0].startswith("positions [2, 11) ")
     world.assert_landed(push)
-    assert world.record.num_writes_pending == len(layers)
+    assert world.request.num_writes_pending == len(layers)
     num_bytes = sum(batch.num_bytes for batch in world.sender.batches)
     assert num_bytes == 9 * (NUM_LAYERS * ITEM_BYTES + NUM_INDEX_LAYERS * INDEX_BYTES), "something left twice"
 
 
 def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
     world = World()
-    world.forward(world.pusher.plan(world.record, 0, 4))
+    world.forward(world.pusher.plan(world.request, 0, 4))
     landed = [
         {
             layer
@@ -186,7 +186,7 @@ def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
 def test_layers_without_kv_of_their_own_send_none(layers_per_batch: int, layers: list[str]) -> None:
     """Their indexer keys leave with the next KV. Nothing leaves for the last layer, which has neither."""
     world = World(layers_per_batch * 9 * ITEM_BYTES, SHARING)
-    push = world.pusher.plan(world.record, 2, 11)
+    push = world.pusher.plan(world.request, 2, 11)
     world.forward(push)
     assert layers_of(world.sender.tags) == layers
     world.assert_landed(push)
@@ -204,7 +204,7 @@ def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(push_module, "plan_writes", counted)
     world = World()
-    world.forward(world.pusher.plan(world.record, 0, 9))
+    world.forward(world.pusher.plan(world.request, 0, 9))
     assert num_plans == 2, "KV and indexer keys, each once"
 
 
@@ -212,7 +212,7 @@ def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.I8
 def test_layers_wait_for_a_slow_transport_and_then_leave_together() -> None:
     world = World()
-    pushes = [world.pusher.plan(world.record, 0, 12)]
+    pushes = [world.pusher.plan(world.request, 0, 12)]
     world.write(pushes, 0)
     world.sender.num_waiting = MAX_PENDING_BATCHES
     world.write(pushes, 1)
@@ -238,20 +238,20 @@ def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
         world.sender.num_waiting += 1
 
     world.sender.submit = stuck  # type: ignore[method-assign]
-    world.pusher.push_rest(world.pusher.plan(world.record, 0, 2))
+    world.pusher.push_rest(world.pusher.plan(world.request, 0, 2))
     for start in range(2, 12):
-        world.forward(world.pusher.plan(world.record, start, start + 1))
-    world.pusher.push_aux(world.record)
+        world.forward(world.pusher.plan(world.request, start, start + 1))
+    world.pusher.push_aux(world.request)
     num_chunks = 10
     assert len(world.sender.batches) <= MAX_PENDING_BATCHES + num_chunks + 2
-    assert world.record.num_writes_pending == len(world.sender.batches)
+    assert world.request.num_writes_pending == len(world.sender.batches)
     assert world.sender.tags[-1] == "aux record"
 
 
 def test_prompts_of_one_forward_leave_side_by_side() -> None:
     world = World()
     other = world.room(Room(2), [1, 0], Extent(30, 8))
-    pushes = [world.pusher.plan(world.record, 4, 12), world.pusher.plan(other, 0, 5)]
+    pushes = [world.pusher.plan(world.request, 4, 12), world.pusher.plan(other, 0, 5)]
     world.forward(*pushes)
     assert [batch.room for batch in world.sender.batches] == [1, 2] * NUM_LAYERS
     for push in pushes:
@@ -260,16 +260,16 @@ def test_prompts_of_one_forward_leave_side_by_side() -> None:
 
 def test_positions_known_already_leave_in_one_batch() -> None:
     world = World()
-    world.pusher.push_rest(world.pusher.plan(world.record, 0, 8))
+    world.pusher.push_rest(world.pusher.plan(world.request, 0, 8))
     assert world.sender.tags == ["positions [0, 8) of layers [0, 5)"]
-    world.pusher.push_rest(world.pusher.plan(world.record, 8, 8))
+    world.pusher.push_rest(world.pusher.plan(world.request, 8, 8))
     assert len(world.sender.batches) == 1
 
 
 @pytest.mark.I1
 def test_layers_out_of_order_are_refused_before_anything_wrong_leaves() -> None:
     world = World()
-    pushes = [world.pusher.plan(world.record, 0, 12)]
+    pushes = [world.pusher.plan(world.request, 0, 12)]
     world.write(pushes, 0)
     for layer in (2, 0):
         with pytest.raises(ValueError, match=f"layer {layer} was written after 1 of 5 layers"):
@@ -287,8 +287,8 @@ def test_what_to_wait_for_goes_with_the_batch_that_reads_it() -> None:
 
     world = World(2 * 12 * ITEM_BYTES)
     events = [Event() for _ in range(NUM_LAYERS)]
-    pushes = [world.pusher.plan(world.record, 0, 12)]
+    pushes = [world.pusher.plan(world.request, 0, 12)]
     for layer, event in enumerate(events):
         world.write(pushes, layer, event)
-    world.pusher.push_aux(world.record)
+    world.pusher.push_aux(world.request)
     assert [batch.ready for batch in world.sender.batches] == [events[1], events[3], events[4], None]

@@ -19,7 +19,7 @@ from hisparse_pd.kernels.kv_format import KvFormat
 from hisparse_pd.prefill_node.compute import Computed, PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
@@ -36,8 +36,16 @@ class StepAttention:
     reason: str = ""
     name: str = TORCH
 
-    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
-        return 1.01 * TorchAttention(self.kv_format).attend(q, layer_pool, device_slots, scale)
+    def attend(
+        self,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        num_columns: Tensor | None = None,
+    ) -> Tensor:
+        exact = TorchAttention(self.kv_format)
+        return 1.01 * exact.attend(q, layer_pool, device_slots, scale, num_columns)
 
 
 class Node:
@@ -53,13 +61,13 @@ class Node:
         self.prefill.kernels = replace(self.prefill.kernels, step_attention=step_attention)
         self.steps.kernels = replace(self.steps.kernels, attention=step_attention)
 
-    def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[RoomRecord, Chunk]:
+    def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[PrefillRequest, Chunk]:
         """Return a chunk of the prompt with this number, and its room."""
         tokens = prompt(number, NUM_TOKENS + 1)
         bootstrap = bootstrap_of(number, tokens, num_resumed_tokens=num_resumed)
-        record = RoomRecord(Peer("", "", b"", PAGE_SIZE, {}, 0.0), bootstrap, 0.0)
-        record.page_ids = list(range(number * self.pages_each, (number + 1) * self.pages_each))
-        return record, Chunk(Room(number), start, stop, admits=start == 0)
+        request = PrefillRequest(Peer("", "", b"", PAGE_SIZE, {}, 0.0), bootstrap, 0.0)
+        request.page_ids = list(range(number * self.pages_each, (number + 1) * self.pages_each))
+        return request, Chunk(Room(number), start, stop, admits=start == 0)
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the KV and the indexer keys of a prompt."""
@@ -85,11 +93,15 @@ def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
 
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    "bounds",
-    [(0, 400), (0, 60, 400), (0, 61, 190, 399, 400), (0, 48, 112, 113, 400)],
-    ids=["one forward", "cut there", "few rows", "cut before"],
+    ("bounds", "has_neighbour"),
+    [
+        pytest.param((0, 400), False, id="alone"),
+        pytest.param((0, 400), True, id="one forward"),
+        pytest.param((0, 60, 400), True, id="cut there"),
+        pytest.param((0, 61, 190, 399, 400), True, id="few rows"),
+        pytest.param((0, 48, 112, 113, 400), True, id="cut before"),
+    ],
 )
-@pytest.mark.parametrize("has_neighbour", [False, True])
 def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
     node: Node,
     undisturbed: tuple[Computed, tuple[Tensor, Tensor]],

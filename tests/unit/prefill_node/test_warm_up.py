@@ -15,7 +15,7 @@ from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.rooms import RoomRecord
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import bootstrap_of
@@ -39,8 +39,8 @@ def test_it_runs_forwards_of_all_kinds_of_sizes_and_changes_no_answer(
     def hint(runner: PromptRunner) -> torch.Tensor:
         tokens = np.arange(91) * 31 % 90 + 32
         nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
-        record = RoomRecord(nobody, bootstrap_of(7, tokens.tolist()), 0.0, page_ids=[3, 1, 0, 5, 4, 2])
-        return runner.run([(record, Chunk(Room(7), 0, 90, admits=True))]).hints[Room(7)]
+        request = PrefillRequest(nobody, bootstrap_of(7, tokens.tolist()), 0.0, page_ids=[3, 1, 0, 5, 4, 2])
+        return runner.run([(request, Chunk(Room(7), 0, 90, admits=True))]).hints[Room(7)]
 
     expected = hint(runner())
     warm = runner()
@@ -48,9 +48,9 @@ def test_it_runs_forwards_of_all_kinds_of_sizes_and_changes_no_answer(
     """Tokens of each forward, and how many of them are computed as in steps."""
     run = warm.run
 
-    def noted(batch: Sequence[tuple[RoomRecord, Chunk]], *more: Any) -> Any:
-        for record, chunk in batch:
-            sizes.append((chunk.stop - chunk.start, chunk.stop - record.first_stepped))
+    def noted(batch: Sequence[tuple[PrefillRequest, Chunk]], *more: Any) -> Any:
+        for request, chunk in batch:
+            sizes.append((chunk.stop - chunk.start, chunk.stop - request.first_stepped))
         computed = run(batch, *more)
         assert [len(piece.rows) for piece in computed.scores[Room(0)]] == [16 * sizes[-1][0]]
         return computed

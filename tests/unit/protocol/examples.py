@@ -9,11 +9,11 @@ from hisparse_pd.protocol.messages import (
     Heartbeat,
     HeartbeatAck,
     PrefillTimes,
-    Refused,
     Region,
     RegionKind,
     Register,
     Registered,
+    RegistrationRefused,
     RoomDone,
     RoomFailed,
     RoomQuiet,
@@ -84,7 +84,7 @@ TO_DECODE = [
         "9ca26670a7666c6f617433320403ccc0cc80404000a8686164616d617264c3cd0100"
         "a373686da473616d65",
     ),
-    (Refused("no", True), "9302a26e6fc3"),
+    (RegistrationRefused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),
     (
         RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.router.body import MAX_OTHER_BYTES, MAX_PROMPTS, RequestBody
+from hisparse_pd.router.body import MAX_PROMPTS, MAX_SMALL_FIELD_BYTES, RequestBody
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.property.fuzzing import peak_bytes
@@ -114,9 +114,13 @@ def test_half_of_a_surrogate_pair_is_named() -> None:
 
 @pytest.mark.I8
 def test_a_body_of_nothing_but_fields_is_refused_before_it_is_taken_apart() -> None:
-    large = {"prompt": "a" * MAX_OTHER_BYTES, "tools": [{"a": "b" * MAX_OTHER_BYTES}], "model": "m"}
+    large = {
+        "prompt": "a" * MAX_SMALL_FIELD_BYTES,
+        "tools": [{"a": "b" * MAX_SMALL_FIELD_BYTES}],
+        "model": "m",
+    }
     assert parse(large).fields.keys() == large.keys()
-    with pytest.raises(ApiError, match=f"{MAX_OTHER_BYTES} are the most") as caught:
+    with pytest.raises(ApiError, match=f"{MAX_SMALL_FIELD_BYTES} are the most") as caught:
         parse({"prompt": "a"} | {f"field {number}": 1 for number in range(1 << 17)})
     assert caught.value.status == 400
 

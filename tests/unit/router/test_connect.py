@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.router.connect import NO_TLS, Call, tls_context
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.router.attempt import Attempt
 from hisparse_pd.router.body import RequestBody
 from hisparse_pd.router.connect import Call, RawHeaders

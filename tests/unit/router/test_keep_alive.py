@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hisparse_pd.base.settings import RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
 from hisparse_pd.router import connect

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse_pd.base.settings import RouterPolicy, RouterSettings
+from hisparse_pd.base.router_settings import RouterPolicy, RouterSettings
 from hisparse_pd.base.vocabulary import MAX_RANKS, StartError
 from hisparse_pd.router.errors import RouterError
 from hisparse_pd.router.health import HealthWatch

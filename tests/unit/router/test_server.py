@@ -14,7 +14,8 @@ import pytest
 from starlette.types import Send
 
 from hisparse_pd.base.access import KeyFileError
-from hisparse_pd.base.settings import MAX_BODY_BYTES, RouterSettings
+from hisparse_pd.base.router_settings import RouterSettings
+from hisparse_pd.base.settings import MAX_BODY_BYTES
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.router.server import RELAYED, create_app
 from hisparse_pd.serving.api.bodies import Endpoint

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse_pd.base.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.base.decode_settings import DecodeSettings
+from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node import memory as decode_memory
 from hisparse_pd.decode_node.engine import DecodeEngine

@@ -1,7 +1,8 @@
-"""Threads that call waiting functions, alternately the one that came first and the shortest one.
+"""Threads that make waiting calls, alternately the one that came first and the shortest one.
 
-A short call waits for at most one long call a thread. A long call waits for those that came before it and for
-as many short ones. A call whose future nobody has any more is not begun.
+The engine's compiler and the front's grammar checks use it, so that a large grammar does not hold up small
+ones. A short call waits for at most one long call in each thread. A long call waits for those that came
+before it and for as many short ones. A call whose future nobody has any more is not begun.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Waiting(Generic[T]):
+    """A call that has not begun. The caller alone keeps its future, so that a dropped one is noticed."""
+
     size: int
     future: ref[Future[T]]
     call: Callable[[], T]
@@ -29,7 +32,7 @@ class _Waiting(Generic[T]):
         return future is not None and not future.cancelled()
 
 
-class Turns:
+class CompileThreads:
     """A pool of threads. Its methods may be called by any thread."""
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -38,12 +41,12 @@ class Turns:
         self._waiting: list[_Waiting[Any]] = []
         """Calls that have not begun, in order of arrival."""
         self._num_calls = 0
-        """Calls of ``_take_one`` that the executor has yet to make; at least as many as functions wait."""
+        """Runs of ``_run_one`` that the executor has yet to begin; at least one for each waiting call."""
         self._is_shortest_next = False
 
     def submit(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call ``function`` in a thread, unless its future is cancelled or dropped before. ``size``: what the
-        shortest call is chosen by."""
+        """Call ``function`` in a thread, unless its future is cancelled or dropped before. ``size``: decides
+        which call is the shortest."""
         future: Future[T] = Future()
         waiting = _Waiting(size, ref(future), lambda: function(*args, **kwargs))
         with self._lock:
@@ -51,11 +54,11 @@ class Turns:
             self._waiting.append(waiting)
             if self._num_calls < len(self._waiting):
                 self._num_calls += 1
-                self._threads.submit(self._take_one)
+                self._threads.submit(self._run_one)
         return future
 
     def close(self, *, wait: bool) -> None:
-        """Cancel what has not begun. ``wait``: return when what has begun is over."""
+        """Cancel calls that have not begun. ``wait``: return when the others are over."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
         with self._lock:
             waiting, self._waiting = self._waiting, []
@@ -66,7 +69,7 @@ class Turns:
     def _forget_unwanted(self) -> None:
         self._waiting = [waiting for waiting in self._waiting if waiting.is_wanted]
 
-    def _take_one(self) -> None:
+    def _run_one(self) -> None:
         with self._lock:
             self._num_calls -= 1
             self._forget_unwanted()

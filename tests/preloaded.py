@@ -1,6 +1,6 @@
 """Services as forks of a process that has imported torch, which spares them the seconds of the import.
 
-``Preloaded`` is the tests' side. ``python -m tests.integration.preloaded FD`` is the process, which has
+``Preloaded`` is the tests' side. ``python -m tests.preloaded FD`` is the process, which has
 imported what services import, and to which all processes of a test run connect. Each service is a fork of it
 that goes on as ``python -m MODULE ARGUMENTS`` would, with a session, output and environment of its own. What
 a service starts by ``multiprocessing``, its engines and further fronts, is forked as well, and gets what a
@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import popen_spawn_posix, reduction, util
 from multiprocessing.context import set_spawning_popen
@@ -33,8 +34,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, BinaryIO
 
-NAME = "tests.integration.preloaded"
-REPO = Path(__file__).parents[2]
+NAME = "tests.preloaded"
+REPO = Path(__file__).parents[1]
 MODULES = (
     *(
         "hisparse_pd.commands.cli",
@@ -105,7 +106,7 @@ class Preloaded:
         if self._socket is None:
             with open(self._directory / "preloaded.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._socket = self._connected() or self._started(environment)
+                self._socket = self._connected() or self._started()
         order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         reader, writer = os.pipe()
         try:
@@ -136,7 +137,7 @@ class Preloaded:
         connection.close()
         return None
 
-    def _started(self, environment: Mapping[str, str]) -> socket.socket:
+    def _started(self) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self._address)
             listener.listen()
@@ -146,7 +147,7 @@ class Preloaded:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
                 cwd=REPO,
-                env=environment,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 check=True,
             )
         if (connection := self._connected()) is None:
@@ -210,6 +211,7 @@ def serve(order: dict[str, Any], log: int, told: int) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # as the environment has it
     spawning: Any = popen_spawn_posix.Popen
     spawning._launch = fork_instead_of_spawning
     sys.argv = [NAME, *order["arguments"]]

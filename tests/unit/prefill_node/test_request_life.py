@@ -1,18 +1,18 @@
 """What rooms share, and which rooms are not admitted while much waits to be sent to their decode node.
 
-``RoomLife``, the plans and the send queue are the product's. Nothing is read or written: addresses are made
-up.
+``PrefillLife``, the plans and the send queue are the product's. Nothing is read or written: addresses are
+made up.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from hisparse_pd.prefill_node import room_life
+from hisparse_pd.prefill_node import request_life
 from hisparse_pd.prefill_node.push import MAX_PENDING_SHARE, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.prefill_node.room_life import RoomLife
-from hisparse_pd.prefill_node.rooms import RoomState
+from hisparse_pd.prefill_node.request_life import PrefillLife
+from hisparse_pd.prefill_node.requests import PrefillState
 from hisparse_pd.prefill_node.scheduler import StepLimits
 from hisparse_pd.protocol.messages import (
     AbortRoom,
@@ -85,7 +85,7 @@ class Node:
         kv, index, aux = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
         sources = SourceRegions(kv, index, aux, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
         self.pusher = Pusher(self.sender, sources, PAGE_SIZE)  # type: ignore[arg-type]
-        self.life = RoomLife(
+        self.life = PrefillLife(
             pusher=self.pusher,
             limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
             context_length=NUM_SLOTS,
@@ -112,14 +112,14 @@ class Node:
 
     def compute(self, room: int) -> None:
         """Admit a room and compute its prompt, which is then queued at the sender as a whole."""
-        record = self.life.rooms.live(Room(room))
-        self.life.admit([record], 0.0)
-        stop = record.num_computed_tokens
-        push = self.pusher.plan(record, record.num_ready_tokens, stop)
+        request = self.life.requests.live(Room(room))
+        self.life.admit([request], 0.0)
+        stop = request.num_computed_tokens
+        push = self.pusher.plan(request, request.num_ready_tokens, stop)
         for layer in range(NUM_LAYERS):
             self.pusher.layer_written([push], layer)
-        self.life.computed(record, stop, push)
-        self.life.prompt_computed(record, 0.0)
+        self.life.note_computed(request, stop, push)
+        self.life.start_sending(request, 0.0)
 
     def candidates(self) -> list[int]:
         return [waiting.room for waiting in self.life.candidates()]
@@ -175,7 +175,7 @@ def test_a_long_prefix_is_one_batch_that_has_the_rooms_time(node: Node) -> None:
     node.compute(1)
     node.sender.write("b")
     node.arrive(2, 0, 1030, family=7)
-    node.life.admit([node.life.rooms.live(Room(2))], 250.0)
+    node.life.admit([node.life.requests.live(Room(2))], 250.0)
     assert node.sender.num_pending(Room(2)) == 1
     assert node.sender.num_bytes_pending("a") == 1024 * TOKEN_BYTES
     taken = node.sender.queue.next("a", 290.0)
@@ -195,22 +195,22 @@ def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) ->
         node.compute(room)
     node.sender.write("b")
     for completion in node.sender.poll():
-        node.life.completed(completion, 0.0)
+        node.life.batch_returned(completion, 0.0)
     num_cached = 8 * (NUM_PAGES // 8 - 1)
     assert node.life.prefixes.num_tokens == num_cached * PAGE_SIZE
     assert node.life.num_available_pages == NUM_PAGES
     node.arrive(11, 1, 100 * PAGE_SIZE)
     for room in (12, 13):
         node.arrive(room, 1, NUM_SLOTS // 8, family=room - 11)
-    records = [node.life.rooms.live(Room(room)) for room in (11, 12, 13)]
-    found = [node.life.look_up(record) for record in records]
+    requests = [node.life.requests.live(Room(room)) for room in (11, 12, 13)]
+    found = [node.life.look_up(request) for request in requests]
     assert [(waiting.num_cached_pages, waiting.num_unused_pages) for waiting in found] == [
         *((0, 0), (31, 31), (31, 31))
     ]
-    node.life.admit(records, 0.0)
-    again = node.life.look_up(records[1])
+    node.life.admit(requests, 0.0)
+    again = node.life.look_up(requests[1])
     assert (again.num_cached_pages, again.num_unused_pages) == (31, 0), "it uses them"
-    assert [record.num_cached_tokens for record in records] == [0, 496, 496]
+    assert [request.num_cached_tokens for request in requests] == [0, 496, 496]
     assert node.life.num_available_pages == NUM_PAGES - 100 - 2 * NUM_PAGES // 8
     node.life.check_integrity()
 
@@ -241,13 +241,13 @@ def test_no_more_rooms_wait_than_may(node: Node) -> None:
     assert node.life.counters["failed_requests_total"] == 1
     node.compute(1)
     node.arrive(30, 1, 20)
-    assert node.life.rooms.live(Room(30)).state is RoomState.QUEUED
+    assert node.life.requests.live(Room(30)).state is PrefillState.QUEUED
     assert len(node.told) == 1
 
 
 @pytest.mark.I7
 def test_no_more_tokens_wait_than_may(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_life, "MAX_QUEUED_TOKENS", 100)
+    monkeypatch.setattr(request_life, "MAX_QUEUED_TOKENS", 100)
     node.arrive(1, 0, 59)
     node.arrive(2, 0, 40)
     (failed,) = node.told
@@ -265,7 +265,7 @@ def test_a_room_waits_until_its_deadline(node: Node) -> None:
     node.arrive(1, 0, 20, now=100.0)
     node.arrive(2, 0, 20, now=101.0)
     node.arrive(3, 0, 20, now=102.0)
-    node.life.admit([node.life.rooms.live(Room(1))], 103.0)
+    node.life.admit([node.life.requests.live(Room(1))], 103.0)
     node.life.fail_expired(411.0)
     assert node.told == []
     node.life.fail_expired(411.5)
@@ -274,26 +274,26 @@ def test_a_room_waits_until_its_deadline(node: Node) -> None:
     assert (failed.room, failed.status, failed.quiet) == (2, 504, True)
     assert "was not begun within 310 s (room_timeout_secs 300, and 10 s" in failed.error
     assert node.candidates() == [3]
-    assert node.life.rooms.live(Room(1)).state is RoomState.COMPUTING
+    assert node.life.requests.live(Room(1)).state is PrefillState.COMPUTING
 
 
 @pytest.mark.I7
 def test_a_room_whose_scores_cannot_be_sent_fails(node: Node) -> None:
     """No piece is silently left out: the room ends, and no later piece is sent."""
     node.arrive(1, 0, 20)
-    record = node.life.rooms.live(Room(1))
-    node.life.admit([record], 0.0)
+    request = node.life.requests.live(Room(1))
+    node.life.admit([request], 0.0)
     pieces = [RoomScores(Room(1), first, 0, b"") for first in (1, 2, 3)]
-    assert node.life.scored(record, pieces[:1], 0.0)
-    assert record.state is RoomState.COMPUTING
+    assert node.life.send_scores(request, pieces[:1], 0.0)
+    assert request.state is PrefillState.COMPUTING
     node.is_heard = False
-    assert not node.life.scored(record, pieces[1:], 0.0)
+    assert not node.life.send_scores(request, pieces[1:], 0.0)
     assert node.told[:2] == pieces[:2], "sent on behind a lost piece"
     failed = node.told[2]
     assert isinstance(failed, RoomFailed)
     assert (failed.status, len(node.told)) == (502, 3)
     assert "logprobs of the prompt could not be sent to decode node a" in failed.error
-    assert node.life.rooms.get(Room(1)) is None
+    assert node.life.requests.get(Room(1)) is None
     node.life.check_integrity()
 
 
@@ -305,7 +305,7 @@ def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(n
     node.compute(1)
     taken = node.sender.queue.next("a", 0.0)
     assert taken is not None
-    node.life.fail(node.life.rooms.live(Room(1)), 500, "a bad kernel", 0.0)
+    node.life.fail(node.life.requests.live(Room(1)), 500, "a bad kernel", 0.0)
     first = node.told.pop()
     assert isinstance(first, RoomFailed)
     assert not first.quiet
@@ -319,7 +319,7 @@ def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(n
     assert node.told == [first]
     node.sender.queue.finish(taken, Outcome())
     for completion in node.sender.poll():
-        node.life.completed(completion, 0.0)
+        node.life.batch_returned(completion, 0.0)
     assert node.told[1:] == [RoomQuiet(Room(1), batch_failed=False)]
 
 
@@ -330,7 +330,7 @@ def test_a_delivery_is_repeated_for_its_attempt(node: Node) -> None:
     node.compute(1)
     node.sender.write("a")
     for completion in node.sender.poll():
-        node.life.completed(completion, 0.0)
+        node.life.batch_returned(completion, 0.0)
     (done,) = node.told
     for peer, attempt in ((0, 3), (1, 3), (0, 4)):
         node.told.clear()
@@ -355,4 +355,4 @@ def test_pages_with_resumed_tokens_come_from_nobody_and_go_to_nobody(
     for room, resumed in enumerate(num_resumed, start=1):
         node.arrive(room, 0, 100, family=7, num_resumed=resumed)
         node.compute(room)
-    assert node.life.rooms.live(Room(2)).num_cached_tokens == num_cached
+    assert node.life.requests.live(Room(2)).num_cached_tokens == num_cached

@@ -1,4 +1,4 @@
-"""Turns of compilations: the oldest and the shortest by turns, and those that nobody wants never."""
+"""Compilations: the oldest and the shortest alternately, and those that nobody wants never."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from threading import Event
 
 import pytest
 
+from hisparse_pd.core.grammar.compile_threads import CompileThreads
 from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.token_trie import Grammar, TokenTrie
-from hisparse_pd.core.grammar.turns import Turns
 from tests.unit.grammar.tries import trie
 from tests.waiting import WAIT_SECS
 
@@ -19,29 +19,29 @@ pytestmark = pytest.mark.I8
 
 
 @contextmanager
-def one_thread(may_go_on: Event) -> Iterator[Turns]:
-    """Turns of one thread, whose first one lasts until ``may_go_on``."""
-    turns = Turns(1, "tried")
+def one_thread(may_go_on: Event) -> Iterator[CompileThreads]:
+    """One thread, whose first call lasts until ``may_go_on``."""
+    threads = CompileThreads(1, "tried")
     has_begun = Event()
 
     def hold() -> None:
         has_begun.set()
         assert may_go_on.wait(WAIT_SECS)
 
-    held = turns.submit(0, hold)
+    held = threads.submit(0, hold)
     try:
         assert has_begun.wait(WAIT_SECS)
-        yield turns
+        yield threads
         held.result(WAIT_SECS)
     finally:
         may_go_on.set()
-        turns.close(wait=True)
+        threads.close(wait=True)
 
 
 def test_a_short_one_waits_for_one_long_one_and_a_long_one_for_as_many_short_ones() -> None:
     may_go_on, order = Event(), list[int]()
-    with one_thread(may_go_on) as turns:
-        asked = [turns.submit(size, order.append, size) for size in (900, 800, 700, 3, 2, 1)]
+    with one_thread(may_go_on) as threads:
+        asked = [threads.submit(size, order.append, size) for size in (900, 800, 700, 3, 2, 1)]
         may_go_on.set()
         for future in asked:
             future.result(WAIT_SECS)
@@ -50,10 +50,10 @@ def test_a_short_one_waits_for_one_long_one_and_a_long_one_for_as_many_short_one
 
 def test_what_nobody_wants_any_more_is_not_begun() -> None:
     may_go_on, order = Event(), list[str]()
-    with one_thread(may_go_on) as turns:
-        cancelled = turns.submit(1, order.append, "cancelled")
-        forgotten = turns.submit(1, order.append, "forgotten")
-        wanted = turns.submit(9, order.append, "wanted")
+    with one_thread(may_go_on) as threads:
+        cancelled = threads.submit(1, order.append, "cancelled")
+        forgotten = threads.submit(1, order.append, "forgotten")
+        wanted = threads.submit(9, order.append, "wanted")
         cancelled.cancel()
         del forgotten
         may_go_on.set()
@@ -64,10 +64,10 @@ def test_what_nobody_wants_any_more_is_not_begun() -> None:
 def test_what_is_raised_is_raised_to_who_asked() -> None:
     may_go_on = Event()
     may_go_on.set()
-    with one_thread(may_go_on) as turns:
+    with one_thread(may_go_on) as threads:
         with pytest.raises(ZeroDivisionError):
-            turns.submit(1, lambda: 1 / 0).result(WAIT_SECS)
-        assert turns.submit(1, str, 7).result(WAIT_SECS) == "7"
+            threads.submit(1, lambda: 1 / 0).result(WAIT_SECS)
+        assert threads.submit(1, str, 7).result(WAIT_SECS) == "7"
 
 
 def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +85,15 @@ def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pyte
     monkeypatch.setattr(TokenTrie, "compile", recorded)
     compiler = Compiler(slow, lambda: None)
     try:
-        ended: list[Future[Grammar]] = [compiler.ask(f'start: "{number}"') for number in range(330)]
-        wanted = compiler.ask('start: "wanted"')
-        assert compiler.ask('start: "wanted"') is wanted
+        ended: list[Future[Grammar]] = [compiler.compile(f'start: "{number}"') for number in range(330)]
+        wanted = compiler.compile('start: "wanted"')
+        assert compiler.compile('start: "wanted"') is wanted
         ended.clear()
         may_go_on.set()
         assert isinstance(wanted.result(WAIT_SECS), Grammar)
         assert len(compiled) <= 2, "the one that a thread had begun, and the one that is wanted"
         del wanted
-        compiler.ask('start: "wanted"').result(WAIT_SECS)
+        compiler.compile('start: "wanted"').result(WAIT_SECS)
         assert compiled.count('start: "wanted"') == 1, "it is kept"
     finally:
         may_go_on.set()

@@ -1,0 +1,121 @@
+"""How many slots a request takes in each pool, and which requests are too long ever to be admitted. Pure.
+
+``Limits`` is made once, by ``sizing.py``, and never changes. The scheduler plans with it, and ``RequestLife``
+refuses with ``refusal`` what no plan could admit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import SlotCounts, round_up
+from hisparse_pd.decode_node.drafting import smallest_buffer
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.reserve import Claim, slots_of
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes of pools and buffers, in tokens unless a name says otherwise."""
+
+    totals: SlotCounts
+    """All slots of each pool."""
+    page_size: int
+    max_context: int
+    index_topk: int
+    device_buffer_size: int
+    """Most entries of a hot buffer."""
+    growth_tokens: int
+    """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
+    max_drafts: int = 0
+    """Most drafts that a step verifies behind a request's newest token."""
+
+    @property
+    def max_life_hisparse(self) -> int:
+        """Most tokens that a hisparse request can have in its whole life."""
+        bound = min(self.totals.host, self.totals.index)
+        if self.totals.device < round_up(self.smallest_hot_buffer, self.page_size):
+            bound = min(bound, max(0, self.totals.device - self.max_drafts))
+        return bound
+
+    @property
+    def max_life_dense(self) -> int:
+        """Most tokens that a dense request can have in its whole life."""
+        return min(self.totals.device, self.totals.index)
+
+    @property
+    def smallest_hot_buffer(self) -> int:
+        """Entries that suffice for a request of any length."""
+        return smallest_buffer(self.max_drafts, self.index_topk)
+
+    def min_capacity(self, request: Request) -> int:
+        """Return the entries of the smallest hot buffer that works.
+
+        One that holds the whole life, with the drafts of the last step, always works.
+        """
+        return min(self.smallest_hot_buffer, request.life_tokens + self.max_drafts)
+
+    def max_capacity(self, request: Request) -> int:
+        """Return the entries of the largest hot buffer that is of use."""
+        whole_life = request.life_tokens + self.max_drafts
+        return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
+
+    def in_pages(self, num_tokens: int) -> int:
+        """Return the slots of as many whole pages as ``num_tokens`` take."""
+        return round_up(num_tokens, self.page_size)
+
+    def kv_slots(self, mode: Mode, num_tokens: int, num_shared_pages: int = 0) -> SlotCounts:
+        """Return the slots, in whole pages, for ``num_tokens`` of KV that begin with shared pages."""
+        in_pages = self.in_pages(num_tokens)
+        own = in_pages - num_shared_pages * self.page_size
+        lookup = in_pages if mode is Mode.HISPARSE else 0
+        return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
+
+    def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
+        """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
+
+        A dense request can end in its pages, or in the smallest hot buffer unless it shares pages.
+        """
+        life = self.in_pages(request.life_tokens)
+        own = life - num_shared_pages * self.page_size
+        lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
+        lacks_lookup = max(0, life - owned.lookup)
+        if mode is Mode.HISPARSE:  # its hot buffer is complete
+            return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefix)
+        in_pages = 0, max(0, own - owned.device), lacks_index, 0
+        if num_shared_pages:
+            return Claim(slots_of(owned), (in_pages,), request.prefix)
+        lacks_device = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
+        in_hot_buffer = lacks_host, lacks_device, lacks_index, lacks_lookup
+        return Claim(slots_of(owned), (in_pages, in_hot_buffer))
+
+
+def refusal(limits: Limits, request: Request) -> str:
+    """Return why ``request`` can never be admitted, with bound and remedy; empty if it can."""
+    life = request.life_tokens
+    hisparse = dense = ""
+    if life > limits.max_life_hisparse:
+        hisparse = (
+            f"{life} tokens of KV exceed the {limits.max_life_hisparse} that a hisparse request can hold "
+            f"here (host pool {limits.totals.host}, index pool {limits.totals.index}, device pool "
+            f"{limits.totals.device} tokens); shorten the prompt or max_tokens"
+        )
+    if request.dense_refusal:
+        dense = request.dense_refusal
+    elif life > limits.max_life_dense:
+        dense = (
+            f"{life} tokens of KV exceed the {limits.max_life_dense} that a dense request can hold here "
+            f"(device pool {limits.totals.device}, index pool {limits.totals.index} tokens); shorten the "
+            "prompt or max_tokens, or allow hisparse"
+        )
+    match request.flag:
+        case HisparseFlag.TRUE:
+            return hisparse
+        case HisparseFlag.FALSE:
+            return dense
+        case HisparseFlag.AUTO:
+            return f"{hisparse}; {dense}" if hisparse and dense else ""
+        case _:
+            assert_never(request.flag)

@@ -1,0 +1,59 @@
+"""Settings of a prefill node, as ``hisparse-pd prefill`` takes them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from hisparse_pd.base.node_settings import NodeSettings
+from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree
+
+
+class PrefillSettings(NodeSettings):
+    """One prefill node."""
+
+    bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
+    control_port: Port = Field(
+        0,
+        description="port of the first rank's control socket; further ranks have the following ones; 0: any "
+        "free ones",
+    )
+    chunked_prefill_size: Tokens = Field(2048, description="maximum number of tokens computed in one step")
+    kv_pool_tokens: TokensOrFree = Field(
+        65536,
+        description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
+    )
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        return None
+
+    def of_rank(self, rank: int) -> Self:
+        settings = super().of_rank(rank)
+        if self.control_port == 0:
+            return settings
+        return settings.model_copy(update={"control_port": self.control_port + rank})
+
+    @model_validator(mode="after")
+    def _ranks_have_control_ports(self) -> Self:
+        # Checked here so that it fails before the models are loaded, not after.
+        if self.control_port == 0:
+            return self
+        last = self.control_port + self.dp_size - 1
+        taken = f"control_port {self.control_port} with dp_size {self.dp_size} takes the ports up to {last}"
+        if last > MAX_PORT:
+            raise ValueError(f"{taken}, and the highest port is {MAX_PORT}; choose a lower control_port")
+        for name in ("port", "bootstrap_port"):
+            if self.control_port <= getattr(self, name) <= last:
+                raise ValueError(f"{taken}, and {name} {getattr(self, name)} is among them; choose another")
+        return self
+
+    @model_validator(mode="after")
+    def _pool_holds_a_page(self) -> Self:
+        self._check_free_memory_is_known("kv_pool_tokens", self.kv_pool_tokens)
+        if 0 < self.kv_pool_tokens < self.page_size:
+            raise ValueError(
+                f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"
+            )
+        return self

@@ -1,0 +1,134 @@
+"""Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
+
+Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over float16 keys, all
+pages of the requests are unpacked next to one another before each layer, the new rows included. The memory
+for that holds one context; requests whose pages do not fit beside others' come after those, as another group.
+A query's bits do not depend on its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.kernels.kv_format import FP8_E4M3
+from hisparse_pd.kernels.paged_indexer import UnpackedKeys
+
+
+@dataclass(frozen=True)
+class UnpackedMemory:
+    """Memory for one context, which all layers use in turn."""
+
+    num_tokens: int
+    items: Tensor | None
+    """bfloat16 [num_tokens, item_dim]; None where attention reads the pool."""
+    keys: UnpackedKeys | None
+    """None where the indexer reads the pool."""
+
+    @classmethod
+    def create(
+        cls, spec: ModelSpec, device: torch.device, page_size: int, *, has_items: bool
+    ) -> UnpackedMemory | None:
+        """Return the memory for what the device's kernels read unpacked, or None if that is nothing."""
+        num_tokens = unpacked_tokens(spec, page_size)
+        sizes = spec.index_num_heads, spec.index_head_dim
+        has_keys = UnpackedKeys.serve(*sizes, spec.dtype, spec.index_key_format.name, device)
+        if not (has_items or has_keys):
+            return None
+        shape = num_tokens, spec.item_format.item_dim
+        return cls(
+            num_tokens,
+            torch.empty(shape, dtype=torch.bfloat16, device=device) if has_items else None,
+            UnpackedKeys.create(num_tokens, spec.index_head_dim, device) if has_keys else None,
+        )
+
+
+def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
+    """Return how many tokens are unpacked at a time: one context, in whole pages."""
+    return -(-spec.context_length // page_size) * page_size
+
+
+def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
+    """Return the most bytes of an ``UnpackedMemory`` on any device."""
+    items = 2 * spec.item_format.item_dim if spec.item_format.name == FP8_E4M3 else 0
+    keys = 2 * spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
+    return unpacked_tokens(spec, page_size) * (items + keys) + 4 * UnpackedKeys.PADDING
+
+
+class Group(NamedTuple):
+    """Requests that are computed together: their new tokens among those of the forward, and their pages in
+    ``ContextPages.page_ids``."""
+
+    tokens: slice
+    pages: slice
+
+
+class ContextPages:
+    """Which pages are unpacked for a forward, and where their rows lie then."""
+
+    def __init__(self, page_ids: Tensor, numbers: Tensor, groups: Sequence[Group]) -> None:
+        self.page_ids = page_ids
+        """int32 [n]: the pages of one request after the other, up to its last new position; -1 in padding."""
+        self.numbers = numbers
+        """int32 [num_requests, max_pages]: the number of each page within its group, 0 behind the request's
+        last. It is the page table of the unpacked rows."""
+        self.groups = groups
+
+    @classmethod
+    def of(
+        cls,
+        page_ids: Sequence[Tensor],
+        num_new_tokens: Sequence[int],
+        max_pages: int,
+        most_pages: int,
+        device: torch.device,
+    ) -> ContextPages:
+        """Return the pages of requests that have ``page_ids``, integer [num_pages], and ``num_new_tokens``
+        each.
+
+        ``max_pages``: columns of the page table. ``most_pages``: pages that the memory holds, no fewer than
+        any request has.
+        """
+        numbers = np.zeros((len(page_ids), max_pages), np.int32)
+        groups = [Group(slice(0, 0), slice(0, 0))]
+        for row, ids, num_tokens in zip(numbers, page_ids, num_new_tokens, strict=True):
+            tokens, pages = groups[-1]
+            if pages.stop - pages.start + len(ids) > most_pages:
+                tokens, pages = slice(tokens.stop, tokens.stop), slice(pages.stop, pages.stop)
+                groups.append(Group(tokens, pages))
+            row[: len(ids)] = np.arange(len(ids)) + pages.stop - pages.start
+            groups[-1] = Group(
+                slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + len(ids))
+            )
+        all_ids = torch.cat([ids.to(torch.int32) for ids in page_ids]).to(device)
+        return cls(all_ids, torch.from_numpy(numbers).to(device), groups)
+
+    @classmethod
+    def padding(
+        cls, num_requests: int, max_pages: int, num_tokens: int, most_pages: int, device: torch.device
+    ) -> ContextPages:
+        """Return one group of padding with ``num_tokens`` new tokens, to be filled by ``fill``."""
+        return cls(
+            torch.full((most_pages,), -1, dtype=torch.int32, device=device),
+            torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
+            [Group(slice(0, num_tokens), slice(0, most_pages))],
+        )
+
+    def fill(self, others: ContextPages) -> None:
+        """Copy ``others``, which must be one group that fits, into this object's tensors; the rest becomes
+        padding."""
+        num_pages = len(others.page_ids)
+        self.page_ids[:num_pages] = others.page_ids
+        self.page_ids[num_pages:] = -1
+        num_requests, max_pages = others.numbers.shape
+        self.numbers[:num_requests, :max_pages] = others.numbers
+
+    def first_slots(self, page_size: int) -> Tensor:
+        """Return where each request's position 0 lies in the memory: int32 [num_requests]."""
+        return self.numbers[:, 0] * page_size

@@ -1,0 +1,82 @@
+"""A prefix, which is a run of pages in the tree of ``prefix_tree.py``, and the match of a prompt with one.
+
+Only ``PrefixTree`` changes a ``Prefix``; schedulers and requests read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from hisparse_pd.core.paging.pools import Holding, PoolKind
+from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.protocol.messages import Extent
+
+Kinds: TypeAlias = tuple[PoolKind, ...]
+"""The pools that a prefix has slots in, equally many in each."""
+
+
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """A run of pages with ``keys``, in order, which continues ``parent``."""
+
+    kinds: Kinds
+    parent: Prefix | None
+    end_page: int
+    """Number of pages from the start of the sequence to the end of this run."""
+    keys: list[PageKey]
+    holding: Holding
+    num_users: int = 0
+    """Requests that use this run; each of them uses all ancestors, too."""
+    last_used: int = 0
+    """The tree's event count when pages of this run were last added, or a user last let go of it."""
+    children: set[Prefix] = field(default_factory=set)
+    is_dropped: bool = False
+    """Whether its pages, and those of its descendants, can no longer be found."""
+
+    @property
+    def start_page(self) -> int:
+        return self.end_page - len(self.keys)
+
+    def chain(self) -> Iterator[Prefix]:
+        """Yield this run and then its ancestors, up to the start of the sequence."""
+        prefix: Prefix | None = self
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.parent
+
+    def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
+        """Return the extents of the first ``end_page`` pages of the sequence, in order."""
+        parts = [prefix.holding[kind] for prefix in self.chain()]
+        return tuple(extent for part in reversed(parts) for extent in part)
+
+    def is_mergeable_with_parent(self) -> bool:
+        """Whether the parent's users and last use are this run's own; siblings are not looked at.
+
+        A user of a run uses its parent too, so equally many users are the same users.
+        """
+        parent = self.parent
+        return parent is not None and (
+            (parent.num_users, parent.last_used, parent.is_dropped)
+            == (self.num_users, self.last_used, self.is_dropped)
+        )
+
+
+class Match(NamedTuple):
+    """The longest beginning of a sequence that is held: ``num_pages`` pages, the last one in ``prefix``."""
+
+    prefix: Prefix
+    num_pages: int
+
+    def parts(self) -> Iterator[tuple[Prefix, int]]:
+        """Yield each prefix of the match, the last one first, with the number of its pages that match."""
+        end_page = self.num_pages
+        for prefix in self.prefix.chain():
+            yield prefix, end_page - prefix.start_page
+            end_page = prefix.start_page
+
+
+def end_of(prefix: Prefix | None) -> int:
+    """Return the number of pages up to the end of ``prefix``; 0 for none."""
+    return 0 if prefix is None else prefix.end_page

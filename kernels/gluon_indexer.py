@@ -1,0 +1,277 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""The indexer's logits of prompts on Hopper: several queries of a request share its unpacked keys.
+
+A program has eight queries and one split of the positions that they see. One warp loads tiles of keys, as far
+ahead as shared memory allows. Two groups of four warps multiply each tile, each with all heads of half of the
+queries, and add up over the heads: while one group adds up, the other can use the tensor cores. Products and
+sums are those of ``kernels.triton_indexer``, in the same order, so that every logit has the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
+from hisparse_pd.kernels.triton_launch import begin, launch_options
+
+NUM_HEADS: Final = 64
+HEAD_DIM: Final = 128
+GROUP_QUERIES: Final = 4
+"""Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
+TILE: Final = 64
+"""Positions of a tile, at least the rows of one instruction."""
+STAGES: Final = 6
+"""Tiles in shared memory."""
+GROUP_REGISTERS: Final = 240
+LOADER_REGISTERS: Final = 24
+
+
+def takes(num_heads: int, head_dim: int, device: torch.device) -> bool:
+    """Return whether the kernel takes queries of these sizes on a GPU: 64 heads of 128 numbers on Hopper."""
+    is_hopper = torch.cuda.get_device_capability(device) == HOPPER
+    return is_hopper and (num_heads, head_dim) == (NUM_HEADS, HEAD_DIM)
+
+
+def write_logits(
+    q_index: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    first_keys: Tensor,
+    req_rows: Tensor,
+    query_positions: Tensor,
+    num_real: Tensor,
+    logits: Tensor,
+    *,
+    first_token: int,
+    block_tokens: int,
+    top_k: int,
+    max_len: int,
+) -> None:
+    """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
+
+    ``keys``: float16 [n, 128] and ``scales``: float32 [n], as ``IndexKeyFormat.unpack`` writes them.
+    ``first_keys``: int32 [num_rows], where the key of each row's position 0 is. The other arguments are those
+    of ``kernels.triton_indexer.write_logits``.
+    """
+    device = q_index.device
+    num_groups = -(-block_tokens // (2 * GROUP_QUERIES))
+    num_splits = max(1, num_multiprocessors(device) // num_groups)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    with torch.cuda.device(device):
+        prompt_logits_kernel[(num_splits, num_groups)](
+            q_index,
+            weights,
+            TensorDescriptor(keys, list(keys.shape), [HEAD_DIM, 1], [TILE, HEAD_DIM], layout),
+            scales,
+            first_keys,
+            req_rows,
+            query_positions,
+            num_real,
+            logits,
+            first_token,
+            first_token + block_tokens,
+            first_keys.shape[0],
+            max_len,
+            top_k,
+            logits.stride(0),
+            HEAD_DIM**-0.5,
+            NUM_HEADS=NUM_HEADS,
+            HEAD_DIM=HEAD_DIM,
+            GROUP_QUERIES=GROUP_QUERIES,
+            TILE=TILE,
+            STAGES=STAGES,
+            GROUP_REGISTERS=GROUP_REGISTERS,
+            LOADER_REGISTERS=LOADER_REGISTERS,
+            num_warps=4,
+            **launch_options(device),
+        )
+
+
+@gluon.jit(do_not_specialize=["first_token", "stop_token", "num_rows", "max_len", "top_k"])
+def prompt_logits_kernel(
+    q_index,
+    weights,
+    keys,
+    scales,
+    first_keys,
+    req_rows,
+    query_positions,
+    num_real,
+    logits,
+    first_token,
+    stop_token,
+    num_rows,
+    max_len,
+    top_k,
+    logits_stride,
+    score_scale,
+    NUM_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    GROUP_QUERIES: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, HEAD_DIM], keys.layout)
+    queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
+    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(is_full.index(stage), count=1)
+        mbarrier.init(is_free.index(stage), count=2)
+    begin(OVERLAPS)
+    stop_token = gl.minimum(stop_token, gl.load(num_real))
+    first = first_token + gl.program_id(1) * (2 * GROUP_QUERIES)
+    stages = (tiles, is_full, is_free)
+    seen = (first_keys, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k)
+    results = (logits, first_token, logits_stride)
+    sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES)
+    arguments = (q_index, weights, scales, queries, stages, seen, results, score_scale)
+    gl.warp_specialize(
+        [
+            (score_queries, (arguments, 0, sizes)),
+            (score_queries, (arguments, 1, sizes)),
+            (load_tiles, (keys, stages, seen, sizes)),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def query_of(seen, number):
+    """Return the row of a program's query, and how many positions it sees: 0 where it is not scored."""
+    _, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k = seen
+    token = gl.maximum(gl.minimum(first + number, stop_token - 1), 0)
+    row = gl.load(req_rows + token)
+    length = gl.minimum(gl.load(query_positions + token) + 1, max_len).to(gl.int32)
+    is_scored = (first + number < stop_token) & (row >= 0) & (row < num_rows) & (length > top_k)
+    return row.to(gl.int32), gl.where(is_scored, length, 0)
+
+
+@gluon.jit
+def num_runs_of(seen, GROUP_QUERIES: gl.constexpr):
+    """Return 1 if all queries of the program are of one row, else their number: then each is scored alone."""
+    first_row, last_row = 2147483647, -1
+    for number in gl.static_range(2 * GROUP_QUERIES):
+        row, length = query_of(seen, number)
+        first_row = gl.minimum(first_row, gl.where(length > 0, row, 2147483647))
+        last_row = gl.maximum(last_row, gl.where(length > 0, row, -1))
+    return gl.where(first_row >= last_row, 1, 2 * GROUP_QUERIES)
+
+
+@gluon.jit
+def keys_of_run(seen, run, num_runs, GROUP_QUERIES: gl.constexpr, TILE: gl.constexpr):
+    """Return the first key of a run's row, and its tiles in this program's split: the first and the end."""
+    longest, its_row = 0, 0
+    for number in gl.static_range(2 * GROUP_QUERIES):
+        row, length = query_of(seen, number)
+        length = gl.where((num_runs == 1) | (number == run), length, 0)
+        its_row = gl.where(length > 0, row, its_row)
+        longest = gl.maximum(longest, length)
+    num_tiles = (longest + TILE - 1) // TILE
+    split_tiles = (num_tiles + gl.num_programs(0) - 1) // gl.num_programs(0)
+    first_tile = gl.program_id(0) * split_tiles
+    first_key = gl.load(seen[0] + its_row)
+    return first_key, first_tile, gl.minimum(first_tile + split_tiles, num_tiles)
+
+
+@gluon.jit
+def load_tiles(keys, stages, seen, sizes: gl.constexpr):
+    tiles, is_full, is_free = stages
+    HEAD_DIM: gl.constexpr = sizes[1]
+    GROUP_QUERIES: gl.constexpr = sizes[2]
+    TILE: gl.constexpr = sizes[3]
+    STAGES: gl.constexpr = sizes[4]
+    num_runs = num_runs_of(seen, GROUP_QUERIES)
+    at = 0
+    for run in range(num_runs):
+        first_key, first_tile, stop_tile = keys_of_run(seen, run, num_runs, GROUP_QUERIES, TILE)
+        for tile in range(first_tile, stop_tile):
+            stage = at % STAGES
+            full = is_full.index(stage)
+            mbarrier.wait(is_free.index(stage), (at // STAGES + 1) % 2)
+            mbarrier.expect(full, TILE * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(keys, [first_key + tile * TILE, 0], full, tiles.index(stage))
+            at += 1
+
+
+@gluon.jit
+def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
+    """Score half of a program's queries: the first if ``WHICH`` is 0, the last if it is 1."""
+    q_index, weights, scales, queries, stages, seen, results, score_scale = arguments
+    tiles, is_full, is_free = stages
+    logits, first_token, logits_stride = results
+    first, stop_token = seen[3], seen[4]
+    NUM_HEADS: gl.constexpr = sizes[0]
+    HEAD_DIM: gl.constexpr = sizes[1]
+    GROUP_QUERIES: gl.constexpr = sizes[2]
+    TILE: gl.constexpr = sizes[3]
+    STAGES: gl.constexpr = sizes[4]
+    COLUMNS: gl.constexpr = GROUP_QUERIES * NUM_HEADS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+
+    # Each head's query in float16, as ``kernels.triton_indexer`` has it.
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, wide))
+    tokens = first + WHICH * GROUP_QUERIES + columns // NUM_HEADS
+    head_rows = gl.maximum(gl.minimum(tokens, stop_token - 1), 0) * NUM_HEADS + columns % NUM_HEADS
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
+    q = gl.load(q_index + head_rows.to(gl.int64)[:, None] * HEAD_DIM + dims[None, :])
+    q = q.to(gl.float32)
+    peak = gl.max(gl.abs(q), axis=1)
+    exponent = gl.minimum(gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 1), 253)
+    reciprocal = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    mine = queries.index(WHICH)
+    mine.store((q * reciprocal[:, None]).to(gl.float16))
+    fence_async_shared()
+    head_weights = gl.load(weights + head_rows)
+    head_weights *= (exponent << 23).to(gl.float32, bitcast=True) * score_scale
+    head_weights = gl.convert_layout(head_weights, gl.SliceLayout(0, mma))
+
+    zeros = gl.zeros([TILE, COLUMNS], gl.float32, mma)
+    nothing = gl.sum(gl.reshape(zeros, [TILE, GROUP_QUERIES, NUM_HEADS]), axis=2)  # has the layout of scores
+    in_tile = gl.arange(0, TILE, gl.SliceLayout(1, nothing.type.layout))
+    numbers = gl.arange(0, GROUP_QUERIES, gl.SliceLayout(0, nothing.type.layout)) + WHICH * GROUP_QUERIES
+    logits += (first + numbers - first_token).to(gl.int64) * logits_stride
+    num_runs = num_runs_of(seen, GROUP_QUERIES)
+    at = 0
+    for run in range(num_runs):
+        first_key, first_tile, stop_tile = keys_of_run(seen, run, num_runs, GROUP_QUERIES, TILE)
+        lengths = numbers * 0
+        for number in gl.static_range(WHICH * GROUP_QUERIES, (WHICH + 1) * GROUP_QUERIES):
+            _, length = query_of(seen, number)
+            length = gl.where((num_runs == 1) | (number == run), length, 0)
+            lengths = gl.where(numbers == number, length, lengths)
+        for tile in range(first_tile, stop_tile):
+            stage = at % STAGES
+            positions = tile * TILE + in_tile
+            scale = gl.load(scales + first_key + positions)
+            mbarrier.wait(is_full.index(stage), at // STAGES % 2)
+            heads = mine.permute((1, 0))
+            products = warpgroup_mma(tiles.index(stage), heads, zeros, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(0, deps=(products,))
+            mbarrier.arrive(is_free.index(stage), count=1)
+            products = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * head_weights[None, :]
+            score = gl.sum(gl.reshape(products, [TILE, GROUP_QUERIES, NUM_HEADS]), axis=2) * scale[:, None]
+            is_seen = positions[:, None] < lengths[None, :]
+            gl.store(logits[None, :] + positions[:, None], score, mask=is_seen)
+            at += 1

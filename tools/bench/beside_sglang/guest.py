@@ -1,0 +1,216 @@
+"""The guest's process: SGLang's offline engine, one cell after another.
+
+    python -m tools.bench.beside_sglang.guest TURN
+
+``TURN`` is the JSON of a ``GuestTurn``. All requests of a cell are sent at once, and SGLang prefills what
+waits before it decodes, so that decode steps have the full batch. Figures come from the scheduler's log
+(``scheduler_log.py``); beside it the process writes what a client sees and how fast the GPU receives over
+PCIe.
+
+Two things are not stock, and hold in the engine's own processes as well, which import this module anew:
+
+- Dummy weights are drawn from a normal distribution, with norms at 1. SGLang's lie within 0.001, which fp8
+  rounds to 0 nearly everywhere.
+- The main memory that seems to be free is ``BESIDE_SGLANG_HOST_BYTES``: on a virtual machine whose memory
+  grows when it is used, SGLang would refuse the host pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from tools.bench.beside_sglang.environment import HOST_BYTES
+from tools.bench.beside_sglang.scheduler_log import CELL, DONE
+
+PAGE_SIZE: Final = 64
+TOP_K: Final = 2048
+CHUNK: Final = 8192
+NUM_SPARE: Final = 8
+"""Requests more than the largest batch that the pools hold: SGLang admits by an estimate of what runs on."""
+_SAMPLE_SECS: Final = 0.02
+
+
+@dataclass(frozen=True)
+class GuestTurn:
+    """What the guest's process is to do."""
+
+    model: str
+    mode: str
+    context: int
+    batches: tuple[int, ...]
+    num_output_tokens: int
+    buffer: int
+    vocabulary: int
+
+
+def engine_arguments(turn: GuestTurn) -> dict[str, Any]:
+    """Return the arguments of SGLang's engine."""
+    largest = max(turn.batches)
+    of_request = PAGE_SIZE * (math.ceil((turn.context + turn.num_output_tokens) / PAGE_SIZE) + 1)
+    num_tokens = (largest + NUM_SPARE) * of_request
+    arguments: dict[str, Any] = {
+        "model_path": turn.model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "context_length": turn.context + CHUNK,
+        "max_running_requests": largest,
+        "max_total_tokens": num_tokens,
+        "mem_fraction_static": 0.85,
+        "chunked_prefill_size": CHUNK,
+        "cuda_graph_bs_decode": sorted(turn.batches),
+        "cuda_graph_backend_prefill": "disabled",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "kv_cache_dtype": "fp8_e4m3",
+        "decode_log_interval": 20,
+        "random_seed": 1,
+        "log_level": "info",
+    }
+    if turn.mode == "hisparse":
+        # Hot buffers with a page of each request, and prompts that are on their way to the host pool.
+        device = largest * (turn.buffer + PAGE_SIZE) + 4 * of_request
+        ratio = max(2, math.ceil(num_tokens / device))
+        settings = {"top_k": TOP_K, "device_buffer_size": turn.buffer, "host_to_device_ratio": ratio}
+        arguments |= {
+            "enable_hisparse": True,
+            "disable_radix_cache": True,
+            "max_total_tokens": PAGE_SIZE * math.ceil(device / PAGE_SIZE),
+            "hisparse_config": json.dumps(settings),
+        }
+    return arguments
+
+
+def draw_weights(model: Any) -> None:
+    """Fill the parameters of SGLang's model in place, the same in every run."""
+    import torch
+
+    state = model.state_dict()
+    for number, (name, value) in enumerate(state.items()):
+        if not torch.is_floating_point(value) or "cos_sin" in name:
+            continue
+        if name.endswith("_scale_inv"):
+            weight = state[name.removesuffix("_scale_inv")]
+            value.fill_(weight.shape[-1] ** -0.5)
+        elif value.dim() < 2:
+            value.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            generator = torch.Generator(value.device).manual_seed(number)
+            is_fp8 = value.dtype.itemsize == 1
+            scale = 1.0 if is_fp8 or "embed" in name else value.shape[-1] ** -0.5
+            for part in value.flatten(0, -2).split(8192):
+                drawn = torch.randn(part.shape, device=value.device, generator=generator)
+                part.copy_(drawn.mul_(scale).to(value.dtype))
+
+
+def adapt_sglang() -> None:
+    """Change in this process what the module's docstring names."""
+    import psutil
+
+    importlib.import_module("sglang.srt.entrypoints.engine")  # first, as in SGLang's own start
+    loader = importlib.import_module("sglang.srt.model_loader.loader")
+    vars(loader)["initialize_dummy_weights"] = draw_weights
+    if host_bytes := int(os.environ.get(HOST_BYTES, "0")):
+        measured = psutil.virtual_memory
+
+        def seen() -> Any:
+            return measured()._replace(available=host_bytes, total=host_bytes)
+
+        psutil.virtual_memory = seen
+
+
+class PcieRate:
+    """Samples, in a thread, how many bytes a second the first GPU receives over PCIe."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        self._is_on = threading.Event()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def start(self) -> None:
+        self.samples = []
+        self._is_on.set()
+
+    def stop(self) -> float | None:
+        """Return the median since ``start``, or None where the driver has no counter."""
+        self._is_on.clear()
+        return sorted(self.samples)[len(self.samples) // 2] if self.samples else None
+
+    def _sample(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            while self._is_on.wait():
+                kilobytes = pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES)
+                self.samples.append(1024.0 * kilobytes)
+                time.sleep(_SAMPLE_SECS)
+        except Exception as error:  # the figure is an extra one: the cell stands without it
+            print(f"no PCIe counter: {error!r}", flush=True)
+
+
+def run_cell(engine: Any, turn: GuestTurn, batch: int, rate: PcieRate) -> dict[str, Any]:
+    """Run ``batch`` requests to their end, and return what a client sees of it."""
+    ids = range(16, turn.vocabulary - 256)
+    prompts = [random.Random(number).choices(ids, k=turn.context) for number in range(batch)]
+    sampling = {"temperature": 0.0, "max_new_tokens": turn.num_output_tokens, "ignore_eos": True}
+    arrivals: list[float] = []
+
+    async def plain(prompt: list[int]) -> None:
+        await engine.async_generate(input_ids=prompt, sampling_params=sampling)
+
+    async def last(prompt: list[int]) -> None:
+        stream = await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
+        async for _ in stream:
+            arrivals.append(time.perf_counter())
+            if len(arrivals) == 2:
+                rate.start()
+
+    async def run() -> None:
+        others = [asyncio.ensure_future(plain(prompt)) for prompt in prompts[:-1]]
+        await asyncio.gather(*others, asyncio.ensure_future(last(prompts[-1])))
+
+    started = time.perf_counter()
+    engine.loop.run_until_complete(run())
+    return {
+        "batch": batch,
+        "secs": time.perf_counter() - started,
+        "last_ttft_secs": arrivals[0] - started,
+        "pcie_bytes_a_second": rate.stop(),
+    }
+
+
+def main(argv: list[str]) -> int:
+    found = json.loads(argv[0])
+    turn = GuestTurn(**{**found, "batches": tuple(found["batches"])})
+    started = time.perf_counter()
+    adapt_sglang()
+    from sglang.srt.entrypoints.engine import Engine
+
+    print(f"turn {asdict(turn)}, arguments {engine_arguments(turn)}", flush=True)
+    engine = Engine(**engine_arguments(turn))
+    start_secs = time.perf_counter() - started
+    rate = PcieRate()
+    for batch in turn.batches:
+        print(CELL + json.dumps({"batch": batch}), flush=True)
+        measured = run_cell(engine, turn, batch, rate) | {"start_secs": start_secs}
+        time.sleep(0.2)  # the scheduler's last lines come before the mark
+        print(DONE + json.dumps(measured), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # the engine's processes are ended by the runner, with their group
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+if __name__ == "__mp_main__":
+    adapt_sglang()

@@ -1,0 +1,83 @@
+"""Writes the model that both engines run: five layers of DeepSeek-V3.2's width with 32 experts.
+
+    python -m tools.bench.beside_sglang.model --out DIR [--device cuda] [--config-only]
+
+Our engine reads its weights, whose locality sets the hit rate of hot buffers (``--jitter``). SGLang reads the
+shapes in config.json and draws its own weights (``guest.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic, write_synthetic_config
+
+SGLANG_FIELDS: Final[dict[str, Any]] = {
+    "ep_size": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.5,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
+"""Fields of DeepSeek-V3.2's config.json that SGLang reads and a synthetic checkpoint lacks, or has with a
+value that changes no shape."""
+
+
+def shape(num_layers: int, num_experts: int, experts_per_token: int, jitter: float) -> SyntheticShape:
+    return SyntheticShape(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        hidden_size=7168,
+        expert_size=2048,
+        experts_per_token=experts_per_token,
+        context_length=163840,
+        jitter=jitter,
+    )
+
+
+def write_model(directory: Path, of: SyntheticShape, device: str, *, with_weights: bool = True) -> None:
+    """Write configuration, tokenizer and weights in fp8 to ``directory``, made when missing."""
+    if with_weights:
+        write_synthetic(directory, of, device=device, in_fp8=True)
+    else:
+        write_synthetic_config(directory, of, in_fp8=True)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | SGLANG_FIELDS, indent=2) + "\n")
+
+
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=5, help="layers, the first of them without experts")
+    parser.add_argument("--experts", type=int, default=32, help="routed experts of a layer")
+    parser.add_argument("--experts-per-token", type=int, default=1, help="routed experts of a token")
+    parser.add_argument("--jitter", type=float, default=0.10, help="share of scores that sets our hit rate")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, made when missing")
+    parser.add_argument("--device", default="cuda", help="where weights are drawn")
+    parser.add_argument("--config-only", action="store_true", help="write no weights")
+    add_shape_options(parser)
+    options = parser.parse_args(argv)
+    of = shape(options.layers, options.experts, options.experts_per_token, options.jitter)
+    started = time.perf_counter()
+    write_model(options.out, of, options.device, with_weights=not options.config_only)
+    print(f"wrote {options.out} in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
