@@ -2,7 +2,8 @@
 
 A large batch is bound by PCIe. In parts, the misses of one cross it while the indexer selects for the next,
 and while attention reads the part in front. Products and experts, which read weights, run over the whole
-batch.
+batch. ``Forwards`` makes one ``AttentionParts`` for the engine, and a ``StepInParts`` for each step that is
+split like this; the model calls its ``select`` once for each index group and its ``attend`` in each layer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ NUM_PARTS: Final = 2
 COPY_BLOCKS: Final = 12
 """Multiprocessors that copies take from the computing; so few fill PCIe."""
 TAKEN_SMS: Final = 16
-"""Multiprocessors that computing does without: kernels that fill a GPU would begin twice otherwise."""
+"""Multiprocessors that attention leaves to copies. With blocks for the whole GPU, those that find no place
+beside a copy would run after the others, and attention would take twice as long."""
 
 
 class MissCopies:
@@ -72,8 +74,8 @@ class AttentionParts:
         """Divide a step into parts of requests that are next to each other; padding is last."""
         num_reqs, device = requests.num_reqs, requests.state.device
         size = -(-num_reqs // NUM_PARTS)
-        before = torch.arange(0, num_reqs, size, dtype=torch.int32, device=device)
-        num_real = (requests.num_real_reqs - before).clamp(0, size)
+        starts = torch.arange(0, num_reqs, size, dtype=torch.int32, device=device)
+        num_real = (requests.num_real_reqs - starts).clamp(0, size)
         parts = []
         for number, start in enumerate(range(0, num_reqs, size)):
             rows = slice(start, min(start + size, num_reqs))
@@ -83,6 +85,7 @@ class AttentionParts:
                 requests.req_rows[rows],
                 num_real[number : number + 1],
             )
+            # Parts attend in order, each after its own copies; beside the last one, none are left.
             attention = self._alone if rows.stop == num_reqs else self._beside
             parts.append(Part(rows, of_part, attention, self._copies.miss_plans[number], self._copies))
         return parts
@@ -152,7 +155,8 @@ class StepInParts(DeviceStep):
         return torch.cat(selected)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        if not self._is_first_of_group(layer):  # else ``select`` has begun to copy
+        # All layers of an index group have the same misses; ``select`` has begun to copy them for the first.
+        if not self._is_first_of_group(layer):
             for part in self._parts:
                 part.copy_misses(self._spec.kv_layers_filled_at[layer])
         out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))

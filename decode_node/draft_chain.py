@@ -1,4 +1,5 @@
-"""Makes the drafts of the next step: the draft layer's first guess for each request, and one from the other.
+"""Makes the drafts of the next step: the draft layer's first guess for each request, and further ones, each
+from the one before.
 
 ``Forwards`` calls ``draft_chain`` at the end of a step, after the draft layer's pass over the step's
 positions.
@@ -28,7 +29,8 @@ class SharedSelection:
         guesses."""
         self._first = first
         self.selected = first.device_slots[newest_rows]
-        """int32 [num_reqs, index_topk]: device slots of the selected positions, in place of these."""
+        """int32 [num_reqs, index_topk]: device slots of the selected positions. ``attend`` gets them as its
+        positions."""
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         """Write nothing. ``KvAccess`` describes this method and the next ones."""
@@ -54,8 +56,9 @@ def draft_chain(
 
     ``first``, ``logits`` [num_reqs, vocab_size] and ``hidden`` [num_rows, hidden_size] are those of the
     layer's pass over the step's positions. Its rows ``newest_rows`` (int64 [num_reqs]) guessed the first
-    drafts. ``seq_lens``: int64 [num_reqs], up to the positions of these rows. ``step_of(number)`` returns the
-    KV access of the draft behind ``number`` others, for layers in which each draft selects for itself.
+    drafts. ``seq_lens``: int64 [num_reqs], one more than the positions of these rows. ``step_of(number)``
+    returns the KV access of the draft behind ``number`` others, for layers in which each draft selects for
+    itself.
     """
     drafts, hidden = [logits.argmax(dim=-1)], hidden[newest_rows]
     reqs = torch.arange(len(newest_rows), device=newest_rows.device)
@@ -64,6 +67,7 @@ def draft_chain(
         shared = SharedSelection(first, newest_rows)
     for number in range(1, num_drafts):
         kv: KvAccess = shared or step_of(number)
+        # A row at position i takes the token of i + 1, the latest draft, and guesses that of i + 2.
         positions, selected = seq_lens + (number - 1), shared.selected if shared else None
         logits, hidden = model.draft(drafts[-1], hidden, positions, kv, reqs, selected=selected)
         drafts.append(logits.argmax(dim=-1))

@@ -22,9 +22,10 @@ class _Situation(NamedTuple):
     first: Request | None
     """The first request of the queue."""
     stuck: SlotCounts
+    """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
-    """Changes of the queue behind its first request, which matter only while slots are stuck: otherwise
-    nobody overtakes it. 0 without stuck slots."""
+    """Changes of the queue. Those behind its first request matter only while slots are stuck, because only a
+    request that lacks stuck slots is overtaken. 0 without stuck slots."""
 
 
 class NextPlan:
@@ -37,7 +38,10 @@ class NextPlan:
         """The last situation in which the plan was empty although requests waited."""
 
     def make(self, now: float) -> StepPlan:
-        """Return the plan for the present situation, and change no request."""
+        """Return the plan for the present situation, and change no request.
+
+        ``plan_step`` gets None for the queue if it is known that nothing in it can be admitted.
+        """
         stuck = self._requests.stuck(now)
         situation = self._situation(stuck)
         plan = plan_step(

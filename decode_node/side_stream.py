@@ -16,7 +16,7 @@ class SideStream:
             self._stream = torch.cuda.Stream(device, priority=priority)
 
     def use(self) -> torch.cuda.StreamContext:
-        """Return the context in which work goes to this stream."""
+        """Return the context in which work goes to this stream; on a CPU it does nothing."""
         return torch.cuda.stream(self._stream)
 
     def behind_current(self) -> torch.cuda.StreamContext:

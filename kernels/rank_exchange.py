@@ -40,6 +40,7 @@ SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
 SUM_DTYPES = tuple(SUM_WORDS)
 
 _NUM_COUNTS = NUM_CHANNELS * 32 + NUM_CHANNELS
+"""Counts in the header. Each channel has a line of 32, of which each rank has one, and one of its own."""
 IS_OVERDUE = _NUM_COUNTS
 """Index of the overdue flag in the header, in 32-bit words."""
 _LAZY_PEER_ACCESS, _MEMCPY_DEFAULT = 1, 4
@@ -53,7 +54,7 @@ PARAMS = np.dtype(
         ("out", _POINTER),
         ("part_bytes", _LONG),
         ("part_stride", _LONG),
-        ("timeout_ns", _POINTER),
+        ("timeout_ns", _POINTER),  # no pointer, but as wide
         ("rank", _INT),
         ("num_ranks", _INT),
         ("num_rounds", _INT),
@@ -168,8 +169,7 @@ class RankMemory:
 
         Both are bfloat16 or float32, contiguous, on the device. The parts are added up in float32 in the
         order of ranks and rounded once, so that an element's bits do not depend on its row or on the number
-        of rows.
-        ``timeout_secs`` and ``only_notes_overdue`` are as in ``gather``.
+        of rows. ``timeout_secs`` and ``only_notes_overdue`` are as in ``gather``.
         """
         _check(out, x, SUM_DTYPES, x.nbytes, len(self._addresses) * out.nbytes)
         width = word_bytes(SUM_WORDS[x.dtype], out.nbytes, x.data_ptr(), out.data_ptr())
@@ -186,6 +186,8 @@ class RankMemory:
         timeout_secs: float,
         only_notes_overdue: bool,
     ) -> None:
+        """Launch the kernel ``name``. ``part_bytes``: what a rank gets from each other one. ``part_stride``:
+        bytes from one rank's part of ``x`` to the next rank's; 0 if all ranks get the same part."""
         if part_bytes == 0:
             return
         pieces = Pieces.of(part_bytes)

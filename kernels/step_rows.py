@@ -18,8 +18,8 @@ from hisparse_pd.kernels.hot_state import ABSENT
 class StepRows:
     """Rows of a forward, one for each new position; the rows of one request are adjacent.
 
-    A row is absent if its request is padding or its position has no slot. Then it writes to the scratch
-    slots, which no request reads, and selects nothing.
+    A row is absent if its request is padding or its position is behind those that have slots (``ends`` of
+    ``place_rows``). Then it writes to the scratch slots, which no request reads, and selects nothing.
     """
 
     positions: Tensor
@@ -27,7 +27,7 @@ class StepRows:
     select_at: Tensor
     """int64 [num_rows]: the position that a row selects for; ABSENT for absent rows."""
     req_rows: Tensor
-    """int64 [num_rows]: the req_rows of the rows' requests."""
+    """int64 [num_rows]: the row that each row's request has in the tables."""
     device_slots: Tensor
     """int64 [num_rows]: slots in the device pool."""
     index_slots: Tensor
@@ -49,13 +49,14 @@ def place_rows(
     scratch_index_slot: int,
 ) -> StepRows:
     """Return rows for each request's new positions ``first_row`` to ``num_new - 1``, counted from 0. The last
-    one is position ``seq_len - 1`` of its request.
+    one is position ``seq_len - 1`` of its request. Earlier forwards of the step have written those before
+    ``first_row``, as when each draft has a forward of its own.
 
     ``seq_lens``, ``req_rows``: int64 [num_reqs], valid for padding too; ``num_real_reqs``: int32 [1].
     ``ends``: int64 [num_reqs]: positions from here on have no slot; None: all positions have one.
-    ``newest_slots``: int32 [num_reqs * num_new], device slots of all new positions, ABSENT for none.
-    ``index_pages``: int32 [rows of the tables, max_pages]. All are contiguous, on one device, and not
-    changed; nothing synchronises.
+    ``newest_slots``: int32 [num_reqs * num_new], device slots of all new positions; where it is ABSENT, a row
+    writes to the scratch slot. ``index_pages``: int32 [rows of the tables, max_pages]. All are contiguous, on
+    one device, and not changed; nothing synchronises.
     """
     num_reqs, rows_each = seq_lens.shape[0], num_new - first_row
     if seq_lens.device.type == "cuda":

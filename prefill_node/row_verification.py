@@ -35,12 +35,12 @@ class RowVerification:
         Requests that have such a page fail; they may succeed at another prefill node, or here in another
         page. Waiting requests that would have used the prefix compute its tokens instead.
         """
-        continuing = [chunk for chunk in chunks if chunk.start]
-        if not continuing:
+        reading = [chunk for chunk in chunks if chunk.start]  # others begin their prompts
+        if not reading:
             return False
         is_listed = np.zeros(self.life.pools.totals.device, np.bool_)
         slots, positions = [], []
-        for chunk in continuing:
+        for chunk in reading:
             chunk_slots = self._slots_before(chunk)
             new_positions = np.flatnonzero(~is_listed[chunk_slots])  # a shared page is verified once
             slots.append(chunk_slots[new_positions])
@@ -63,7 +63,8 @@ class RowVerification:
         """Return the slots of the positions before a chunk, in order: int64 [chunk.start]."""
         request, page_size = self.life.requests.live(chunk.room), self.limits.page_size
         page_ids = request.page_ids
-        if chunk.admits and chunk.start:  # its pages are those of the prefix that admission will use
+        # A request that the chunk admits has no pages yet: it reads those of the prefix that it will get.
+        if chunk.admits and chunk.start:
             found = self.life.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
             page_ids = (
                 [] if found is None else extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
@@ -71,7 +72,8 @@ class RowVerification:
         return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
 
     def fail_too_long(self, now_secs: float) -> None:
-        """Fail waiting requests whose prompts do not fit beside the pages that are set aside."""
+        """Fail waiting requests whose prompts, without the last token, do not fit beside the pages that are
+        set aside."""
         num_set_aside = len(self.life.set_aside)
         left = replace(self.limits, num_pages=self.limits.num_pages - num_set_aside)
         for request in self.life.waiting() if num_set_aside else ():

@@ -76,7 +76,7 @@ class Losses:
 
     nodes: list[str] = field(default_factory=list)
     _num_records: int = -1
-    """Records that the journal had when the last node was lost."""
+    """Records that the journal had when the last node was lost; -1 before."""
 
     def add(self, node: str, num_records: int) -> str:
         """Record a lost node. Returns why not to retry, or an empty string."""
@@ -114,13 +114,15 @@ class Route:
     """Decides whether one request goes to another pair after a failure, and which nodes it avoids there.
 
     A request is retried at most ``max_retries`` times. After the loss of a decode node it searches for
-    another pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time.
+    another pair for ``resume_timeout_secs`` instead, with as many tries as fit into that time. The relay
+    calls ``leave_decode_node`` for ``DECODE_LOST`` and ``DECODE_LEAVING``, and ``retry`` for other failures.
     """
 
     def __init__(self, pool: NodePool, max_retries: int, resume_timeout_secs: float) -> None:
         self.avoided: Collection[Node] = frozenset()
-        """Nodes that failed with this request."""
+        """Nodes that failed with this request, since it last left a decode node or ended a search."""
         self.num_retries = 0
+        """Tries after failures other than the loss of a decode node."""
         self.search: Search | None = None
         """The search under way."""
         self._num_ended_searches = 0

@@ -18,7 +18,7 @@ from hisparse_pd.core.paging.extents import SlotArray, ranges_to_slots
 SHORT_BYTES = 16 << 10
 """Shortest range that gets a memmove of its own."""
 MIN_ROW_BYTES = 64
-"""Shorter rows would need more bytes of index than they have."""
+"""Fewest bytes of a row. Its indices are several numbers of 8 bytes, too much for shorter ones."""
 MAX_ROWS = 8192
 """Most rows of one call, so that its staged rows stay in the cache."""
 
@@ -62,6 +62,7 @@ def _common_row(src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> int:
 
 
 def _copy_rows(src: SlotArray, dst: SlotArray, num_bytes: SlotArray, row_bytes: int) -> None:
+    """Copy ranges as rows of two arrays: out of the one into staging, and from there into the other."""
     src_rows, dst_rows = (
         _Rows(int(addrs.min()), int((addrs + num_bytes).max()), row_bytes) for addrs in (src, dst)
     )
@@ -76,7 +77,10 @@ def _copy_rows(src: SlotArray, dst: SlotArray, num_bytes: SlotArray, row_bytes: 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Memory ``[start, stop)``, which ``numpy.asarray`` turns into uint8 [num_rows, row_bytes]."""
+    """Memory ``[start, stop)``, which ``numpy.asarray`` turns into uint8 [num_rows, row_bytes].
+
+    Memory between the ranges may be anyone's or unmapped: only indexed rows are touched.
+    """
 
     start: int
     stop: int

@@ -1,16 +1,17 @@
 """Measures swap-in on one GPU: us a call by batch, item, share of misses and new positions of a request.
 
-Every request's rows lie together in an 8 GiB pinned pool, and its hot buffer is empty at first. The calls
-after the first tokens' are captured in one CUDA graph, which is replayed once between two events: us per call
-= time / calls. Nothing is allocated or freed between the capture and the replay, because the GPU would forget
-its translations of host addresses, which the first calls have loaded. With ``--repeat N`` a cell is built and
-measured N times; each time the bytes in returned slots are compared with the pool. Single calls are timed,
-too.
+``tools.bench.kernels`` prints what ``swap_ins`` yields. Every request's rows lie together in an 8 GiB pinned
+pool, and its hot buffer is empty at first. The calls after the first tokens' are captured in one CUDA graph,
+which is replayed once between two events: us per call = time / calls. Nothing is allocated or freed
+between the capture and the replay, because the GPU would forget its translations of host addresses, which the
+first calls have loaded. With ``--repeat N`` a cell is built and measured N times; each time the bytes in
+returned slots are compared with the pool. Single calls are timed, too.
 
-With ``--new 1 2 3 4`` a step runs so many positions of a request, each number over the same tokens'
-selections. All drafts count as accepted, so that each number misses the same positions, and one column has
-the cost of a token. ``max_new`` 1 is the code without drafts; the others are compiled for the largest number.
-The hot buffer of all is then as large as four positions need.
+With ``--new 1 2 3 4`` a call swaps in what so many tokens of a request select, as a step that verifies drafts
+does. Each number runs over the same tokens, and all drafts count as accepted: each token is in one call only,
+and ``us_a_token`` compares the numbers. Each number is measured with code compiled for the largest one
+(``max_new``), and 1 also with the code without drafts. All hot buffers then have room for the selections of
+four positions.
 """
 
 from __future__ import annotations
@@ -93,11 +94,14 @@ def selections(
     TOP_K].
 
     Each token replaces ``miss_percent`` of the previous selection by positions that were never selected, in
-    random order (once the context is used up, by those selected longest ago). ``union_of_four``: the number
-    of distinct positions that four neighbours select, divided by TOP_K. With it, a token replaces a third of
-    what exceeds 1, and takes those that are not to miss from the positions that left three tokens earlier,
-    which are hot in any buffer that holds the union of five; the first three tokens have none and miss all.
-    Raises ValueError when more are to miss than are replaced.
+    random order (once the context is used up, by those selected longest ago).
+
+    ``union_of_four``: the number of distinct positions that four tokens in a row select, divided by TOP_K.
+    With it, a token replaces more: a third of what the union has beyond one selection, because three tokens
+    add to it. What a token is not to miss of that, it takes from the positions that were replaced three
+    tokens earlier. They are new in the union of four, and hot in a buffer that holds the union of five. The
+    first three replacements have no such positions, and all of theirs miss. Raises ValueError when more are
+    to miss than are replaced.
     """
     random = np.random.default_rng(seed)
     num_missed = round(TOP_K * miss_percent / 100)

@@ -25,15 +25,15 @@ class FeedForward:
 
     def __init__(self, mlp: Any, family: Family) -> None:
         for part in mlp.modules():
-            if hasattr(part, "act_fn"):
+            if hasattr(part, "act_fn"):  # a SiLU whose bits depend on no other token (``kernels.row_math``)
                 part.act_fn = _Silu()
         self.experts: RoutedExperts | None = getattr(mlp, "experts", None)
         """The routed experts; None in a dense layer."""
         self.router = ExpertRouter(mlp.gate, family) if hasattr(mlp, "gate") else None
         dense_mlp = mlp if self.router is None else mlp.shared_experts
         self._mlp: Any = None
-        """The MLP that every token uses: a dense layer's, or the shared expert unless it is stored behind the
-        routed ones."""
+        """The MLP that every token uses: a dense layer's, or the shared expert. None where the routed experts
+        have copied the shared one (``take_shared``) and every token chooses it."""
         if self.router is not None and self.experts is not None and self.experts.take_shared(dense_mlp):
             self.router.add_shared_expert()
             self.rounding = rounding_of(dense_mlp.gate_proj)
@@ -43,7 +43,8 @@ class FeedForward:
         """The fp8 rounding of the input; None where no layer takes it rounded."""
 
     def __call__(self, x: Activations) -> list[Tensor]:
-        """Return what to add to the hidden states, each [parts, num_tokens, hidden_size]."""
+        """Return what to add to the hidden states, each [parts, num_tokens, hidden_size]; the caller adds up
+        parts, too."""
         dense_parts = [] if self._mlp is None else [parts_of(self._mlp, x)]
         if self.router is None or self.experts is None:
             return dense_parts
@@ -64,6 +65,7 @@ class ExpertRouter:
 
     def __init__(self, module: Any, family: Family) -> None:
         self._weight: Tensor = module.weight
+        # Families that choose by softmax have no correction bias, and their weights sum to 1 before scaling.
         by_softmax = family.chooses_experts_by_softmax
         self.top_k: int = module.top_k
         self.choice = ExpertChoice(

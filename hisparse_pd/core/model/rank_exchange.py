@@ -24,7 +24,8 @@ from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, RankMemory
 log = logging.getLogger(__name__)
 
 Meet = Callable[[str, str], dict[int, str]]
-"""The type of ``RankGroup.meet``."""
+"""The type of ``RankGroup.meet``, which waits until every rank has done what the first argument says, and
+returns each rank's second argument, by rank."""
 
 MAX_GATHER_BYTES = 4 << 20
 """Most bytes of a rank's tokens that are gathered here; NCCL gathers more of them as fast, with blocks that
@@ -36,9 +37,9 @@ TRIAL_ROWS = (1, 5, 64, 199)
 TRIAL_COLUMNS = 7168
 """Numbers of a row in the trials, as in DeepSeek-V3.2's hidden states."""
 _PRIME = 65521
-"""The values of the trials' inputs are below this prime."""
+"""The modulus of the trials' inputs, which lie around 0."""
 _NUM_TRIALS = 3
-"""Trials of each size; that many use all banks of the memory."""
+"""Trials of each size. Together they use every bank of the memory several times."""
 
 
 class RankExchange:
@@ -68,7 +69,7 @@ class RankExchange:
 
     @torch.no_grad()
     def try_out(self, device: torch.device) -> str:
-        """Try ``num_rows`` rows a rank in each dtype. Returns what was wrong, or an empty string."""
+        """Try exchanges of ``TRIAL_ROWS`` in each dtype. Returns what was wrong, or an empty string."""
         patience_secs, self._patience_secs, self._is_trial = self._patience_secs, TRIAL_SECS, True
         try:
             for trial in range(_NUM_TRIALS):
@@ -104,7 +105,7 @@ class RankExchange:
 def _values(first_row: int, num_rows: int, trial: int, rank: int, device: torch.device) -> Tensor:
     """Return rows of a rank's input to a trial, which every rank can compute for all.
 
-    They are whole numbers below a prime, spread over several powers of two, so that sums are rounded.
+    They are whole numbers of both signs and very different sizes, so that sums are rounded.
     """
     start, stop = first_row * TRIAL_COLUMNS, (first_row + num_rows) * TRIAL_COLUMNS
     places = torch.arange(start, stop, device=device)

@@ -134,15 +134,18 @@ def messages_constraint(body: MessagesBody, prompt: ChatPrompt) -> Constraint | 
 def _constraint(
     answer: AnswerFormat | None, calls: CallRule | None, prompt: ChatPrompt, continued_by: str
 ) -> Constraint | None:
+    """Return the constraint of a chat, None for none. ``continued_by``: the field that makes the answer
+    continue a message of the assistant; ApiError names it where that excludes the constraint."""
     is_forced = calls is not None and calls.is_forced
     if is_forced:
         # An answer of calls has no text to format. Agents send the format for the turn after the calls.
         answer = None
     if answer is None and calls is None:
         return None
-    asking = answer or (calls if is_forced else None)
+    asking = answer or (calls if is_forced else None)  # calls that are only allowed ask for nothing
     if asking is not None and prompt.continue_final_message:
         raise _conflict(asking.field, continued_by, "a continued message of the assistant has no format")
+    # The grammar of a format would exclude calls, which the model may make of any tool without a rule.
     if answer is not None and calls is None and (names := names_of_tools(prompt)):
         calls = CallRule("tools", names, is_forced=False, at_most_one=False)
     return Constraint(answer, calls)

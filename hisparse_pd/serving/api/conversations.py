@@ -65,7 +65,8 @@ def may_call_tools(tool_choice: Raw | None) -> bool:
 
 
 def template_arguments(body: TemplateFields, effort: str | None) -> dict[str, object]:
-    """Return the template's arguments that the client sets. ``effort`` is the one in a field of its own."""
+    """Return the template's arguments that the client sets. ``effort``: what it asks for in a field of its
+    own, unless ``reasoning_effort`` is among the arguments."""
     arguments = body.chat_template_kwargs or {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
         raise InvalidField("chat_template_kwargs", arguments, f"must not set {', '.join(reserved)}")
@@ -105,15 +106,15 @@ def refuse_hosted_alone(hosted: Sequence[LeftOutTool], *, are_alone: bool) -> No
         raise InvalidField(f"{hosted[0].place}.type", hosted[0].kind, rule)
 
 
-_PICTURES = {"image": "image", "document": "pdf", "input_image": "image", "input_file": "file"}
-"""Names in errors of the types of parts that are not text."""
+_DATA_NAMES = {"image": "image", "document": "pdf", "input_image": "image", "input_file": "file"}
+"""By type of a part that is not text, the name of its data in an error."""
 
 
 def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:
     """Return the text that the model is shown for a part of a result or of a user's message.
 
-    Raises InvalidField for a part that is not text. Where the assistant has gone on since (``is_answered``),
-    the answer is not about the part, and the part's kind is shown.
+    Where a later message of the assistant has answered it (``is_answered``), the new answer is not about the
+    part, and one that is not text is shown as its kind. Otherwise InvalidField is raised for it.
     """
     match part:
         case TextBlock() | InputText():
@@ -123,7 +124,7 @@ def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool
     kind = tag_of(part)
     if not is_answered:
         # Agents recognise "could not process image", take the part out and go on.
-        rule = f"is not supported: could not process {_PICTURES[kind]} data, the model reads text"
+        rule = f"is not supported: could not process {_DATA_NAMES[kind]} data, the model reads text"
         raise InvalidField(f"{name}.type", kind, rule)
     return f"[{kind.removeprefix('input_')}]"
 
@@ -186,7 +187,7 @@ def written_arguments(name: str, text: str | None) -> dict[str, object] | str:
     if not text.lstrip(" \t\r\n").startswith("{"):
         return text
     try:
-        with taking_interpreter(len(text)):
+        with taking_interpreter(len(text)):  # decoding long texts must not starve the event loop
             arguments: dict[str, object] = decode_json(text)
     except NestedTooDeeply as error:
         raise InvalidField(name, text, f"is not usable: {error}") from error

@@ -1,6 +1,7 @@
 """Writes the answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
-A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id.
+A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id. The model
+writes a call of a custom tool as a JSON object with the input in it; clients get the input alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _GROWING = {
     BlockKind.TEXT: ("output_text", "text"),
     BlockKind.CALL: ("function_call_arguments", "arguments"),
 }
-"""For each kind, the name in the events of an item's text, and the text's field in the last of them."""
+"""By kind of item: the name of its text in events, and the field of ``….done`` with the whole text."""
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 
@@ -43,7 +44,7 @@ class ResponsesDialect(BlockDialect):
         self._num_events = 0
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
-        (last,) = self.last_events(outputs)
+        (last,) = self.last_events(outputs)  # it has the whole response
         return last["response"]
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
@@ -76,7 +77,7 @@ class ResponsesDialect(BlockDialect):
                 if block.kind is not BlockKind.CALL:
                     yield self._event("response.content_part.added", **place, part=_part(block.kind, ""))
             case Change.GREW:
-                if not is_custom:
+                if not is_custom:  # a custom tool's input is taken out of its object when that is complete
                     yield self._event(f"{name}.delta", **place, delta=text, **logprobs)
             case Change.CLOSED:
                 given = custom_input(block.text) if is_custom else block.text

@@ -1,4 +1,8 @@
-"""Puts both engines' figures side by side, as rows, a table and notes."""
+"""Puts both engines' figures side by side, as rows, a table and notes.
+
+``__main__.py`` makes cells of each turn, in which one engine had the GPU, and at the end rows of all cells. A
+cell has one engine's figures, a row those of both. Figures that were not measured are None.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def our_cells(turn: Turn, report: Mapping[str, Any]) -> list[dict[str, Any]]:
 def sglang_cells(
     turn: Turn, cells: Iterable[CellLog], bytes_per_miss: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the cells of the guest whose batches were full, and a line for each other one.
+    """Return SGLang's cells whose batches were full, and a line for each other one that says why not.
 
     Misses are what the GPU received over PCIe, divided by ``bytes_per_miss``; dense cells have none.
     """
@@ -52,11 +56,13 @@ def prefill_cells(turn: Turn, rate: float | None) -> list[dict[str, Any]]:
 
 
 def sglang_prefill(turn: Turn, cells: Sequence[CellLog], chunk: int) -> list[dict[str, Any]]:
+    """Return SGLang's prefill rate in chunks of ``chunk`` tokens as ``prefill_cells`` does."""
     return prefill_cells(turn, prefill_rate(cells, chunk))
 
 
 def beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each mode, context and batch: ours, SGLang's, and SGLang's time by ours."""
+    """Return a row for each mode, context and batch: our figures, SGLang's, and its step time divided by
+    ours."""
     rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for cell in cells:
         key = cell["context"], cell["mode"], cell["batch"]
@@ -68,7 +74,7 @@ def beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prefill_beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each mode and context with both rates, and ours by SGLang's."""
+    """Return a row for each mode and context with both rates, and ours divided by SGLang's."""
     rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for cell in cells:
         rows.setdefault((cell["context"], cell["mode"]), {})[cell["engine"]] = dict(cell)
@@ -76,6 +82,7 @@ def prefill_beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for (context, mode), engines in sorted(rows.items()):
         row = _row({"context": context, "mode": mode}, engines, (name,), name)
+        # ``_row`` divides SGLang's figure by ours; of rates, unlike times, the larger one is better.
         row["ratio"] = None if row["ratio"] is None else 1 / row["ratio"]
         found.append(row)
     return found
@@ -91,6 +98,7 @@ def steps_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 def _row(
     key: dict[str, Any], engines: Mapping[str, Mapping[str, Any]], names: Sequence[str], compared: str
 ) -> dict[str, Any]:
+    """Return the row at ``key`` with the figures ``names``, and SGLang's ``compared`` divided by ours."""
     row = {f"{engine}_{n}": engines.get(engine, {}).get(n) for n in names for engine in ("ours", "sglang")}
     ours, theirs = row[f"ours_{compared}"], row[f"sglang_{compared}"]
     return {**key, **row, "ratio": theirs / ours if ours and theirs else None}
