@@ -1,8 +1,9 @@
 """Looks prefill nodes up at their bootstrap endpoints, in threads beside the engine's loop.
 
 ``Discovery`` owns the threads of one engine. Each peer of ``PrefillPeers`` has ``LookUps``, which asks its
-endpoint from time to time and keeps at most one result. A look-up tells what was so when it began: its result
-says nothing about a run with which this node has registered since.
+endpoint from time to time and keeps at most one result. ``instance_id`` names one run of a prefill node,
+from its start to its end. A look-up tells what was so when it began: its result says nothing about a run with
+which this node has registered since.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class LookUpResult:
 
 
 class Discovery:
-    """Owns the threads of all look-ups. ``on_answer`` is called in such a thread at the end of each one."""
+    """Owns the threads of all look-ups. ``on_answer`` wakes the engine's loop; it is called at the end of
+    each look-up, in any thread."""
 
     def __init__(
         self, keys: ControlKeys | None, allowed: PeerList | None, on_answer: Callable[[], None]

@@ -16,7 +16,8 @@ from hisparse_pd.engine.messages import EngineStats, PeerLane
 
 
 class Metrics:
-    """Counts monotone totals since the start, by metric name; labels are part of the name."""
+    """Counts monotone totals since the start, by metric name; labels are part of the name. Each is there from
+    the start, as 0."""
 
     def __init__(self) -> None:
         self.totals: defaultdict[str, float] = defaultdict(float)
@@ -31,7 +32,7 @@ class Metrics:
         ):
             self.add(f"{name}_total", 0)
         self.num_dropped: Counter[str] = Counter()
-        """Control messages that had no use here, by reason."""
+        """Control messages that had no use here, by reason; the engine's loop adds them to the counters."""
         self._last_drafts = 0.0, 0.0
         """Verifying steps and accepted drafts at the last ``stats``."""
         self._num_tokens = 0
@@ -73,7 +74,7 @@ class Metrics:
         quarantined = pools.used(Stage.QUARANTINED)
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
-        # A request that lacks slots only if drafts in flight are accepted is in a step, and in the next one.
+        # With drafts in flight, SITS_OUT says only that slots would lack if all of these were accepted.
         num_paused = sum(
             request.run_stage is RunStage.SITS_OUT and not request.num_drafts_in_flight
             for request in all_running

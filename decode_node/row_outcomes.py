@@ -57,16 +57,18 @@ class RowOutcomes:
         return torch.where(given == FROM_DEVICE, self.seq_lens[inputs.req_rows[:num_reqs]], given)
 
     def drafts_to_verify(self, inputs: StepInputs, seq_lens: Tensor, num_new: int) -> DraftsToVerify:
-        """Return each request's drafts, cut to the number that the host allows and that have slots.
+        """Return each request's first drafts: no more than the host allows, and none without a slot.
 
         ``seq_lens``: as ``lengths`` returns them.
         """
         num_reqs, num_drafts = seq_lens.shape[0], num_new - 1
-        given = inputs.tokens[: num_reqs * num_new].view(num_reqs, num_new)[:, 1:]
-        of_rows = self.drafts[inputs.req_rows[:num_reqs], :num_drafts]
+        # A request's tokens are its newest one, then its drafts.
+        from_host = inputs.tokens[: num_reqs * num_new].view(num_reqs, num_new)[:, 1:]
+        from_device = self.drafts[inputs.req_rows[:num_reqs], :num_drafts]
+        # The host reads a step's length and drafts together, so an unread length means unread drafts.
         is_unread = inputs.seq_lens[:num_reqs] == FROM_DEVICE
-        drafts = torch.where(is_unread[:, None], of_rows, given)
-        counts = (drafts != NO_DRAFT).long().cumprod(dim=1).sum(dim=1)
+        drafts = torch.where(is_unread[:, None], from_device, from_host)
+        counts = (drafts != NO_DRAFT).long().cumprod(dim=1).sum(dim=1)  # those before the first NO_DRAFT
         counts = counts.minimum(inputs.most_drafts[:num_reqs])
         counts = counts.minimum(inputs.slot_ends[:num_reqs] - seq_lens)
         places = torch.arange(num_drafts, device=drafts.device)

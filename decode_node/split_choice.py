@@ -87,7 +87,8 @@ class TrialRequests:
     """Hisparse requests with noise for tokens and keys, in pools and tables that have to be empty. After
     ``end`` they are empty again, but for noise in free slots.
 
-    ``fits`` says whether the pools hold ``num_reqs`` requests at all.
+    ``fits`` says whether each of ``num_reqs`` requests gets the smallest hot buffer, and a context that
+    exceeds it. If not, nothing was filled.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class TrialRequests:
             memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots
         )  # of all requests; the index pool ends with a scratch page
         num_pages = min(MOST_CONTEXT, state.max_context, most_tokens // num_reqs) // page_size
+        # The scratch slot comes after all others, so its number is their count.
         capacity = min(state.max_capacity, memory.scratch_device_slot // num_reqs)
         smallest = smallest_buffer(state.max_new - 1, spec.index_topk)
         self.fits = num_pages * page_size > smallest and capacity >= smallest
@@ -131,8 +133,8 @@ class TrialRequests:
         self._generator = generator
 
     def drop_entries(self) -> None:
-        """Free a share MISS_SHARE of the entries, at random, so that the next step misses as large a
-        share."""
+        """Free a share MISS_SHARE of the hot buffers' entries, at random, so that the next step misses as
+        large a share of what it selects."""
         state = self._tables.state
         hot = state.hot_to_lookup[:, : self._num_reqs]
         random = torch.rand(hot.shape, generator=self._generator, device=hot.device)
@@ -143,7 +145,7 @@ class TrialRequests:
         state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)
 
     def end(self) -> None:
-        """Empty the rows, and clear what row checks reported of them: their items were noise."""
+        """Empty the rows. This also clears the errors that row checks reported: the items were noise."""
         if not self.fits:
             return
         self._inputs.num_real.zero_()
@@ -154,7 +156,8 @@ class TrialRequests:
 def time_by_turns(
     steps: Mapping[Split, Callable[[], object]], requests: TrialRequests, ranks: RankGroup | None
 ) -> Secs:
-    """Return the medians of NUM_STEPS steps, those of the slowest rank. Each kind runs once more before."""
+    """Return the median of NUM_STEPS steps of each kind, on the slowest rank. A first step of each kind is
+    not counted."""
     secs: dict[Split, list[float]] = {split: [] for split in steps}
     for turn in range(NUM_STEPS + 1):
         for split, step in steps.items():
@@ -166,9 +169,9 @@ def time_by_turns(
             end.synchronize()
             if turn > 0:
                 secs[split].append(start.elapsed_time(end) / 1e3)
-    mine = [round(1e9 * statistics.median(of_split)) for of_split in secs.values()]
-    of_ranks = [tuple(mine)] if ranks is None else ranks.agree(*mine)
-    slowest = [max(nanoseconds) / 1e9 for nanoseconds in zip(*of_ranks, strict=True)]
+    own_ns = [round(1e9 * statistics.median(of_split)) for of_split in secs.values()]
+    ns_of_ranks = [tuple(own_ns)] if ranks is None else ranks.agree(*own_ns)  # which takes integers
+    slowest = [max(ns) / 1e9 for ns in zip(*ns_of_ranks, strict=True)]
     return dict(zip(steps, slowest, strict=True))
 
 

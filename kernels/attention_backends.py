@@ -1,4 +1,7 @@
-"""Chooses the implementation of sparse MLA attention by device, KV format and the model's sizes."""
+"""Chooses the implementation of sparse MLA attention by device, KV format and the model's sizes.
+
+``AttentionKernels`` of the model calls it when a node starts; a choice holds for the node's life.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def choose_backend(
     if name == AUTO:
         wanted = BACKEND_NAMES if device.type == "cuda" else (TORCH,)
     refusals: list[str] = []
-    for candidate in wanted:
+    for candidate in wanted:  # auto always finds one: the last candidate, torch, works everywhere
         obstacle = _obstacle(candidate, device, kv_format, num_heads, top_k)
         if obstacle is None:
             how = f"auto on {device.type}" if name == AUTO else "configured"
@@ -68,9 +71,12 @@ def choose_backend(
 def choose_prompt_backend(
     name: str, *, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int
 ) -> AttentionBackend:
-    """Return the backend for prompts, whose queries are not split: that of ``choose_backend``, but for
-    ``auto`` on fp8 items FlashMLA's kernel for bfloat16 items where it has one for the sizes. That one takes
-    two thirds of the time, and its ``kv_format`` tells that items are to be unpacked for it."""
+    """Return the backend for prompts, whose queries are not split.
+
+    It is the backend of ``choose_backend``, with one exception: for ``auto`` on fp8 items it is FlashMLA's
+    kernel for bfloat16 items, where that takes the sizes. This kernel needs two thirds of the time; its
+    ``kv_format``, which is not the pool's, tells the caller to unpack items for it.
+    """
     unpacked = KvFormat(BFLOAT16, kv_format.kv_lora_rank, kv_format.rope_dim)
     if (
         name == AUTO

@@ -27,14 +27,14 @@ def run_experts(
     *,
     has_others: bool = True,
 ) -> Tensor:
-    """Return the weighted results of these experts for each token; the first matrices are ``first_expert``'s.
+    """Return the weighted results of this rank's experts for each token. The rank has consecutive experts of
+    the layer, from number ``first_expert`` on, and the matrices of no others.
 
     ``hidden``: [num_tokens, hidden_size], not changed. An expert is ``down(silu(gate(x)) * up(x))``: two
     matrices in ``gate_up``, one in ``down``. Where ``routing.is_rounded``, activations are rounded to fp8;
     ``rounded`` is ``hidden`` so rounded, if the caller has it. Returns [num_tokens, top_k, hidden_size] of
-    ``hidden``'s dtype: the weighted result of each of a token's experts, and zeros for experts that are not
-    among these.
-    ``has_others``: False if ``routing`` only has these experts, so that nothing has to be set to zero.
+    ``hidden``'s dtype: the weighted result of each of a token's experts, and zeros for other ranks' experts.
+    ``has_others``: False if ``routing`` has this rank's experts only, so that nothing has to be set to zero.
     """
     if hidden.device.type == "cuda":
         from hisparse_pd.kernels.triton_experts import run_experts_triton
@@ -42,25 +42,25 @@ def run_experts(
         return run_experts_triton(
             hidden, routing, gate_up, down, first_expert, rounded, has_others=has_others
         )
-    return _run_reference(hidden, routing, gate_up, down, first_expert)
+    return _run_reference(hidden, routing, gate_up, down, first_expert)  # which rounds by itself
 
 
 def _run_reference(
     hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
 ) -> Tensor:
     starts = routing.starts[first_expert : first_expert + len(gate_up.values) + 1].tolist()
-    rows = routing.order[starts[0] : starts[-1]].long()
+    rows = routing.order[starts[0] : starts[-1]].long()  # token * top_k + choice, sorted by expert
     sizes = [end - start for start, end in pairwise(starts)]
     gate, up = _products(hidden[rows // routing.top_k], sizes, gate_up, routing.is_rounded).chunk(2, dim=1)
-    added = _products(silu(gate) * up, sizes, down, routing.is_rounded) * routing.weights[rows, None]
+    weighted = _products(silu(gate) * up, sizes, down, routing.is_rounded) * routing.weights[rows, None]
     results = hidden.new_zeros((len(routing.order), hidden.shape[1]))
-    results[rows] = added.to(hidden.dtype)
+    results[rows] = weighted.to(hidden.dtype)
     return results.view(-1, routing.top_k, hidden.shape[1])
 
 
 def _products(x: Tensor, sizes: list[int], matrices: ExpertMatrices, is_rounded: bool) -> Tensor:
-    """Multiply the rows of ``x``, of which expert i has ``sizes[i]`` in turn, by their expert's matrices. The
-    results of several matrices are adjacent columns."""
+    """Multiply each row of ``x`` by its expert's matrices, whose results are adjacent columns. The first
+    ``sizes[0]`` rows are the first expert's, the next ``sizes[1]`` the second one's, and so on."""
     values, scales = matrices.values, matrices.scales
     products = [x.new_empty((0, values.shape[1] * values.shape[2]))]
     for expert, rows in enumerate(torch.split(x, sizes)):

@@ -29,7 +29,7 @@ from hisparse_pd.kernels.row_math import (
 OUTPUTS: Final = (1, 2, 4, 5, 6, 8, 12, 17, 20, 33, 64)
 """Numbers of outputs that are tried; libraries have special code for few outputs. Tests try all up to 64."""
 WIDTHS: Final = (40, 301)
-"""Numbers of columns that are tried; as many products are added up for one output."""
+"""Numbers of columns that are tried: one output is the sum of as many products."""
 _NUM_ROWS: Final = 3 * BLOCK_ROWS
 """Rows of each product: three blocks."""
 _PARTS: Final = (

@@ -54,7 +54,7 @@ class SourceRegions:
 
     ``kv_layer_of_layer`` and ``index_group_of_layer``: the layers of ``kv`` and ``index`` that each layer of
     the model reads; the model's first layer that reads one also writes it. ``row_checks`` has the slots and
-    layers of ``kv``, or is None when this node computes none.
+    layers of ``kv`` here, or is None when this node computes none.
     """
 
     kv: RegionView
@@ -141,6 +141,7 @@ class Pusher:
         index = all_layers(self._source.index, peer.regions[RegionKind.INDEX], bootstrap.index_extents)
         row_checks, checks_dst = None, peer.regions.get(RegionKind.ROW_CHECKS)
         if self._source.row_checks is not None and checks_dst is not None:
+            # The decode node has a position's check at the slot of its indexer key.
             row_checks = LayerWrites(
                 index.runs, self._source.row_checks, checks_dst, 0, checks_dst.num_layers
             )
@@ -212,7 +213,7 @@ class Pusher:
         """Return whether the waiting layers should leave before the chunk's last layer is written."""
         num_written, _ = self._source.num_written(push.num_layers_written)
         num_submitted, _ = self._source.num_written(push.num_layers_submitted)
-        num_waiting = num_written - num_submitted
+        num_waiting = num_written - num_submitted  # in KV layers, which have most of the bytes
         return (
             num_waiting > 0
             and num_waiting * push.layer_bytes >= self.min_batch_bytes
@@ -234,6 +235,7 @@ class Pusher:
     def submit(
         self, request: PrefillRequest, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
     ) -> None:
+        """Submit one batch for the request's decode node. ``tag`` names it in errors."""
         session = request.peer.session
         writes = SlicedWrites(parts, self._slice_bytes(session))
         batch = WriteBatch(

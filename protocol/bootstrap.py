@@ -276,6 +276,7 @@ def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: f
         try:
             connection.request("GET", BOOTSTRAP_PATH, headers=headers)
             with connection.getresponse() as answer:
+                # After the read, ``length`` is the number of bytes that have not come.
                 body, num_missing = answer.read(MAX_INFO_BYTES + 1), answer.length
         except (OSError, HTTPException) as error:
             if time.monotonic() >= deadline:

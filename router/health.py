@@ -86,7 +86,7 @@ class HealthWatch:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {HEALTH_TIMEOUT_SECS:g} s")
             return
         except OSError as error:
-            if (fault := local_fault(error)) is not None:
+            if (fault := local_fault(error)) is not None:  # the router is to blame, not the node
                 log.warning("%s was not asked for its health: %s", node.name, fault)
             else:
                 self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")

@@ -1,4 +1,4 @@
-"""Decides which slice is written next to each decode node: owns batches, slices and turns of all rooms. Pure.
+"""Decides which slice is written next to each decode node: owns batches, slices and turns of all rooms.
 
 ``Sender`` is the caller; it has the clock, the transport and a lock around all of this. It submits batches,
 takes a slice with ``next``, writes it, and reports the outcome with ``finish``; each session has at most one
@@ -83,7 +83,7 @@ class _Progress:
     remaining: Iterator[Descriptors]
     """Slices that are not cut yet."""
     head: Descriptors | None = None
-    """Its next slice, once that is cut, until it comes back from the transport."""
+    """The first slice that has not come back from the transport: cut, or in flight. None: not cut yet."""
     is_started: bool = False
     num_bytes_left: int = 0
     total: Outcome = field(default_factory=Outcome)
@@ -126,7 +126,7 @@ class _RoomQueue:
     slice: Slice | None = None
     """The slice of ``writing`` that is in flight."""
     credit: int = 0
-    """Cost that is left of the room's turn."""
+    """Cost that the room's turn has left; it may end below 0."""
     refusal: str = ""
     """Why no slice of the room may start any more; empty until something failed."""
     num_untaken: int = 0
@@ -166,22 +166,22 @@ class SendQueue:
     def submit(self, session: str, batch: WriteBatch) -> None:
         """Queue ``batch`` for the peer at ``session``; it fails if an earlier batch of its room failed or was
         cancelled. Raises ValueError when the room still has batches for another session."""
-        room = self._rooms.get(batch.room)
-        if room is None:
-            room = self._rooms[batch.room] = _RoomQueue(session)
+        queue = self._rooms.get(batch.room)
+        if queue is None:
+            queue = self._rooms[batch.room] = _RoomQueue(session)
             self._peers.setdefault(session, _Peer()).num_rooms += 1
-        if room.session != session:
-            raise ValueError(f"room {batch.room} writes to session {room.session}, not to {session}")
+        if queue.session != session:
+            raise ValueError(f"room {batch.room} writes to session {queue.session}, not to {session}")
         progress = _Progress(batch, iter(batch.slices), num_bytes_left=batch.num_bytes)
-        if room.refusal:
+        if queue.refusal:
             progress.num_bytes_left = 0
-            self._complete(progress, room, room.refusal)
+            self._complete(progress, queue, queue.refusal)
             return
         peer = self._peers[session]
         peer.num_bytes += batch.num_bytes
-        room.waiting.append(progress)
-        if len(room.waiting) == 1 and room.writing is None:
-            room.credit = self._turn_bytes
+        queue.waiting.append(progress)
+        if len(queue.waiting) == 1 and queue.writing is None:
+            queue.credit = self._turn_bytes
             peer.line.append(batch.room)
 
     def next(self, session: str, now: float) -> Slice | None:
@@ -189,19 +189,19 @@ class SendQueue:
         self.expire(now)
         peer = self._peers.get(session)
         while peer is not None and peer.line:
-            room_id = self._first_ready(peer)
-            room = self._rooms[room_id]
-            if not self._cut(room):
+            room = self._first_ready(peer)
+            queue = self._rooms[room]
+            if not self._cut(queue):
                 continue
-            peer.line.remove(room_id)
-            progress = room.writing = room.waiting.popleft()
+            peer.line.remove(room)
+            progress = queue.writing = queue.waiting.popleft()
             assert progress.head is not None
             ready = None if progress.is_started else progress.batch.ready
             progress.is_started = True
-            room.credit -= cost(progress.head)
-            room.slice = Slice(progress.batch, progress.head, ready)
-            room.slice.start(now)
-            return room.slice
+            queue.credit -= cost(progress.head)
+            queue.slice = Slice(progress.batch, progress.head, ready)
+            queue.slice.start(now)
+            return queue.slice
         return None
 
     def why_stop(self, in_flight: Slice, now: float) -> str:
@@ -211,40 +211,41 @@ class SendQueue:
 
     def finish(self, written: Slice, outcome: Outcome) -> None:
         """Note that a slice came back from the transport."""
-        room_id = written.batch.room
-        room = self._rooms[room_id]
-        progress = room.writing
+        room = written.batch.room
+        queue = self._rooms[room]
+        progress = queue.writing
         assert progress is not None
-        room.writing = room.slice = None
-        room.overdue_reported = False
+        queue.writing = queue.slice = None
+        queue.overdue_reported = False
         num_bytes = written.writes.num_bytes
-        self._peers[room.session].num_bytes -= num_bytes
+        self._peers[queue.session].num_bytes -= num_bytes
         progress.num_bytes_left -= num_bytes
         progress.head = None
         total = progress.total
         total.secs += outcome.secs
         total.may_still_land |= outcome.may_still_land
         if outcome.error:
-            self._fail(progress, room, outcome.error)
+            self._fail(progress, queue, outcome.error)
             return
-        room.waiting.appendleft(progress)
-        if self._cut(room) and not self._refuse_rest(room):
-            peer = self._peers[room.session]
-            head = room.waiting[0].head
-            if head is not None and cost(head) <= room.credit:  # its turn goes on
-                peer.line.appendleft(room_id)
+        queue.waiting.appendleft(progress)
+        # Cutting comes first: it completes a wholly written batch even of a room that was refused meanwhile.
+        if self._cut(queue) and not self._refuse_rest(queue):
+            peer = self._peers[queue.session]
+            head = queue.waiting[0].head
+            if head is not None and cost(head) <= queue.credit:  # its turn goes on
+                peer.line.appendleft(room)
             else:
-                room.credit = self._turn_bytes
-                peer.line.append(room_id)
+                queue.credit = self._turn_bytes
+                peer.line.append(room)
 
     def take_completions(self, now: float) -> list[Completion]:
         """Return the completions since the last call, in order."""
         self.expire(now)
         completions, self._completions = self._completions, []
         for completion in completions:
-            room = self._rooms[completion.room]
-            room.num_untaken -= 1
-            if room.is_over:
+            queue = self._rooms[completion.room]
+            queue.num_untaken -= 1
+            if queue.is_over:
                 self._forget(completion.room)
         return completions
 
@@ -252,11 +253,11 @@ class SendQueue:
         """Return the rooms that have a slice in flight past its deadline, once for each such slice. Nothing
         behind it starts any more; its own completion comes when the transport returns."""
         overdue = []
-        for room_id, room in self._rooms.items():
-            if room.slice is not None and room.slice.deadline < now and not room.overdue_reported:
-                room.overdue_reported = True
-                self._refuse(room, "a write of the room passed its deadline in flight")
-                overdue.append(room_id)
+        for room, queue in self._rooms.items():
+            if queue.slice is not None and queue.slice.deadline < now and not queue.overdue_reported:
+                queue.overdue_reported = True
+                self._refuse(queue, "a write of the room passed its deadline in flight")
+                overdue.append(room)
         return overdue
 
     @property
@@ -284,73 +285,73 @@ class SendQueue:
 
     def refuse_all(self, reason: str) -> None:
         """Fail the batches of all rooms that have not started."""
-        for room in self._rooms.values():
-            self._refuse(room, reason)
+        for queue in self._rooms.values():
+            self._refuse(queue, reason)
 
     def expire(self, now: float) -> None:
         """Fail the waiting batches of rooms whose deadline has passed."""
-        for room in self._rooms.values():
-            if room.waiting and room.waiting[0].batch.deadline < now:
-                self._refuse(room, "the room's time was up before the peer was free")
+        for queue in self._rooms.values():
+            if queue.waiting and queue.waiting[0].batch.deadline < now:
+                self._refuse(queue, "the room's time was up before the peer was free")
 
     def _first_ready(self, peer: _Peer) -> Room:
         """Return the first room of the line whose bytes are ready, or else the first room."""
-        for room_id in peer.line:
-            if self._rooms[room_id].waiting[0].is_ready():
-                return room_id
+        for room in peer.line:
+            if self._rooms[room].waiting[0].is_ready():
+                return room
         return peer.line[0]
 
-    def _cut(self, room: _RoomQueue) -> bool:
-        """Cut the next slice of ``room``, and complete batches that have no further slices. Return False if
-        no slice is left."""
-        while room.waiting:
-            progress = room.waiting[0]
+    def _cut(self, queue: _RoomQueue) -> bool:
+        """Cut the room's next slice, and complete batches that have no further slices. Return False if no
+        slice is left; the room is then not in the line."""
+        while queue.waiting:
+            progress = queue.waiting[0]
             if progress.head is not None:
                 return True
             try:
                 progress.head = next(progress.remaining, None)
             except Exception as error:  # a bad batch must not end the thread, which serves the whole peer
-                room.waiting.popleft()
-                self._leave_line(progress.batch.room, room)
-                self._fail(progress, room, f"{type(error).__name__}: {error}")
+                queue.waiting.popleft()
+                self._leave_line(progress.batch.room, queue)
+                self._fail(progress, queue, f"{type(error).__name__}: {error}")
                 return False
             if progress.head is None:
-                room.waiting.popleft()
-                if not room.waiting:
-                    self._leave_line(progress.batch.room, room)
-                self._complete(progress, room, "")
+                queue.waiting.popleft()
+                if not queue.waiting:
+                    self._leave_line(progress.batch.room, queue)
+                self._complete(progress, queue, "")
         return False
 
-    def _leave_line(self, room_id: Room, room: _RoomQueue) -> None:
-        line = self._peers[room.session].line
-        if room_id in line:
-            line.remove(room_id)
+    def _leave_line(self, room: Room, queue: _RoomQueue) -> None:
+        line = self._peers[queue.session].line
+        if room in line:
+            line.remove(room)
 
-    def _fail(self, progress: _Progress, room: _RoomQueue, error: str) -> None:
+    def _fail(self, progress: _Progress, queue: _RoomQueue, error: str) -> None:
         """Fail a batch and all batches behind it."""
-        self._complete(progress, room, error)
-        self._refuse(room, f"an earlier batch of the room failed: {error}")
+        self._complete(progress, queue, error)
+        self._refuse(queue, f"an earlier batch of the room failed: {error}")
 
-    def _refuse(self, room: _RoomQueue, reason: str) -> None:
-        """Fail the waiting batches of ``room``, and all that are submitted before the room is over."""
-        room.refusal = room.refusal or reason
-        self._refuse_rest(room)
+    def _refuse(self, queue: _RoomQueue, reason: str) -> None:
+        """Fail the room's waiting batches, and all that are submitted before the room is over."""
+        queue.refusal = queue.refusal or reason
+        self._refuse_rest(queue)
 
-    def _refuse_rest(self, room: _RoomQueue) -> bool:
+    def _refuse_rest(self, queue: _RoomQueue) -> bool:
         """Fail the waiting batches if the room has a refusal. Returns whether it has one."""
-        if not room.refusal:
+        if not queue.refusal:
             return False
-        if room.waiting:
-            self._leave_line(room.waiting[0].batch.room, room)
-        while room.waiting:
-            self._complete(room.waiting.popleft(), room, room.refusal)
+        if queue.waiting:
+            self._leave_line(queue.waiting[0].batch.room, queue)
+        while queue.waiting:
+            self._complete(queue.waiting.popleft(), queue, queue.refusal)
         return True
 
-    def _complete(self, progress: _Progress, room: _RoomQueue, error: str) -> None:
+    def _complete(self, progress: _Progress, queue: _RoomQueue, error: str) -> None:
         """Make the completion of a batch. ``error``: empty if all of it was written."""
         batch, total = progress.batch, progress.total
-        self._peers[room.session].num_bytes -= progress.num_bytes_left
-        room.num_untaken += 1
+        self._peers[queue.session].num_bytes -= progress.num_bytes_left
+        queue.num_untaken += 1
         self._completions.append(
             Completion(
                 batch.room,

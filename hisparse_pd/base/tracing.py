@@ -61,7 +61,7 @@ class Tracer:
         learns that the caller records the request; false for callers that must not decide it, such as
         clients. Raises StartError for invalid OTEL_ variables.
         """
-        # Quiet: opentelemetry warns about clients' headers, urllib3 about each failed attempt.
+        # Warnings are silenced: opentelemetry has them for clients' headers, urllib3 for each failed attempt.
         for name in ("opentelemetry", "urllib3"):
             logging.getLogger(name).setLevel(logging.ERROR)
         complaints = LogLimiter()  # a collector that is away fails every batch

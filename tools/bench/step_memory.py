@@ -19,11 +19,13 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.sizing import device_demand
 
 RESERVE = ("graphs and workspaces", "steps")
-"""The parts that a node's reserve for activations covers; the runner's counts of tokens are in them, too."""
+"""The last two parts, for which a node plans its reserve for activations and the counts of tokens that its
+runner makes."""
 
 
 class MemoryByPart:
-    """Growth of a GPU's used memory from mark to mark, all processes together; empty on a CPU."""
+    """Growth of a GPU's used memory from mark to mark, all processes together; the first mark counts all that
+    is in use by then. Empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.gb: dict[str, float] = {}

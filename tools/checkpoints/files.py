@@ -85,7 +85,7 @@ def save_tokenizer(tokenizer: Tokenizer, out_dir: Path, model_max_length: int) -
 
 
 def byte_characters() -> list[str]:
-    """Return the printable character that byte-level vocabularies write for each byte."""
+    """Return the printable character that byte-level vocabularies, from GPT-2 on, write for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(NUM_BYTES) if byte not in plain]
     characters = {byte: chr(byte) for byte in plain} | {

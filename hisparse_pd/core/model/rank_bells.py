@@ -1,8 +1,8 @@
 """Lets the ranks of a node wake each other out of an idle wait, by messages straight from engine to engine.
 
 A rank that gets a request while all are idle rings (``engine/lockstep.py``); the other engines poll
-``socket`` beside their other sockets. A ring carries one number. Neither the rank that rings nor the one that
-hears waits.
+``socket`` beside their other sockets. A ring carries the number of the agreement to which it calls, so that
+one that comes too late is ignored. Neither the rank that rings nor the one that hears waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _NUMBER = struct.Struct("<q")
 _MAX_FRAME_BYTES = 1024
 """Greatest frame that is accepted; ZMQ's greetings are larger than a ring."""
 _MAX_RINGS = 64
-"""Rings that wait for a rank; one that reads late needs only the last ones."""
+"""Most rings that wait in a queue, and that one ``heard`` returns. Few ever wait, since no agreement goes on
+without the rank that has to read them."""
 
 
 class RankBells:

@@ -1,6 +1,8 @@
 """The control tokens of a tokenizer, and where a client's string may spell one or a part of one.
 
-``client_text.py`` replaces characters at these places so that the tokenizer finds no control token there.
+``client_text.py`` replaces characters at these places so that the tokenizer finds no control token there. A
+part counts because the template may write the other part: a token is cut into a beginning and a rest, and
+``'<|' ~ name ~ '|>'`` makes ``<|user|>`` of the name ``user``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _LITERAL_ENDS = ("'", '"', "{", "%")
-"""Characters that may follow a literal in a template's source: its quote, or a Jinja tag."""
+"""Characters that may follow a literal in a template's source: its quote, a Jinja tag, or ``%s`` in it."""
 
 _CHANGES_CASE = re.compile(r"\b(?:lower|upper|title|capitalize)\b")
 """A pattern for the filters and methods by which a template may change the case of strings."""
@@ -50,7 +52,8 @@ class ControlTokens:
         """All proper beginnings of tokens."""
         begun = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
         self._rests = {rest for beginning, rest in parts if beginning in begun}
-        """Rests of tokens whose beginnings end literals of the template; together they could be the token."""
+        """Rests of tokens whose beginnings end literals of the template: a client's string in that place may
+        continue the token."""
         self._rest_beginnings = {rest[:end] for rest in self._rests for end in range(1, len(rest) + 1)}
         self._rest_first_chars = {rest[0] for rest in self._rests}
         quoted = re.findall(r"'([^'\n]*)'|\"([^\"\n]*)\"", template)
@@ -58,29 +61,31 @@ class ControlTokens:
             *re.findall(r"\.(\w+)", template),
             *(word for pair in quoted for word in pair),
         }
-        """Names and literals that the template may compare strings with; they are not taken for rests."""
+        """Names and literals that the template may compare strings with. A whole string that is one of them
+        is not replaced as a rest of a token, because the comparison would fail."""
 
     def places(self, text: str) -> list[int]:
         """Return the indexes of the characters with which ``text`` may begin or continue a control token."""
         stripped = text.lstrip()
-        # At the beginning: the rest of a token that a literal of the template begins.
-        found = [len(text) - len(stripped)] if self._completes_token(stripped) else []
-        # Where the template may remove characters: any character with which such a rest may begin.
+        # The string may begin with the rest of a token that a literal of the template begins.
+        found = [len(text) - len(stripped)] if self._continues_token(stripped) else []
+        # Such a rest may begin anywhere if the template may remove the characters before it.
         if self._may_remove and len(text) <= _MAX_NAME_CHARS and text not in self._compared_words:
             found += (index for index, char in enumerate(text) if char in self._rest_first_chars)
         if self._first_char.search(text) is None:
             return found
-        # Anywhere: a whole token.
+        # A whole token may be anywhere.
         found += (match.start() for match in self._spelling_start.finditer(text))
-        # At the end: the beginning of a token that the template may complete.
+        # The string may end with the beginning of a token that the template completes.
         end = len(text.rstrip())
         for match in self._first_char.finditer(text, max(0, end - self._max_chars), end):
             if text[match.start() : end] in self._beginnings:
                 found.append(match.start())
         return found
 
-    def _completes_token(self, text: str) -> bool:
-        """Whether ``text`` begins with the rest of a token that the template begins, or is a part of one."""
+    def _continues_token(self, text: str) -> bool:
+        """Whether ``text`` begins with the rest of a token that the template begins, or is the beginning of
+        such a rest, whose end the template may write."""
         for end in range(1, len(text) + 1):
             if text[:end] in self._rests:
                 break

@@ -51,7 +51,7 @@ class ChatPrompt:
     """The client's names of ``tools``, by the functions' names, where the two differ."""
     left_out: tuple[LeftOutTool, ...] = ()
     num_chars: int = field(init=False)
-    """Characters that a template may write, and _CHARS_A_VALUE more for each value."""
+    """The cost of encoding: characters that a template may write, and _CHARS_A_VALUE more for each value."""
 
     def __post_init__(self) -> None:
         num_chars = _num_chars(self.messages, self.tools, self.template_arguments)
@@ -72,7 +72,8 @@ MAX_VALUES = 1 << 19
 tenth of a second, in which nobody else is served."""
 
 _CHARS_A_VALUE = 16
-"""Characters that are encoded in the time that a template takes for a value, apart from the value's text."""
+"""The template's time for one value, as the number of characters that are encoded in that time. The value's
+own text is counted beside it."""
 
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
-"""Packs SGLang and what it needs beside a machine's own packages into one archive.
+"""Packs SGLang, and those packages it needs that a GPU machine lacks, into one archive.
 
     python -m tools.bench.beside_sglang.carry --out sglang-site.tar.xz [--work FOLDER] [--cache FOLDER]
 
-For a GPU machine without a network: wheels for CPython 3.12 on x86-64 come from pip's index, are unpacked
+The machine needs no network for it. Wheels for CPython 3.12 on x86-64 come from pip's index, are unpacked
 into one folder, lose what decoding on a Hopper GPU does not call (``DROPPED``), and are packed. The machine
 has torch 2.11 for CUDA 13, triton, nvcc, and the usual packages around them: see ``README.md``. ``--cache``
 adds the kernels that a run before compiled, which the next one then takes from the archive.
@@ -23,6 +23,7 @@ from typing import Final
 
 PYTHON: Final = "3.12"
 MOST_MIB: Final = 52
+"""Largest archive that a transfer to the machine takes."""
 CACHE: Final = "_cache"
 """Folder of the archive with compiled kernels."""
 PACKAGES: Final = (
@@ -64,7 +65,8 @@ PACKAGES: Final = (
 )
 """Versions that start together; SGLang 0.5.17 is the newest for torch 2.11."""
 OURS: Final = "_ours"
-"""Folder of the archive with links to what our own benchmark needs, for PYTHONPATH."""
+"""Folder of the archive with links to what our own benchmark needs. It alone is in the PYTHONPATH of our
+processes, so that they see nothing else of the archive."""
 OUR_PACKAGES: Final = (
     *("annotated_types", "llguidance", "llguidance-1.9.1.dist-info", "msgspec", "pydantic"),
     *("pydantic_core", "typing_inspection", "zmq", "pyzmq.libs"),
@@ -91,6 +93,7 @@ STANDING_IN: Final = {
 }
 """Files of a package that SGLang imports for notebooks, and that the machine lacks."""
 _GLIBC: Final = (17, 24, 26, 27, 28, 31, 34, 35, 39)
+"""Minor versions of glibc 2 whose manylinux wheels run on the machine."""
 
 
 class CarryError(Exception):
@@ -117,9 +120,10 @@ def unpack(wheels: Sequence[Path], site: Path) -> None:
 
 
 def strip(site: Path) -> Iterator[tuple[str, int]]:
-    """Remove what is not called from ``site``. Yields each pattern with the bytes that it removed.
+    """Remove DROPPED from ``site``, one pattern an iteration, and write the files of STANDING_IN at the end.
 
-    Raises CarryError where a pattern finds nothing: another release has another layout.
+    Yields each pattern with the bytes that it removed; iterate to the end. Raises CarryError where a pattern
+    finds nothing: another release has another layout.
     """
     for pattern in DROPPED:
         found = sorted(site.glob(pattern))
@@ -141,7 +145,7 @@ def strip(site: Path) -> Iterator[tuple[str, int]]:
 
 
 def link_ours(site: Path) -> None:
-    """Make the folder of our own packages, as links. Raises CarryError where one is absent."""
+    """Make the folder OURS, with its links. Raises CarryError where one is absent."""
     (site / OURS).mkdir()
     for name in OUR_PACKAGES:
         if not (site / name).exists():
