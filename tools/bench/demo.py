@@ -64,12 +64,13 @@ class Case:
         sampling = {"max_new_tokens": MAX_TOKENS, "temperature": 0}
         openais = {"max_tokens": MAX_TOKENS, "temperature": 0, "stream_options": {"include_usage": True}}
         messages = [{"role": "user", "content": self.retrieval.content}]
-        own: dict[str, dict[str, Any]] = {
+        own_of_path: dict[str, dict[str, Any]] = {
             "/v1/chat/completions": {"messages": messages, **openais},
             "/v1/completions": {"prompt": f"{self.retrieval.content}\nAnswer:", **openais},
             "/generate": {"input_ids": self.retrieval.token_ids, "sampling_params": sampling},
         }
-        return own | {"stream": True} | ({} if self.hisparse is None else {"hisparse": self.hisparse})
+        flag = {} if self.hisparse is None else {"hisparse": self.hisparse}
+        return own_of_path[self.path] | {"stream": True} | flag
 
 
 def make_cases() -> list[Case]:
