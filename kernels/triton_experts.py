@@ -80,8 +80,9 @@ def run_experts_triton(
             both = hidden.new_empty((num_rows, 2 * inner_size))
             in_groups = all(takes_groups(rounded.values, each, routing) for each in (gate_up, down))
             if in_groups:
-                gathered = gather_rows(rounded, routing, first_expert, len(gate_up.values))
-                multiply_rows(gathered, gate_up, both, routing, first_expert, is_first=True)
+                rows = gather_rows(rounded, routing, first_expert, len(gate_up.values))
+                multiply_rows(rows, gate_up, both, routing, first_expert, is_first=True)
+                del rows
             else:
                 _launch(rounded.values, rounded.scales, gate_up, both, routing, first_expert, is_first=True)
             inner, x_scales = quantize_gated(both[None], ue8m0=down.ue8m0)
