@@ -72,8 +72,8 @@ class SourceRegions:
         return max(kv_layers, default=-1) + 1, max(index_groups, default=-1) + 1
 
     def num_layers_until(self, num_kv: int, num_index: int) -> int:
-        """Return how many layers of the model write the first ``num_kv`` layers of ``kv`` and the first
-        ``num_index`` of ``index``."""
+        """Return how many of the model's layers must have run until the first ``num_kv`` layers of ``kv`` and
+        ``num_index`` of ``index`` are written."""
         return (
             max(self.kv_layer_of_layer.index(num_kv - 1), self.index_group_of_layer.index(num_index - 1)) + 1
         )

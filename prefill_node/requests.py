@@ -137,6 +137,7 @@ class PrefillRequest:
 
     @property
     def first_stepped(self) -> int:
+        """First position that is computed with the roundings of decode steps."""
         return self.bootstrap.first_stepped
 
     @property
@@ -162,7 +163,7 @@ class Delivery:
 
     def answers(self, node_id: str, attempt: int) -> bool:
         """Return whether a Bootstrap repeats that attempt, so that what was delivered is still in its landing
-        zone."""
+        zone. 0 is the attempt of a node that numbers none."""
         return attempt > 0 and (self.node_id, self.attempt) == (node_id, attempt)
 
 
