@@ -72,8 +72,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
 """Names in argparse's namespace that are no settings."""
-_SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
-_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}
+_SET_BY_PAIR = frozenset(
+    ("prefill", "decode", "advertise_host", "control_port", "nnodes", "node_rank", "dist_init_addr")
+)
 """Settings that ``pair`` does not take: it connects its services itself, and they are all on this machine."""
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
 """Settings of ``pair`` that concern its router alone, since its nodes stay on loopback."""
@@ -149,8 +150,8 @@ def pair_settings(
         "decode": {"port": pair.decode_port},
         "router": {},
     }
-    merged: dict[str, dict[str, Any]] = {}
-    options: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}  # values of the file, by service
+    options: dict[str, dict[str, Any]] = {}  # values of the command line, by service
     for name in SECTIONS:
         merged[name] = node_ports[name] | _shared_values(name, from_file) | sections[name]
         options[name] = _shared_values(name, given)
@@ -158,7 +159,7 @@ def pair_settings(
         options["decode"]["device"] = pair.decode_device
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
-    chosen = set(from_file) | set(given)
+    chosen = set(from_file) | set(given)  # names that the user set outside any section
     prefill = _with_ports(
         prefill,
         port="prefill_port" in chosen or "port" in sections["prefill"],

@@ -80,7 +80,7 @@ def run_engine_process(
             has_row_checks=settings.verify_rows,
         )
         gc.freeze()
-        gc.enable()
+        gc.enable()  # all is imported, without collections
         AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
         num_host_bytes = engine_class.registered_host_bytes(settings, spec)
         transport = transport_of(settings, num_host_bytes, placement.nics)
@@ -122,8 +122,8 @@ def run_engine_process(
 
 
 def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
-    """Return the transport of a rank that registers ``num_host_bytes`` of main memory. RDMA devices ``near``
-    the rank are preferred.
+    """Return the transport of a rank that registers ``num_host_bytes`` of main memory. ``near``: RDMA devices
+    near the rank, which are preferred.
 
     Raises StartError, also if free memory is too small for the pools of all ranks on this machine together:
     all ranks check this before any allocates its own.
