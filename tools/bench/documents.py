@@ -110,6 +110,7 @@ def documents(length: int, count: int) -> Iterator[Document]:
         return torch.rand(*shape, generator=generator)
 
     def below(bound: int) -> list[list[int]]:
+        """Draw an integer below ``bound`` for each sentence of each document."""
         return (rand(count, num_sentences) * bound).long().tolist()
 
     most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # and "Answer:", the answers and the end token
@@ -119,6 +120,7 @@ def documents(length: int, count: int) -> Iterator[Document]:
     early_place = (rand(count, 1) * max(1, most_tokens // 64)).long()
     is_fact.scatter_(1, early_place, True)
     pairs = rand(count, len(ADJECTIVES) * len(ANIMALS)).topk(num_sentences, dim=1).indices.tolist()
+    # A number is written in twos: two digits, two more, and up to two at the end.
     digits = zip(below(90), below(100), below(100), below(3), strict=True)
     fillers, attributes = below(_NUM_FILLERS), below(len(ATTRIBUTES))
     priorities = rand(count, num_sentences)  # facts with the highest ones are asked for

@@ -186,20 +186,22 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     queries = torch.zeros_like(positions), positions, real
     unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
     first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
-    paged, other = (torch.zeros((num_tokens, -(-context // 64) * 64), device=HOME) for _ in range(2))
-    some: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
+    shape = (num_tokens, -(-context // 64) * 64)
+    of_paged, of_unpacked = (torch.zeros(shape, device=HOME) for _ in range(2))  # logits
+    block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
 
     def paged_logits(is_prompt: bool) -> None:
         triton_indexer.write_logits(
-            q_index, weights, keys, pages[None], *queries, paged, page_size=PAGE_SIZE, top_k=0,
-            key_format=FP8_E4M3, is_prompt=is_prompt, **some,
+            q_index, weights, keys, pages[None], *queries, of_paged, page_size=PAGE_SIZE, top_k=0,
+            key_format=FP8_E4M3, is_prompt=is_prompt, **block,
         )  # fmt: skip
 
     def unpacked_logits() -> None:
         key_format.unpack(keys, pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
         gluon_indexer.write_logits(
-            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, other, top_k=0, **some
-        )
+            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, of_unpacked,
+            top_k=0, **block,
+        )  # fmt: skip
 
     us = {
         "logits_alone_us": graph_us([partial(paged_logits, False)]),
@@ -207,10 +209,10 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     }
     if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, device):
         us["logits_unpacked_us"] = graph_us([unpacked_logits])
-        if not torch.equal(paged, other):
+        if not torch.equal(of_paged, of_unpacked):
             raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
     selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
-    us["top_k_us"] = graph_us([partial(select, paged, *queries, selected, num_rows=1, **some)])
+    us["top_k_us"] = graph_us([partial(select, of_paged, *queries, selected, num_rows=1, **block)])
     q = torch.randn((num_tokens, 128, RANK + ROPE), device=HOME).bfloat16()
     sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": 128, "top_k": TOP_K}
     whole = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)
@@ -229,7 +231,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def experts(options: argparse.Namespace) -> Cells:
-    matrices = 3 * options.hidden * options.inner
+    num_weights = 3 * options.hidden * options.inner  # of one expert
     for weights in options.weights:
         dtype = FP8 if weights == "fp8" else torch.bfloat16
         routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))
@@ -242,13 +244,13 @@ def experts(options: argparse.Namespace) -> Cells:
             inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
             num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
             us = graph_us([partial(routed, *call) for call in inputs])
-            num_bytes = num_read * matrices * dtype.itemsize
+            num_bytes = num_read * num_weights * dtype.itemsize
             yield {
                 "weights": weights,
                 "tokens": num_tokens,
                 "us": us,
                 "TB/s": num_bytes / us["median"] / 1e6,
-                "TFLOP/s": 2 * num_tokens * options.top_k * matrices / us["median"] / 1e6,
+                "TFLOP/s": 2 * num_tokens * options.top_k * num_weights / us["median"] / 1e6,
             }
         del routed
         torch.cuda.empty_cache()

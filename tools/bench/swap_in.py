@@ -67,6 +67,7 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pool = pinned_pool()
     peak = copy_peak(pool)
     most_new = max(options.new)
+    # max_new and num_new: the positions that the code is compiled for, and those of a request in a call.
     kinds = [(1, 1), *((most_new, num_new) for num_new in options.new if most_new > 1)]
     for item_bytes in options.item:
         num_slots = POOL_BYTES // item_bytes
@@ -115,12 +116,13 @@ def selections(
     for req in range(batch):
         order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # excludes the new positions
         current = order[:TOP_K].copy()
-        used = TOP_K
-        left: list[np.ndarray] = []
+        used = TOP_K  # positions of ``order`` that were selected so far
+        left: list[np.ndarray] = []  # the positions that each token replaced
         steps[0, req] = current
         for step in range(1, num_tokens):
             replaced = random.choice(TOP_K, num_replaced, replace=False)
             left.append(current[replaced])
+            # Replaced three tokens earlier, because left[-1] is what this token replaces.
             back = left[-4][: num_replaced - num_missed] if len(left) > 3 else order[:0]
             num_fresh = num_replaced - len(back)
             current[replaced] = np.concatenate((back, order[(used + np.arange(num_fresh)) % len(order)]))
@@ -163,7 +165,7 @@ def copy_peak(pool: Tensor) -> dict[str, Any]:
 
 
 class Cell:
-    """Requests with empty hot buffers over one host pool: tables, device pool and common arguments.
+    """Requests with empty hot buffers over one host pool, with their tables and device pool.
 
     ``host``: uint8 [1, num_slots, item_bytes]. The rows of a request lie together, followed by those of the
     next. Raises ValueError when they do not fit.

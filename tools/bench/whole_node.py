@@ -132,7 +132,7 @@ def measure_cells(
     of that size took.
     """
     done: set[tuple[Any, ...]] = set()
-    secs_by_tokens: list[tuple[int, float]] = []
+    secs_by_tokens: list[tuple[int, float]] = []  # tokens of a measured cell, and its time
     for cell in cells(arguments):
         buffer = max(arguments.buffer, full_buffer(cell["drafts"], model.spec.index_topk))
         cell_arguments = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
@@ -144,7 +144,9 @@ def measure_cells(
         expected_secs = min(as_large, default=max((secs for _, secs in secs_by_tokens), default=0.0))
         has_time = time.monotonic() + expected_secs < arguments.ends_at
         key = (batch, *(cell[name] for name in ("context", "jitter", "drafts", "modes")))
-        if batch == 0 or key in done or (0,) in ranks.agree(int(has_time)):
+        if batch == 0 or key in done:  # the same on all ranks
+            continue
+        if not all(has_time_there for (has_time_there,) in ranks.agree(int(has_time))):
             continue
         done.add(key)
         started = time.monotonic()
