@@ -208,7 +208,8 @@ class EngineLink:
         shares: Sequence[tuple[RankLink, GenerateGroup]],
         samples: Sequence[tuple[RankLink, Generate]],
     ) -> None:
-        """Count a request's samples as in flight. Raises QueueFull or ApiError if they do not fit."""
+        """Count a request's samples, which are counted on their ranks already, as in flight. Raises QueueFull
+        or ApiError if they do not fit, and takes all counts back."""
         num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
         self.counts.add(len(samples), num_prompt_tokens)
         try:
