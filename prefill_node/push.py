@@ -38,7 +38,8 @@ MIN_BATCH_BYTES = 256 << 10
 TCP moves about as many bytes in that time."""
 
 WRITE_TIMEOUT_SECS = 60.0
-"""Time limit of one slice, from its start: half a megabyte a second for 32 MiB, and twice Mooncake's 30 s."""
+"""Time limit of one slice, from its start: 32 MiB at half a megabyte a second, and twice Mooncake's own time
+limit of 30 s."""
 
 MAX_PENDING_BATCHES = 2
 """Batches of a room with the sender: one in the transport and one after it, so that the transport need not
@@ -181,7 +182,7 @@ class Pusher:
                     "they must be written in order, each once"
                 )
             push.num_layers_written += 1
-            if push.num_layers_written > push.num_layers:
+            if push.num_layers_written > push.num_layers:  # a draft layer that the decode node does not take
                 continue
             if push.num_layers_written == push.num_layers or self._is_due(push):
                 self._submit_layers(push, push.num_layers_written, ready)
@@ -221,6 +222,7 @@ class Pusher:
         )
 
     def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
+        """Submit the model's layers up to ``stop`` that are not submitted yet, as one batch."""
         first = push.num_layers_submitted
         if first == stop or push.start == push.stop:
             return

@@ -58,6 +58,7 @@ CACHE_POOLS = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
 allocator of its own."""
 
+# Totals that begin at 0, so that an alert sees the first event, too.
 _COUNTERS = (
     "prompt_tokens_total",
     "cached_tokens_total",

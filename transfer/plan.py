@@ -1,4 +1,4 @@
-"""Write plans: turn token slots on both sides into as few byte ranges as possible. Pure functions over numpy.
+"""Plans writes: turns token slots on both sides into as few byte ranges as possible, as arrays of numpy.
 
 ``prefill_node/push.py`` plans each chunk with it. ``plan_writes`` coalesces tokens into runs that are
 contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for some

@@ -47,6 +47,7 @@ def run_engine_process(
 
     ``settings.device`` is this rank's. Raises StartError, also from the engine.
     """
+    # The process: its log, its place on the machine, its threads and its channels to the fronts.
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
     setup_logging(settings.log_level, f"{engine_class.role}-engine:{settings.port}{rank}")
@@ -64,6 +65,7 @@ def run_engine_process(
     socket = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
+        # All that can be checked without weights: device, model, main memory, transport, the other ranks.
         if settings.device == "cpu":
             try_products()
         check_devices((settings.device,))
@@ -96,6 +98,7 @@ def run_engine_process(
                 over_memory=settings.rank_exchange == "auto",
             )
             ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
+        # The weights, then the engine with its pools.
         model = load_model(
             settings.model_path,
             spec,

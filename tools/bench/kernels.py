@@ -49,10 +49,12 @@ from tools.bench.report import make_console, shown, table_of, write_report
 from tools.bench.swap_in import add_options, swap_ins
 
 HOME: Final = "cuda:0"
+"""The GPU that is measured."""
 RANK, ROPE, TOP_K = 512, 64, 2048
 INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
 NUM_SLOTS: Final = 1 << 20
 NUM_CALLS: Final = 8
+"""Calls in a graph, each with inputs of its own."""
 COLD_BYTES: Final = 256 << 20
 """Bytes that a graph's calls read before inputs repeat: several times an L2 cache."""
 COPY_BYTES: Final = 1 << 30

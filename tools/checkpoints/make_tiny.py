@@ -40,6 +40,7 @@ LIKELY_DRAFTS = 0.3
 PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTES, NUM_BYTES + 3)
 VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 
+# Sizes of all variants.
 HIDDEN = 128
 NUM_LAYERS = 3
 """Layers of V3.2 and A.X-K2: one dense and two with experts."""

@@ -78,8 +78,12 @@ class CallReader:
         """Read the calls to their end. Returns the mark that ended them where the caller has to read it:
         another opening, or one of ``marks_beside_name``, which show that what looked like a name is none."""
         markup, ends, mark = self._markup, self._ends, ""
-        before = markup.end_of_name or markup.key
-        marks_of_name = (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
+        behind_name = markup.end_of_name or markup.key
+        marks_of_name = (
+            *([behind_name] if behind_name else []),
+            *ends,
+            *(() if markup.call else markup.openings),
+        )
         while mark != markup.closing:
             if markup.call:
                 mark = yield from self._read_gap((markup.call, markup.closing))
@@ -91,6 +95,7 @@ class CallReader:
             if mark in (*marks_beside_name, *markup.openings) or not (mark or markup.call):
                 return mark  # the opening was none, for no call followed
             if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
+                # The "name" is the whole call.
                 self._begin_call(whole.name)
                 self._end_call(bytes(whole.arguments).decode(), mark)
             elif not name and ends_call and not markup.end_of_name:
@@ -98,6 +103,7 @@ class CallReader:
             elif name and mark and not markup.is_json and not (ends_call and markup.end_of_name):
                 mark = yield from self._read_call(name, mark)
             else:
+                # No call: content up to the mark that would end it.
                 self._show_content(mark)
                 if not ends_call:
                     mark = yield from self._read_content(ends)

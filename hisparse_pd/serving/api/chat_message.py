@@ -135,13 +135,14 @@ class MessageParser:
             while text in self._openings and self._markup is not None:
                 self._is_reasoning_open |= self._in_reasoning
                 calls = self._calls = CallReader(self._markup, self._schemas, text, self._blocks)
+                # ``text`` becomes the mark that ended the calls and is to be read here, or "".
                 text = yield from calls.read((self._think.closing,) if self._is_reasoning_open else ())
                 if calls.is_over:
                     self._in_reasoning, self._skips_space = False, True
                     self._calls = None
                 else:
                     self._show_as_text(calls)
-            if text:
+            if text:  # the end of reasoning, or of calls for the second time
                 self._is_reasoning_open &= text != self._think.closing
                 self._in_reasoning, self._skips_space = False, True
 
@@ -188,11 +189,13 @@ class MessageParser:
 
 
 def _match_openings(text: str, think: ThinkMarks) -> str:
+    """Return the white space and opening marks of reasoning that ``text`` begins with."""
     found = re.match(rf"\s*({re.escape(think.opening)}\s*)*", text)
     return found.group() if found is not None else ""
 
 
 def search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
+    """Find the first of ``marks`` in ``text`` from index ``at`` on."""
     return _pattern(marks).search(text, at) if marks else None
 
 

@@ -106,8 +106,9 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
         return
     turn = Turn()
     items = _items(message_items("input", value))
-    num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0)
+    last_answer = max((i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0)
     for index, (name, item) in enumerate(items):
+        # A turn ends before an item of another role, and before the first item of the next answer.
         begins_next_answer = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
             turn.calls or turn.texts
         )
@@ -131,7 +132,7 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
             case parts.InputMessage():
                 yield {"role": item.role, "content": joined_text(item.content)}
             case parts.CallOutput():
-                is_answered = index < num_answered
+                is_answered = index < last_answer
                 yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
     if not turn.is_empty:
         yield turn.message()
