@@ -176,6 +176,7 @@ class Registrations:
 
 
 def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str | None:
+    """Return which region is missing, given twice or of a wrong size for ``geometry``; None for none."""
     kinds = [region.kind for region in regions]
     for kind in RegionKind:
         if kinds.count(kind) > 1:

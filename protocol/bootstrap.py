@@ -182,6 +182,7 @@ def look_up(
     url = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
     deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
     addresses = _addresses(url, bootstrap_host, allowed, deadline)
+    # Ask, and check who answers.
     nonce = secrets.token_hex(_NONCE_BYTES)
     headers = {}
     if keys is not None:
@@ -199,6 +200,7 @@ def look_up(
             rejected=True,
         )
     info = parse_info(answer.body, url)
+    # Resolve the control hosts.
     if info.control_host_for(bootstrap_host) == bootstrap_host:
         control_host = address  # it answers there; the name's other addresses may be other machines
     else:

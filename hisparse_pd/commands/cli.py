@@ -131,14 +131,7 @@ def pair_settings(
     that knows it, a section's key wins over it, and the command line wins over both.
     """
     from_file = read_file(config) if config is not None else {}
-    sections: dict[str, dict[str, Any]] = {}
-    for name, model in SECTIONS.items():
-        section = from_file.pop(name, {})
-        if not isinstance(section, dict):
-            raise SettingsError(f"{config}: {name}: expected a section with settings, got {section!r}")
-        allowed = {key: field for key, field in model.model_fields.items() if key not in _SET_BY_PAIR}
-        sections[name] = with_underscores(section, f"{config} [{name}]")
-        check_known(sections[name], allowed, f"{config} [{name}]")
+    sections = _take_sections(from_file, config)
     check_known(from_file, {**_pair_fields(), **dict.fromkeys(SECTIONS)}, str(config))
 
     # The nodes' settings, with the ports that ``pair`` chooses for them.
@@ -173,6 +166,19 @@ def pair_settings(
         merged["router"].setdefault("node_api_key_file", node_keys)
     router = validate(RouterSettings, merged["router"], f"{config} [router]", options["router"])
     return pair, prefill, decode, _with_ports(router, port=True)
+
+
+def _take_sections(from_file: dict[str, Any], config: Path | None) -> dict[str, dict[str, Any]]:
+    """Take the services' sections out of a pair's file. Raises SettingsError."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, model in SECTIONS.items():
+        section = from_file.pop(name, {})
+        if not isinstance(section, dict):
+            raise SettingsError(f"{config}: {name}: expected a section with settings, got {section!r}")
+        allowed = {key: field for key, field in model.model_fields.items() if key not in _SET_BY_PAIR}
+        sections[name] = with_underscores(section, f"{config} [{name}]")
+        check_known(sections[name], allowed, f"{config} [{name}]")
+    return sections
 
 
 def _pair_fields() -> dict[str, FieldInfo]:

@@ -50,6 +50,7 @@ def measure_collectives(
 
 
 def _measured(ranks: RankGroup, device: torch.device, hidden_size: int, num_tokens: int) -> dict[str, Any]:
+    """Time the exchange that ``ranks`` has now, and check its last results. All ranks make the same call."""
     packed_bytes = 8 * TOP_K + 2 * hidden_size  # a token's experts and weights, and its bfloat16 state
 
     def packed_of(rank: int) -> Tensor:

@@ -167,9 +167,11 @@ def prompts(options: argparse.Namespace) -> Cells:
 
 
 def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
+    """Measure one cell: ``num_tokens`` queries behind ``first`` positions, all in one request."""
     from hisparse_pd.kernels import gluon_indexer, triton_indexer
     from hisparse_pd.kernels.topk import select
 
+    # The request's pages with items and keys, and its queries.
     context, device = first + num_tokens, torch.device(HOME)
     num_pages = -(-context // PAGE_SIZE)
     pages = torch.randperm(num_pages, device=HOME).int()
@@ -186,6 +188,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     positions = torch.arange(first, context, device=HOME)
     real = torch.tensor([num_tokens], dtype=torch.int32, device=HOME)
     queries = torch.zeros_like(positions), positions, real
+    # The indexer's logits, by keys in the pool and by unpacked ones, and the top-k.
     unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
     first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
     shape = (num_tokens, -(-context // 64) * 64)
@@ -215,6 +218,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
             raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
     selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
     us["top_k_us"] = graph_us([partial(select, of_paged, *queries, selected, num_rows=1, **block)])
+    # Attention to what was selected, by items in the pool and by unpacked ones.
     q = torch.randn((num_tokens, 128, RANK + ROPE), device=HOME).bfloat16()
     sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": 128, "top_k": TOP_K}
     whole = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)

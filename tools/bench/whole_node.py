@@ -161,6 +161,7 @@ def measure_cells(
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     """Run one rank: links, agreement, load, collectives, prefill, then the steps of all cells."""
+    # This rank's process, as an engine's start makes it.
     console = Console(width=REPORT_WIDTH, quiet=place.rank > 0)
     settings = DecodeSettings(
         model_path=arguments.model_path, device=arguments.device, dp_size=place.size

@@ -409,6 +409,7 @@ _SEEDS = {"v32": 16, "glm": 27, "axk2": 17, "mistral": 15}
 
 
 def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain: float | None) -> None:
+    """Draw all weights in order, scale them for an MTP layer if there is one, and write them rounded."""
     from safetensors.numpy import save_file
 
     maker = _Maker(_SEEDS[variant])

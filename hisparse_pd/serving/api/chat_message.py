@@ -153,9 +153,12 @@ class MessageParser:
             return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
         if markup is None:
             return ()
-        # GLM sometimes writes the end of its calls twice: the second one is no content.
-        ends = (*([markup.closing] * self.has_calls), *([closing] * self._is_reasoning_open))
-        return (*self._openings, *ends)
+        marks = [*self._openings]
+        if self.has_calls:  # GLM sometimes writes the end of its calls twice: the second one is no content
+            marks.append(markup.closing)
+        if self._is_reasoning_open:
+            marks.append(closing)
+        return tuple(marks)
 
     def _show_as_text(self, calls: CallReader) -> None:
         """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
@@ -179,6 +182,7 @@ class MessageParser:
             withheld = self._leave_start() + withheld
         elif self._calls is not None:
             if is_cut or self._calls.is_in_call:
+                # In some markup the answer's end is the last call's, too.
                 if self._markup is not None and self._markup.ends_with_answer and not is_cut:
                     self._send(self._markup.call_end, is_mark=True)
                 return

@@ -78,6 +78,7 @@ def write_grammar(
         # Where such text is read as a call, reasoning must not have it.
         marks = [writer.opening] if may_interrupt or not separates_reasoning else []
         thoughts = _thoughts(lark, think, reasoning, marks)
+        # Behind reasoning comes the answer in its format, or calls, or text in which a call may begin.
         parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
         called = writer.behind_opening(
             list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one
@@ -85,6 +86,7 @@ def write_grammar(
         is_text_allowed = answer is None and not calls.is_forced
         parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
         alternatives = [sequence(thoughts, f"({' | '.join(parts)})")]
+        # Or a call ends reasoning.
         if may_interrupt and reasoning is not ReasoningStart.NONE:
             interrupted = _thoughts_until(lark, think, reasoning, writer.opening, [think.closing])
             alternatives.append(f"{interrupted} {called}")

@@ -56,6 +56,7 @@ _INPUT = "input"
 """Name of a custom tool's only argument, as the model is shown it."""
 
 _ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
+"""Fields that the answer repeats as they are."""
 
 Message = dict[str, object]
 
@@ -218,7 +219,8 @@ class ResponseTools:
     def _add(
         self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
     ) -> None:
-        """Add one function or custom tool, of ``namespace`` if it is in one. Raises ApiError 400."""
+        """Add one function or custom tool, of ``namespace`` if it is in one. ``about``: text that precedes
+        its description. Raises ApiError 400."""
         match kind:
             case "function":
                 decode(parts.ResponsesTool, item, name)
