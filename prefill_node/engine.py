@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_SECS = 5.0
 """Limit for writes in flight when the engine closes."""
 
-SHORT_SHARE = 4
-"""A long prompt leaves up to 1 / SHORT_SHARE of a step to later prompts that end in the same step."""
+SHORT_DIVISOR = 4
+"""A long prompt leaves up to 1 / SHORT_DIVISOR of a step to later prompts that end in the same step."""
 
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: requests that send or drain keep their slots while others compute."""
@@ -94,7 +94,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         num_aux_slots = _num_aux_slots(settings)
         self._limits = StepLimits(
             chunk_tokens=settings.chunked_prefill_size,
-            short_tokens=settings.chunked_prefill_size // SHORT_SHARE,
+            short_tokens=settings.chunked_prefill_size // SHORT_DIVISOR,
             max_requests=settings.max_running_requests,
             page_size=settings.page_size,
             num_pages=num_pages,

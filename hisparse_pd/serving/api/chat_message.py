@@ -13,7 +13,7 @@ import re
 from functools import cache
 
 from hisparse_pd.base.vocabulary import FinishReason
-from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, BlockList, Change
+from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind, BlockList
 from hisparse_pd.serving.api.call_reader import CallReader, Marks, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.serving.api.detokenizer import overlap
@@ -71,7 +71,7 @@ class MessageParser:
     def blocks(self) -> list[Block]:
         return self._blocks.blocks
 
-    def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
+    def feed(self, text: str, finish: FinishReason | None = None) -> list[BlockChange]:
         """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
         this reason."""
         text, self._withheld = self._withheld + text, ""

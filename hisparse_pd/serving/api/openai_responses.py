@@ -17,6 +17,7 @@ from hisparse_pd.serving.api import responses_parts as parts
 from hisparse_pd.serving.api.bodies import ResponsesBody
 from hisparse_pd.serving.api.body_parts import MAX_TOOLS, ItemKind
 from hisparse_pd.serving.api.conversations import (
+    Item,
     Turn,
     joined_text,
     may_call_tools,
@@ -139,7 +140,7 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
         yield turn.message()
 
 
-def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
+def _items(given: list[Item]) -> list[tuple[str, Any]]:
     """Return the items with their paths, and references replaced by the items that they name.
 
     An item that is named more than once stands only at the first place.
