@@ -33,12 +33,15 @@ from tools.bench.gpu_timing import timed_us
 
 TOP_K = 2048
 CAPACITY = 4096
+"""Hot buffer entries of a request with one token a step."""
 CONTEXT = 32768
 PAGE_SIZE = 64
 POOL_BYTES = 8 << 30
+"""Bytes of the host pool, which all cells share."""
 NUM_TOKENS, NUM_WARM_TOKENS = 30, 3
 """Tokens of a request with one token a step; the warm ones run before the clock and the counters start."""
 MOST_NEW = 4
+"""Most positions of a request in a call: the newest token and three drafts."""
 NUM_DRAFTED_TOKENS, NUM_WARM_DRAFTED_TOKENS = 120, 12
 """Tokens of a request with several a step; both are multiples of 1, 2, 3 and 4."""
 DRAFTS_CAPACITY = MOST_NEW * TOP_K + PAGE_SIZE
@@ -98,11 +101,11 @@ def selections(
     random order (once the context is used up, by those selected longest ago).
 
     ``union_of_four``: the number of distinct positions that four tokens in a row select, divided by TOP_K.
-    With it, a token replaces more: a third of what the union has beyond one selection, because three tokens
-    add to it. What a token is not to miss of that, it takes from the positions that were replaced three
-    tokens earlier. They are new in the union of four, and hot in a buffer that holds the union of five. The
-    first three replacements have no such positions, and all of theirs miss. Raises ValueError when more are
-    to miss than are replaced.
+    Such a union is one selection and what three further tokens add to it. With it, each token therefore
+    replaces a third of what exceeds one selection, which is more than may miss. The rest of these positions
+    come back from those that were replaced three tokens earlier: they add to the union of four, and are still
+    in a buffer that holds the union of five. The first three tokens have no such positions, so all that they
+    add misses. Raises ValueError when more are to miss than are replaced.
     """
     random = np.random.default_rng(seed)
     num_missed = round(TOP_K * miss_percent / 100)

@@ -285,6 +285,32 @@ def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
+    arguments = parse(argv)
+    arguments.ends_at = started + arguments.seconds - GRACE_SECS
+    written = arguments.out.with_suffix(".json")
+    written.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        arguments.model_path = arguments.model_path or Path(directory) / "model"
+        if not (arguments.model_path / "config.json").exists():
+            write_published(
+                arguments.model_path,
+                "deepseek_v32",
+                num_hidden_layers=arguments.layers,
+                num_nextn_predict_layers=1,
+                quantization_config=QUANTIZATION,
+            )
+        size = arguments.dp_size
+        places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
+        processes = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
+        for process in processes:
+            process.start()
+        has_failed = wait_for(processes, started + arguments.seconds)
+    if written.exists():
+        print_report(json.loads(written.read_text()), make_console())
+    return int(has_failed or not written.exists())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--model-path", type=Path, help="directory with the config.json to use; written if it has none"
@@ -343,28 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         c for c in arguments.context if c > arguments.computed_tokens and c % arguments.computed_tokens
     ]:
         parser.error(f"--context {uneven[0]} is no multiple of --computed-tokens {arguments.computed_tokens}")
-    arguments.ends_at = started + arguments.seconds - GRACE_SECS
-    written = arguments.out.with_suffix(".json")
-    written.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        arguments.model_path = arguments.model_path or Path(directory) / "model"
-        if not (arguments.model_path / "config.json").exists():
-            write_published(
-                arguments.model_path,
-                "deepseek_v32",
-                num_hidden_layers=arguments.layers,
-                num_nextn_predict_layers=1,
-                quantization_config=QUANTIZATION,
-            )
-        size = arguments.dp_size
-        places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
-        processes = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
-        for process in processes:
-            process.start()
-        has_failed = wait_for(processes, started + arguments.seconds)
-    if written.exists():
-        print_report(json.loads(written.read_text()), make_console())
-    return int(has_failed or not written.exists())
+    return arguments
 
 
 if __name__ == "__main__":
