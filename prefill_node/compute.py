@@ -195,7 +195,7 @@ class _WantedRows:
 def _wanted_rows(batch: Batch) -> list[_WantedRows]:
     """Return the rows to score; the row of a position says how likely the token after it is."""
     found = []
-    first_row = 0  # of the chunk, in the forward
+    first_row = 0  # the chunk's first row in the forward
     for request, chunk in batch:
         scores = request.bootstrap.scores
         if scores is not None:

@@ -250,7 +250,7 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
 def _why_extents_wrong(
     kind: RegionKind, extents: tuple[Extent, ...], num_slots: int, num_landing: int
 ) -> str | None:
-    num_tokens = 0  # that the extents take
+    num_tokens = 0  # slots of all extents
     for extent in extents:
         if extent.end > num_slots:
             return (

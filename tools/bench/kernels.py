@@ -237,7 +237,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def experts(options: argparse.Namespace) -> Cells:
-    num_weights = 3 * options.hidden * options.inner  # of one expert
+    num_weights = 3 * options.hidden * options.inner  # numbers of one expert's matrices
     for weights in options.weights:
         dtype = FP8 if weights == "fp8" else torch.bfloat16
         routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))

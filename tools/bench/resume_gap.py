@@ -233,7 +233,7 @@ def measure(
             while not uses_all_nodes(router):
                 time.sleep(0.1)
         streams, signalled_at, left_after_secs = one_round(decode, router, bodies, number)
-        ended_gaps_ms: list[float] = []  # of the streams of the node that ended
+        ended_gaps_ms: list[float] = []  # streams of the node that ended
         other_gaps_ms: list[float] = []
         for stream in streams:
             gaps_ms = ended_gaps_ms if stream.node == decode[0].url else other_gaps_ms
