@@ -121,14 +121,14 @@ class PromptRunner:
                 on_size(size)
                 self._model.expect_tokens(size)
                 for num_resumed in (0, size - 1):
-                    request = self._warm_up_request(size, num_resumed)
-                    self.run([(request, Chunk(Room(0), 0, size, admits=True))])
+                    record = self._warm_up_record(size, num_resumed)
+                    self.run([(record, Chunk(Room(0), 0, size, admits=True))])
         self._model.expect_tokens(0)
         if ranks is None and self._model.device.type == "cuda":
             self.short.capture(most_tokens)
 
-    def _warm_up_request(self, num_tokens: int, num_resumed: int) -> PrefillRequest:
-        """Return a request in the first pages that wants ``num_tokens`` zeros computed and scored."""
+    def _warm_up_record(self, num_tokens: int, num_resumed: int) -> PrefillRequest:
+        """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored."""
         bootstrap = Bootstrap(
             room=0,
             kv_extents=(),
@@ -166,9 +166,9 @@ class PromptRunner:
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
                 torch.cuda.synchronize(self._model.device)
 
-    def _paged(self, request: PrefillRequest, chunk: Chunk) -> PagedRequest:
-        page_ids = torch.tensor(request.page_ids, dtype=torch.int64, device=self._memory.kv.device)
-        num_resumed = max(0, chunk.stop - max(chunk.start, request.first_stepped))
+    def _paged(self, record: PrefillRequest, chunk: Chunk) -> PagedRequest:
+        page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+        num_resumed = max(0, chunk.stop - max(chunk.start, record.first_stepped))
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_resumed)
 
 

@@ -143,8 +143,8 @@ class PrefillLife:
             return
         keys: tuple[PageKey, ...] = ()
         if self._use_prefix_cache:
-            sharable = message.prompt[: message.first_stepped * TOKEN_BYTES]  # see ``first_stepped``
-            keys = tuple(page_keys(message.root, sharable, self._limits.page_size))
+            shared = message.prompt[: message.first_stepped * TOKEN_BYTES]
+            keys = tuple(page_keys(message.root, shared, self._limits.page_size))
         deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
         self.requests.open(PrefillRequest(peer, message, now_secs, deadline_secs, keys))
 

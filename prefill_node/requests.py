@@ -137,7 +137,6 @@ class PrefillRequest:
 
     @property
     def first_stepped(self) -> int:
-        """First position that is computed with the roundings of decode steps."""
         return self.bootstrap.first_stepped
 
     @property
