@@ -59,7 +59,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
-    """The body of ``GET /bootstrap``. A wildcard as ``control_host`` means the host that was asked.
+    """The body of ``GET /bootstrap``. A wildcard as ``control_host`` means the host that was asked. The
+    ``instance_id`` differs in every run of the node.
 
     ``ranks``: all ranks in order, or empty for a node of one rank. Rank ``room % len(ranks)`` serves a room.
     The other fields describe the first rank.

@@ -48,12 +48,11 @@ class Block:
 
 
 class BlockChange(NamedTuple):
-    """What happened to one block."""
+    """What happened to one block, and the text that it grew by."""
 
     change: Change
     block: Block
     text: str
-    """The text that the block grew by; "" unless it grew."""
 
 
 class BlockList:

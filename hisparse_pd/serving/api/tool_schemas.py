@@ -23,12 +23,10 @@ _MAX_STEPS = 2048
 
 
 class _Beginnings(NamedTuple):
-    """How texts begin that are read as JSON."""
+    """How texts begin that are read as JSON: their first characters, or all of them."""
 
     chars: tuple[str, ...]
-    """First characters."""
     words: tuple[str, ...]
-    """Whole texts."""
 
 
 @dataclass(frozen=True)
