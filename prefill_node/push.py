@@ -53,8 +53,8 @@ PENDING_DIVISOR = 4
 class NumWritten(NamedTuple):
     """Numbers of layers, from the first on, that are written in two of the source's regions."""
 
-    kv: int
-    index: int
+    kv_layers: int
+    index_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Pusher:
         """Return whether the waiting layers should leave before the chunk's last layer is written."""
         written = self._source.num_written(push.num_layers_written)
         submitted = self._source.num_written(push.num_layers_submitted)
-        num_waiting = written.kv - submitted.kv  # layers of KV, which have most of the bytes
+        num_waiting = written.kv_layers - submitted.kv_layers  # KV has most of the bytes
         return (
             num_waiting > 0
             and num_waiting * push.layer_bytes >= self.min_batch_bytes
@@ -235,9 +235,12 @@ class Pusher:
         if first == stop or push.start == push.stop:
             return
         firsts, stops = self._source.num_written(first), self._source.num_written(stop)
-        parts = [push.kv.of_layers(firsts.kv, stops.kv), push.index.of_layers(firsts.index, stops.index)]
+        parts = [
+            push.kv.of_layers(firsts.kv_layers, stops.kv_layers),
+            push.index.of_layers(firsts.index_groups, stops.index_groups),
+        ]
         if push.row_checks is not None:
-            parts.append(push.row_checks.of_layers(firsts.kv, stops.kv))
+            parts.append(push.row_checks.of_layers(firsts.kv_layers, stops.kv_layers))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
         self.submit(push.request, tag, parts, ready)
         push.num_layers_submitted = stop
