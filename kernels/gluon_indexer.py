@@ -4,9 +4,8 @@
 
 A program has eight queries and one split of the positions that they see. One warp loads tiles of keys, as far
 ahead as shared memory allows. Two groups of four warps multiply each tile, each with all heads of half of the
-queries, and add up over the heads. They take turns on the tensor cores, so that one group adds up while the
-other multiplies. Products and sums are those of ``kernels.triton_indexer``, in the same order, so that every
-logit has the same bits.
+queries, and add up over the heads: while one group adds up, the other can use the tensor cores. Products and
+sums are those of ``kernels.triton_indexer``, in the same order, so that every logit has the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -138,12 +136,9 @@ def prompt_logits_kernel(
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(is_full.index(stage), count=1)
         mbarrier.init(is_free.index(stage), count=2)
-    for which in gl.static_range(2):
-        mbarrier.init(turns.index(which), count=1)
     begin(OVERLAPS)
     stop_token = gl.minimum(stop_token, gl.load(num_real))
     first = first_token + gl.program_id(1) * (2 * GROUP_QUERIES)
@@ -151,7 +146,7 @@ def prompt_logits_kernel(
     seen = (first_keys, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k)
     results = (logits, first_token, logits_stride)
     sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES, FP8_MAX)
-    arguments = (q_index, weights, scales, queries, stages, turns, seen, results, score_scale)
+    arguments = (q_index, weights, scales, queries, stages, seen, results, score_scale)
     gl.warp_specialize(
         [
             (score_queries, (arguments, 0, sizes)),
@@ -224,7 +219,7 @@ def load_tiles(keys, stages, seen, sizes: gl.constexpr):
 @gluon.jit
 def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     """Score half of a program's queries: the first if ``WHICH`` is 0, the last if it is 1."""
-    q_index, weights, scales, queries, stages, turns, seen, results, score_scale = arguments
+    q_index, weights, scales, queries, stages, seen, results, score_scale = arguments
     tiles, is_full, is_free = stages
     logits, first_token, logits_stride = results
     first, stop_token = seen[3], seen[4]
@@ -253,7 +248,7 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     mine.store((q * reciprocals[:, None]).to(gl.float8e4nv))
     fence_async_shared()
     head_weights = gl.load(weights + head_rows)
-    head_weights *= bits.to(gl.float32, bitcast=True) * score_scale
+    head_weights *= bits.to(gl.float32, bitcast=True) * (0.5 * score_scale)
     head_weights = gl.convert_layout(head_weights, gl.SliceLayout(0, mma))
 
     zeros = gl.zeros([TILE, COLUMNS], gl.float32, mma)
@@ -275,13 +270,11 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
             positions = tile * TILE + in_tile
             scale = gl.load(scales + first_key + positions)
             mbarrier.wait(is_full.index(stage), at // STAGES % 2)
-            mbarrier.wait(turns.index(WHICH), (at + 1 - WHICH) % 2)  # the first group begins
             heads = mine.permute((1, 0))
             products = warpgroup_mma(tiles.index(stage), heads, zeros, use_acc=False, is_async=True)
-            mbarrier.arrive(turns.index(1 - WHICH), count=1)
             products = warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(is_free.index(stage), count=1)
-            products = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * head_weights[None, :]
+            products = (products + gl.abs(products)) * head_weights[None, :]
             score = gl.sum(gl.reshape(products, [TILE, GROUP_QUERIES, NUM_HEADS]), axis=2) * scale[:, None]
             is_seen = positions[:, None] < lengths[None, :]
             gl.store(logits[None, :] + positions[:, None], score, mask=is_seen)

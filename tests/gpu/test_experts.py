@@ -109,12 +109,14 @@ def test_many_rows_have_the_bits_of_few(ue8m0: bool, monkeypatch: pytest.MonkeyP
     def results_of(tokens: slice, experts_here: slice) -> Tensor:
         ids, of_ids = expert_ids[tokens], weights[tokens]
         routing = Routing.plan(ids, of_ids, num_experts, is_rounded=True)
-        here: list[ExpertMatrices] = [
+        gate_up_here, down_here = (
             replace(each, values=each.values[experts_here], scales=each.scales[experts_here], ue8m0=ue8m0)
             for each in (experts.gate_up, experts.down)
             if each.scales is not None
-        ]
-        return triton_experts.run_experts_triton(hidden[tokens], routing, *here, experts_here.start)
+        )
+        return triton_experts.run_experts_triton(
+            hidden[tokens], routing, gate_up_here, down_here, experts_here.start
+        )
 
     for experts_here in (slice(0, num_experts), slice(3, 6)):
         many = results_of(slice(0, 3001), experts_here)
