@@ -55,8 +55,8 @@ class NumaNode:
 class Placement:
     """The place of one rank. ``why``: the reason, for the log. ``node``: None leaves the rank to the kernel.
 
-    ``nics``: the RDMA devices nearest to the node. ``remedy``: what an operator can do to get the right
-    place; empty if the rank has it.
+    ``cpus``: the node's CPUs that this process may use; ``nics``: the RDMA devices nearest to the node.
+    ``remedy``: what an operator can do to get the right place; empty if the rank has it.
     """
 
     why: str
@@ -90,7 +90,7 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
     """Return the placement of each of a service's ranks on this machine, whose devices are ``devices``.
 
     ``numa``: ``auto``, ``off``, or the numbers of nodes, one for all ranks or one a rank. Raises StartError
-    for a node that is named and cannot be had.
+    for a named node that does not exist or that this process may not use.
     """
     if numa == "off":
         return (Placement("--numa off"),) * len(devices)
@@ -112,7 +112,8 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
 
 
 def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placement:
-    """Return the placement with the policy for pools of ``num_bytes``, while no rank has made its pools yet.
+    """Return the placement with the policy for pools of ``num_bytes`` a rank. Call it before any rank of the
+    machine makes its pools, because it compares them with the node's free memory.
 
     Pools are bound to their node if those of all its ranks fit into it. Otherwise they may spill: reading
     some memory over the link is better than being killed.

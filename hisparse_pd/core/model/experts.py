@@ -103,8 +103,8 @@ class RoutedExperts(torch.nn.Module):
             return _parts(self._ranks.sum_own(added)[:num_tokens])
         return self._ranks.sum_own(added.sum(dim=1))[None, :num_tokens]
 
-    def forward_of_others(self, like: Tensor, top_k: int) -> None:
-        """Take part in the other ranks' call without a token of its own. ``like``: [0, hidden_size]."""
+    def join_forward(self, like: Tensor, top_k: int) -> None:
+        """Take part in a ``forward`` of other ranks, with no token of its own. ``like``: [0, hidden_size]."""
         self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
 
     def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:

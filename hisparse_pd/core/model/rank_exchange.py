@@ -50,6 +50,7 @@ class RankExchange:
         self.max_gather_bytes = MAX_GATHER_BYTES
         self._rank, self._num_ranks, self._patience_secs = rank, num_ranks, patience_secs
         self._is_trial = False
+        """Whether a late rank is only noted, which ``try_out`` reports; otherwise it ends the process."""
 
     def gathers(self, x: Tensor) -> bool:
         """Whether ``x`` is to be gathered here; the answer is the same on all ranks."""
@@ -103,7 +104,7 @@ class RankExchange:
 
 
 def _values(first_row: int, num_rows: int, trial: int, rank: int, device: torch.device) -> Tensor:
-    """Return rows of a rank's input to a trial, which every rank can compute for all.
+    """Return rows of the input of ``rank`` to a trial; every rank computes those of all ranks.
 
     They are whole numbers of both signs and very different sizes, so that sums are rounded.
     """
@@ -126,8 +127,9 @@ def connect(
 ) -> RankExchange | None:
     """Connect all ranks of one machine, which make this call together.
 
-    Returns None on all of them where one of them cannot, or does not want to. ``patience_secs``: how long an
-    exchange waits for a late rank.
+    The ranks meet three times: when each has offered its memory, opened that of the others, and tried it.
+    Returns None on all ranks if one of them cannot do its part, or does not want to. ``patience_secs``: how
+    long an exchange waits for a late rank.
     """
     own: list[RankMemory] = []
 
@@ -138,8 +140,10 @@ def connect(
         return json.dumps([own[0].gpu, own[0].handle.hex()])
 
     def open_others(offers: dict[int, str]) -> str:
-        words = {other: json.loads(word) for other, word in offers.items() if other != rank}
-        own[0].connect({other: (gpu, bytes.fromhex(handle)) for other, (gpu, handle) in words.items()})
+        gpus_and_handles = {other: json.loads(word) for other, word in offers.items() if other != rank}
+        own[0].connect(
+            {other: (gpu, bytes.fromhex(handle)) for other, (gpu, handle) in gpus_and_handles.items()}
+        )
         return ""
 
     offers, refusals = _meet_with_result(meet, "offered memory to other GPUs", offer)

@@ -103,8 +103,8 @@ class RankPage:
         """Wake the ranks that sleep until this one has spoken."""
         awaited = self._awaited.tolist()
         if any(awaited):
-            for rank, its_waker in enumerate(awaited):
-                if its_waker == self._rank + 1 and rank != self._rank:
+            for rank, waker in enumerate(awaited):
+                if waker == self._rank + 1 and rank != self._rank:
                     with contextlib.suppress(OSError):  # it has ended, or its socket is full
                         self._others[rank].send(b"!", socket.MSG_DONTWAIT)
 
@@ -128,7 +128,7 @@ class RankPage:
                 )
                 self._raise_if_lost(missing, waited_secs, timeout_secs)
                 if self._awaited[self._rank] != missing[0] + 1:
-                    self._awaited[self._rank] = missing[0] + 1  # then look once more
+                    self._awaited[self._rank] = missing[0] + 1  # look once more before the sleep
                 else:
                     self._sleep(missing, min(LOOK_SECS, timeout_secs - waited_secs))
         finally:
