@@ -39,6 +39,7 @@ STAGES: Final = 6
 """Tiles in shared memory."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
+"""Registers of a thread of the multiplying warps, and of the loading warp, which needs few."""
 
 
 def takes(num_heads: int, head_dim: int, device: torch.device) -> bool:
@@ -130,6 +131,12 @@ def prompt_logits_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
+    """Score eight queries over one split of their positions.
+
+    A ring of STAGES tiles of keys in shared memory connects the loading warp and the two groups. ``is_full``
+    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``seen``:
+    what the functions below need to know which keys the queries see.
+    """
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, HEAD_DIM], keys.layout)
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -169,7 +176,8 @@ def query_of(seen, number):
 
 @gluon.jit
 def num_runs_of(seen, GROUP_QUERIES: gl.constexpr):
-    """Return 1 if all queries of the program are of one row, else their number: then each is scored alone."""
+    """Return the number of runs in which the program's queries are scored: one for all if they are of one
+    row, otherwise one for each."""
     first_row, last_row = 2147483647, -1
     for number in gl.static_range(2 * GROUP_QUERIES):
         row, length = query_of(seen, number)
@@ -196,13 +204,14 @@ def keys_of_run(seen, run, num_runs, GROUP_QUERIES: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def load_tiles(keys, stages, seen, sizes: gl.constexpr):
+    """Load the tiles of keys of all runs, each as soon as a stage of the ring is free."""
     tiles, is_full, is_free = stages
     HEAD_DIM: gl.constexpr = sizes[1]
     GROUP_QUERIES: gl.constexpr = sizes[2]
     TILE: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     num_runs = num_runs_of(seen, GROUP_QUERIES)
-    at = 0
+    at = 0  # tiles so far, of all runs
     for run in range(num_runs):
         first_key, first_tile, stop_tile = keys_of_run(seen, run, num_runs, GROUP_QUERIES, TILE)
         for tile in range(first_tile, stop_tile):

@@ -27,11 +27,12 @@ MAX_TOP_K = 4096
 MAX_HEADS = 128
 MAX_HEAD_DIM = 256
 MAX_CONTEXT = 1 << 20
+"""Bounds on the sizes that the GPU's kernels take."""
 MAX_TOKENS_OF_A_BLOCK = 65535
-"""Most tokens of a block: the bound of a grid's second dimension."""
+"""Most queries of a block, which one launch scores: the bound of a grid's second dimension."""
 
-_PASSING_SCRATCH_BYTES = 256 << 20
-"""Most bytes of logits in a call without a scratch."""
+_OWN_SCRATCH_BYTES = 256 << 20
+"""Most bytes of the scratch that a call makes for itself if it gets none."""
 _ALIGNMENT = 64
 """Multiple of positions in a row of logits, so that rows start on lines of 256 bytes."""
 
@@ -149,9 +150,7 @@ def paged_index_topk(
 
     if scratch is None:
         max_context = min(max_len, MAX_CONTEXT)
-        max_tokens = max(
-            1, min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _PASSING_SCRATCH_BYTES // (4 * max_context))
-        )
+        max_tokens = max(1, min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context)))
         scratch = IndexerScratch.create(max_tokens, max_context, device)
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")

@@ -29,7 +29,8 @@ a line for each request that is split. NUM_PLANNERS and MAX_BLOCKS are the same 
 MIN_SLICE_LEN = 32
 """Fewest positions of a block's slice."""
 MAX_SLICES_IN_PLACE = 2
-"""Requests of up to this many blocks stay on their multiprocessors from launch to launch."""
+"""Requests of up to this many blocks stay on their multiprocessors from launch to launch: these then cache
+the address translations for the requests' host rows."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ NUM_THREADS = 1024
 """Threads of a block that has a multiprocessor for itself."""
 NUM_THREADS_OF_MANY = 512
 """Threads of a block where there are more queries than multiprocessors: two blocks share one, so that one
-computes while the other waits. Longer rows than the halved shared memory holds would be read again."""
+computes while the other waits. Only rows that fit into half of its shared memory are taken this way, because
+longer ones would be read again."""
 CLUSTER_SIZES = (2, 4, 8)
 """Sizes of clusters; the last is the largest that every GPU with clusters can run, MAX_RANKS in
 csrc/topk.cu."""
@@ -106,9 +107,8 @@ def select(
     kernel = _kernel(num_threads)
     num_held = min(most_in_block(max_len, cluster_size), _most_held(device, num_threads))
     parameters["num_held"] = num_held
-    launch(
-        kernel, device, block_tokens * cluster_size, num_threads, parameters, 4 * num_held, cluster_size
-    )  # fmt: skip
+    shared_bytes = 4 * num_held
+    launch(kernel, device, block_tokens * cluster_size, num_threads, parameters, shared_bytes, cluster_size)
 
 
 def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mapping[int, int]) -> int:
@@ -125,7 +125,10 @@ def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mappin
 
 
 def most_in_block(max_len: int, cluster_size: int) -> int:
-    """Return the most positions of a block's slice, a multiple of ROUND."""
+    """Return the most positions of a block's slice, a multiple of ROUND.
+
+    A block has all of a row that it handles alone, and a share of a longer one.
+    """
     alone, shared = min(max_len, MIN_SHARED_LEN), -(-max_len // cluster_size)
     return -(-max(alone, shared) // ROUND) * ROUND
 
@@ -157,7 +160,7 @@ def _most_held(device: torch.device, num_threads: int) -> int:
     kernel, num_blocks = _kernel(num_threads), NUM_THREADS // num_threads
     # Blocks that share a multiprocessor share its memory, of which each block also takes a reserve.
     most_bytes = (max_block_shared_bytes(device) + RESERVED_BYTES) // num_blocks - RESERVED_BYTES
-    num_held = (most_bytes - kernel.shared_size_bytes) // 16 * 4
+    num_held = (most_bytes - kernel.shared_size_bytes) // 16 * 4  # keys of 4 bytes, in vectors of 16 bytes
     with torch.cuda.device(device):
         kernel.max_dynamic_shared_size_bytes = 4 * num_held
     return int(num_held)

@@ -18,7 +18,7 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 MOST_PER_PROGRAM = 4
 """Rows, and blocks of each, that a program takes of many rows."""
 FEW_ROWS = 32
-"""Up to this many rows, a program takes one block of one row, because numbers may come in many parts."""
+"""Up to this many rows, a program takes one block of one row, because a number may be a sum of many parts."""
 
 
 def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def _launch(
     num_rows, columns = values.shape
     num_blocks = triton.cdiv(columns, BLOCK)
     if num_rows and columns:
-        each = 1 if num_rows <= FEW_ROWS else MOST_PER_PROGRAM
+        each = 1 if num_rows <= FEW_ROWS else MOST_PER_PROGRAM  # rows, and blocks of each row
         grid = (triton.cdiv(num_rows, each), triton.cdiv(num_blocks, each))
         with torch.cuda.device_of(x):
             _quantize_kernel[grid](

@@ -141,6 +141,7 @@ def _logits_kernel(
     QUERIES: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
     MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Score QUERIES queries over one split of the positions that they see."""
     begin(OVERLAPS)
     stop_token = tl.minimum(stop_token, tl.load(num_real))
     first_of_program = first_token + tl.program_id(1) * QUERIES
@@ -187,7 +188,7 @@ def _score_run(
     stop_tile = tl.minimum(first_tile + split_tiles, num_tiles)
     if first_tile < stop_tile:
         pages = page_table + row * max_pages
-        columns = tl.arange(0, QUERIES * BLOCK_HEADS)  # a head of a query each, a query's next to each other
+        columns = tl.arange(0, QUERIES * BLOCK_HEADS)  # one for each head of each query, by query
         dims = tl.arange(0, BLOCK_DIM)
         in_tile = tl.arange(0, TILE)
         heads = columns % BLOCK_HEADS

@@ -272,7 +272,7 @@ void topk(const TopkParams p) {
     }
     slice.num_ranks = len > MIN_SHARED_LEN ? p.cluster_size : 1;
     if (slice.rank >= slice.num_ranks) return;
-    const int round = slice.num_ranks * NUM_WARPS * STEP;
+    const int round = slice.num_ranks * NUM_WARPS * STEP;  // positions that all blocks of the query read in one step
     slice.num_steps = (len + round - 1) / round;
     slice.start = slice.rank * NUM_WARPS * slice.num_steps * STEP;
     slice.stop = min(len, slice.start + NUM_WARPS * slice.num_steps * STEP);
@@ -283,6 +283,7 @@ void topk(const TopkParams p) {
     const Threshold threshold = find_threshold(shared, slice, p.top_k, tid);
     if (slice.num_ranks > 1) arrive_in_cluster();  // this block no longer reads memory of other blocks
 
+    // Count each warp's chosen keys, so that it knows where in `out` its first one goes.
     u32 num_above = 0, num_equal = 0;
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
@@ -302,6 +303,7 @@ void topk(const TopkParams p) {
     __syncthreads();
     u32 above_before = threshold.above_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_above[lane] : 0);
     u32 equal_before = threshold.equal_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_equal[lane] : 0);
+    // Write the positions of the chosen keys, in order.
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
         const int first = slice.first + step * STEP;
