@@ -285,7 +285,8 @@ def paged_index_topk_reference(
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
         seq_len = max(nums_seen[some])
-        # If a query sees at most top_k positions, all are chosen whatever their scores.
+        # No scores are needed for rows that see nothing. The common selection needs none for up to top_k
+        # positions either, because it chooses all of them.
         if seq_len <= (0 if products is None else top_k):
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)

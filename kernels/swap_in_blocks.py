@@ -57,6 +57,7 @@ class BlockSplit:
         """Return the split for ``num_reqs`` requests that select ``num_selected`` positions each, on a GPU
         with ``num_sms`` multiprocessors."""
         num_sms = min(num_sms, MAX_BLOCKS)
+        # Each request gets as many blocks as the GPU has for it, but no block gets too short a slice.
         most_slices = max(1, min(num_sms // num_reqs, -(-num_selected // MIN_SLICE_LEN)))
         slice_len = -(-num_selected // most_slices)
         num_slices = -(-num_selected // slice_len)

@@ -115,8 +115,8 @@ class Attention:
         q = queries.q
         if self._missing_rope_dim:
             q = functional.pad(q, (0, self._missing_rope_dim))
-        if indexer is not None and queries.index is not None and latents.head_weights is not None:
-            q_index = index_queries(queries.index, indexer.vectors, rotation, x.dense.dtype)
+        if indexer is not None and queries.index_q is not None and latents.head_weights is not None:
+            q_index = index_queries(queries.index_q, indexer.vectors, rotation, x.dense.dtype)
             selected = kv.select(self._group, q_index, latents.head_weights)
         if selected is None:
             raise CheckpointError(
@@ -188,7 +188,7 @@ class _MadeQueries(NamedTuple):
     """[parts, num_tokens, num_heads, head_dim]"""
     gate: Tensor | None
     """Gates of the heads' values, [parts, num_tokens, num_heads, v_head_dim]; None where there are none."""
-    index: Tensor | None
+    index_q: Tensor | None
     """The indexer's queries, [parts, num_tokens, heads * dim]; None where they are not wanted."""
 
 

@@ -90,6 +90,7 @@ class RoutedExperts(torch.nn.Module):
         if self._ranks is None:
             return _parts(self._compute(x, expert_ids, weights))
         hidden, num_tokens = x.dense, x.num_tokens
+        # Ranks gather equally many rows, so a rank with fewer tokens pads its own.
         num_padding = max(self._ranks.step_tokens - num_tokens, 0)
         if num_padding:
             hidden, weights = (pad(part, (0, 0, 0, num_padding)) for part in (hidden, weights))

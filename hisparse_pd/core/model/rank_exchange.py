@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, RankMemory
+from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, MemoryOffer, RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -137,18 +138,18 @@ def connect(
         if not is_wanted:
             raise RuntimeError("it is switched off")
         own.append(RankMemory(device, rank, num_ranks))
-        return json.dumps([own[0].gpu, own[0].handle.hex()])
+        return json.dumps([own[0].offer.gpu, own[0].offer.handle.hex()])
 
-    def open_others(offers: dict[int, str]) -> str:
-        gpus_and_handles = {other: json.loads(word) for other, word in offers.items() if other != rank}
+    def open_others(words: dict[int, str]) -> str:
+        pairs = {other: json.loads(word) for other, word in words.items() if other != rank}
         own[0].connect(
-            {other: (gpu, bytes.fromhex(handle)) for other, (gpu, handle) in gpus_and_handles.items()}
+            {other: MemoryOffer(gpu, bytes.fromhex(handle)) for other, (gpu, handle) in pairs.items()}
         )
         return ""
 
-    offers, refusals = _meet_with_result(meet, "offered memory to other GPUs", offer)
+    words, refusals = _meet_with_result(meet, "offered memory to other GPUs", offer)
     if not refusals:
-        _, refusals = _meet_with_result(meet, "opened the memory of other GPUs", lambda: open_others(offers))
+        _, refusals = _meet_with_result(meet, "opened the memory of other GPUs", lambda: open_others(words))
     if not refusals:
         exchange = RankExchange(own[0], rank, num_ranks, patience_secs)
         _, refusals = _meet_with_result(
@@ -174,9 +175,16 @@ def _try_out(exchange: RankExchange, device: torch.device) -> str:
     return ""
 
 
-def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dict[int, str], dict[int, str]]:
-    """Run ``do`` on every rank and meet. Returns its result by rank, and the errors of ranks on which it
-    raised."""
+class _Results(NamedTuple):
+    """The results of a meeting, by rank."""
+
+    words: dict[int, str]
+    refusals: dict[int, str]
+    """The errors of the ranks that could not do their part."""
+
+
+def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> _Results:
+    """Run ``do`` on every rank, and meet. Its results become the words."""
     try:
         word = {"word": do()}
     except Exception as error:
@@ -184,4 +192,4 @@ def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dic
         word = {"refusal": f"{type(error).__name__}: {error}"}
     words = {rank: json.loads(text) for rank, text in meet(what, json.dumps(word)).items()}
     refusals = {rank: found["refusal"] for rank, found in words.items() if "refusal" in found}
-    return {rank: found.get("word", "") for rank, found in words.items()}, refusals
+    return _Results({rank: found.get("word", "") for rank, found in words.items()}, refusals)
