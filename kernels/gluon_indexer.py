@@ -31,6 +31,7 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 NUM_HEADS: Final = 64
 HEAD_DIM: Final = 128
+"""The only sizes of queries that the kernel takes, which are DeepSeek-V3.2's."""
 GROUP_QUERIES: Final = 4
 """Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
 TILE: Final = 64

@@ -148,10 +148,7 @@ def paged_index_topk(
     from hisparse_pd.kernels.topk import select
     from hisparse_pd.kernels.triton_indexer import write_logits
 
-    if scratch is None:
-        max_context = min(max_len, MAX_CONTEXT)
-        max_tokens = max(1, min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context)))
-        scratch = IndexerScratch.create(max_tokens, max_context, device)
+    scratch = scratch or _own_scratch(num_tokens, max_len, device)
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
     max_len = min(max_len, scratch.max_context)
@@ -168,6 +165,20 @@ def paged_index_topk(
             first_token=first_token, block_tokens=block_tokens, num_rows=page_table.shape[0], max_len=max_len,
         )  # fmt: skip
     return out
+
+
+def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:
+    """Return a scratch for one call with ``num_tokens`` queries that see up to ``max_len`` positions."""
+    max_context = min(max_len, MAX_CONTEXT)
+    max_tokens = min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context))
+    return IndexerScratch.create(max(1, max_tokens), max_context, device)
+
+
+def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:
+    """Return a scratch for one call with ``num_tokens`` queries that see up to ``max_len`` positions."""
+    max_context = min(max_len, MAX_CONTEXT)
+    max_tokens = min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context))
+    return IndexerScratch.create(max(1, max_tokens), max_context, device)
 
 
 @dataclass(frozen=True)

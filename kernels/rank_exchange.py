@@ -34,6 +34,7 @@ banks. A header begins with the counts of pieces."""
 MIN_PIECE_BYTES = 4096
 """Fewest bytes of a piece, unless the whole part is smaller: smaller pieces would only occupy more blocks."""
 ALIGNMENT = 16
+"""Bytes of the widest word; pieces are multiples of it."""
 GATHER_WORDS = (16, 4, 1)
 SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
 """Widths of words, in bytes, for which there are kernels; the last width fits every length."""

@@ -266,7 +266,8 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
                 f"got {nums[is_bad].tolist()} for {lens[is_bad].tolist()}"
             )
         req = np.repeat(np.arange(len(rows)), nums)
-        ends = np.repeat(np.cumsum(nums), nums)  # where each request's part of the flat arrays ends
+        # Where each request's part of the flat arrays ends; just before lies its position len - 1.
+        ends = np.repeat(np.cumsum(nums), nums)
         rows, positions = rows[req], lens[req] - ends + np.arange(len(req))
     else:
         positions = lens - 1

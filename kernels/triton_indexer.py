@@ -35,6 +35,7 @@ PROGRAMS_PER_SM = 8
 MIN_TILES = 2
 """Fewest tiles of a split that are worth the program's start."""
 MAX_SPLITS = 2048
+"""Most splits of a query's positions."""
 
 
 @dataclass(frozen=True)

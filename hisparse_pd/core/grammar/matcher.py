@@ -26,6 +26,7 @@ NONE_AVOIDED: Final[tuple[int, ...]] = ()
 """The ``avoided_endings`` of a request whose output may end wherever the grammar may."""
 
 _MAX_THREADS = 8
+"""Most threads that fill masks."""
 _MAX_ERROR_CHARS = 500
 
 
