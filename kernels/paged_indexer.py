@@ -174,13 +174,6 @@ def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> Indexer
     return IndexerScratch.create(max(1, max_tokens), max_context, device)
 
 
-def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:
-    """Return a scratch for one call with ``num_tokens`` queries that see up to ``max_len`` positions."""
-    max_context = min(max_len, MAX_CONTEXT)
-    max_tokens = min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context))
-    return IndexerScratch.create(max(1, max_tokens), max_context, device)
-
-
 @dataclass(frozen=True)
 class UnpackedKeys:
     """Memory for fp8 keys as ``IndexKeyFormat.unpack`` writes them."""

@@ -88,6 +88,7 @@ class Attention:
         self.from_hidden = JoinedLinears(
             [query_linear, *key_linears, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
         )
+        """The projections of the hidden states: queries or their latent, then index keys and KV, if any."""
         self._queries = _queries_of(module)
         self.norms = _latent_norms(spec, module, latent_eps)
         self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim

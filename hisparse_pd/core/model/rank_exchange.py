@@ -169,7 +169,7 @@ def connect(
 def _try_out(exchange: RankExchange, device: torch.device) -> str:
     """Return an empty string, or raise RuntimeError if the trial fails."""
     fault = exchange.try_out(device)
-    torch.cuda.empty_cache()  # for what is loaded next
+    torch.cuda.empty_cache()  # the model is loaded next, and needs the trial's memory
     if fault:
         raise RuntimeError(fault)
     return ""
