@@ -103,10 +103,10 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
         return (Placement("one NUMA node"),) * len(devices)
     if named:
         wanted = [named[position % len(named)] for position in range(len(devices))]
-        found = [_placement(nodes[number], f"named by --numa {numa}", nodes, machine) for number in wanted]
+        found = [_placement_on(nodes[number], f"named by --numa {numa}", nodes, machine) for number in wanted]
     else:
         bus_ids = machine.gpu_bus_ids() if any(map(is_gpu, devices)) else ()
-        found = [_near_gpu(device, bus_ids, nodes, machine) for device in devices]
+        found = [_placement_near_gpu(device, bus_ids, nodes, machine) for device in devices]
     on_nodes = [placement.node for placement in found]
     return tuple(replace(placement, num_ranks=on_nodes.count(placement.node)) for placement in found)
 
@@ -208,7 +208,7 @@ def gpu_number(device: str) -> int:
 # --- decisions --------------------------------------------------------------------------------------------
 
 
-def _near_gpu(
+def _placement_near_gpu(
     device: str, bus_ids: Sequence[str], nodes: Mapping[int, NumaNode], machine: Machine
 ) -> Placement:
     if not is_gpu(device):
@@ -226,10 +226,10 @@ def _near_gpu(
             "widen the cpuset of the container (docker: --cpuset-cpus, --cpuset-mems), or give it a near GPU"
         )
         return Placement(f"{where} is on node {number}, but {fault}", remedy=remedy)
-    return _placement(nodes[number], f"that of {where}", nodes, machine)
+    return _placement_on(nodes[number], f"that of {where}", nodes, machine)
 
 
-def _placement(node: NumaNode, why: str, nodes: Mapping[int, NumaNode], machine: Machine) -> Placement:
+def _placement_on(node: NumaNode, why: str, nodes: Mapping[int, NumaNode], machine: Machine) -> Placement:
     cpus = tuple(sorted(node.cpus.intersection(machine.allowed_cpus())))
     return Placement(why, node.number, cpus, _nearest_nics(node.number, nodes, machine))
 

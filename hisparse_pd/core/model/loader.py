@@ -145,7 +145,7 @@ class Loader:
         try:
             with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
                 self._put_own_modules(files, hf_model)
-                state = self._state(files, hf_model)
+                state = self._allocate_tensors(files, hf_model)
                 read_weights(self._placements, self._device, on_progress)
         except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
@@ -228,7 +228,7 @@ class Loader:
                     )
                 setattr(hf_model.get_submodule(parent), last, linear)
 
-    def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
+    def _allocate_tensors(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
         """Allocate all tensors of the modules, each in the dtype in which the model uses it, and plan to fill
         them. Returns them by transformers' names."""
         state: dict[str, Tensor] = {}
@@ -240,10 +240,10 @@ class Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            self._place(files, self._spec.family.stored_name(name), state[name])
+            self._plan(files, self._spec.family.stored_name(name), state[name])
         return state
 
-    def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
+    def _plan(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """Plan to fill ``target`` with the tensor ``name``, converted to its dtype.
 
         Dummy weights are drawn at once.
@@ -283,12 +283,12 @@ class Loader:
         )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            self._place_expert(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
-            self._place_expert(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
-            self._place_expert(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
+            self._plan_expert_matrix(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
+            self._plan_expert_matrix(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
+            self._plan_expert_matrix(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
         return routed
 
-    def _place_expert(
+    def _plan_expert_matrix(
         self, files: WeightFiles, name: str, matrices: ExpertMatrices, place: int, number: int
     ) -> None:
         """Plan to fill one of an expert's matrices, without conversion from or to fp8, and its scales.

@@ -87,7 +87,7 @@ class RankPage:
             value = values[index] if index < len(values) else 0
             bank[self._rank * WIDTH + index] = value << NUMBER_BITS | number
         self.wake_others()
-        said = [word >> NUMBER_BITS for word in self._all_of(bank, number, timeout_secs)]
+        said = [word >> NUMBER_BITS for word in self._wait_for_words(bank, number, timeout_secs)]
         return [tuple(said[start : start + len(values)]) for start in range(0, len(said), WIDTH)]
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class RankPage:
                     with contextlib.suppress(OSError):  # it has ended, or its socket is full
                         self._others[rank].send(b"!", socket.MSG_DONTWAIT)
 
-    def _all_of(self, bank: memoryview, number: int, timeout_secs: float) -> list[int]:
+    def _wait_for_words(self, bank: memoryview, number: int, timeout_secs: float) -> list[int]:
         """Wait until all words of ``bank`` carry ``number``. Returns the words."""
         words = bank.tolist()
         if _have_number(words, number):
