@@ -4,8 +4,9 @@
 
 A program has eight queries and one split of the positions that they see. One warp loads tiles of keys, as far
 ahead as shared memory allows. Two groups of four warps multiply each tile, each with all heads of half of the
-queries, and add up over the heads: while one group adds up, the other can use the tensor cores. Products and
-sums are those of ``kernels.triton_indexer``, in the same order, so that every logit has the same bits.
+queries, and add up over the heads. They take turns on the tensor cores, so that one group adds up while the
+other multiplies. Products and sums are those of ``kernels.triton_indexer``, in the same order, so that every
+logit has the same bits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
+from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 NUM_HEADS: Final = 64
@@ -36,7 +38,7 @@ GROUP_QUERIES: Final = 4
 """Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
 TILE: Final = 64
 """Positions of a tile, at least the rows of one instruction."""
-STAGES: Final = 6
+STAGES: Final = 8
 """Tiles in shared memory."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
@@ -67,14 +69,14 @@ def write_logits(
 ) -> None:
     """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
 
-    ``keys``: float16 [n, 128] and ``scales``: float32 [n], as ``IndexKeyFormat.unpack`` writes them.
+    ``keys``: fp8 [n, 128] and ``scales``: float32 [n], as ``IndexKeyFormat.unpack`` writes them.
     ``first_keys``: int32 [num_rows], where the key of each row's position 0 is. The other arguments are those
     of ``kernels.triton_indexer.write_logits``.
     """
     device = q_index.device
     num_groups = -(-block_tokens // (2 * GROUP_QUERIES))
     num_splits = max(1, num_multiprocessors(device) // num_groups)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     with torch.cuda.device(device):
         prompt_logits_kernel[(num_splits, num_groups)](
             q_index,
@@ -95,6 +97,7 @@ def write_logits(
             HEAD_DIM**-0.5,
             NUM_HEADS=NUM_HEADS,
             HEAD_DIM=HEAD_DIM,
+            FP8_MAX=FP8_MAX,
             GROUP_QUERIES=GROUP_QUERIES,
             TILE=TILE,
             STAGES=STAGES,
@@ -125,6 +128,7 @@ def prompt_logits_kernel(
     score_scale,
     NUM_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    FP8_MAX: gl.constexpr,
     GROUP_QUERIES: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -142,17 +146,20 @@ def prompt_logits_kernel(
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(is_full.index(stage), count=1)
         mbarrier.init(is_free.index(stage), count=2)
+    for which in gl.static_range(2):
+        mbarrier.init(turns.index(which), count=1)
     begin(OVERLAPS)
     stop_token = gl.minimum(stop_token, gl.load(num_real))
     first = first_token + gl.program_id(1) * (2 * GROUP_QUERIES)
     stages = (tiles, is_full, is_free)
     seen = (first_keys, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k)
     results = (logits, first_token, logits_stride)
-    sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES)
-    arguments = (q_index, weights, scales, queries, stages, seen, results, score_scale)
+    sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES, FP8_MAX)
+    arguments = (q_index, weights, scales, queries, stages, turns, seen, results, score_scale)
     gl.warp_specialize(
         [
             (score_queries, (arguments, 0, sizes)),
@@ -219,7 +226,7 @@ def load_tiles(keys, stages, seen, sizes: gl.constexpr):
             stage = at % STAGES
             full = is_full.index(stage)
             mbarrier.wait(is_free.index(stage), (at // STAGES + 1) % 2)
-            mbarrier.expect(full, TILE * HEAD_DIM * 2)
+            mbarrier.expect(full, TILE * HEAD_DIM)
             tma.async_copy_global_to_shared(keys, [first_key + tile * TILE, 0], full, tiles.index(stage))
             at += 1
 
@@ -227,7 +234,7 @@ def load_tiles(keys, stages, seen, sizes: gl.constexpr):
 @gluon.jit
 def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     """Score half of a program's queries: the first if ``WHICH`` is 0, the last if it is 1."""
-    q_index, weights, scales, queries, stages, seen, results, score_scale = arguments
+    q_index, weights, scales, queries, stages, turns, seen, results, score_scale = arguments
     tiles, is_full, is_free = stages
     logits, first_token, logits_stride = results
     first, stop_token = seen[3], seen[4]
@@ -236,25 +243,27 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     GROUP_QUERIES: gl.constexpr = sizes[2]
     TILE: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
+    FP8_MAX: gl.constexpr = sizes[5]
     COLUMNS: gl.constexpr = GROUP_QUERIES * NUM_HEADS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
-    # Each head's query in float16, as ``kernels.triton_indexer`` has it.
+    # Each head's query in fp8, as ``kernels.triton_indexer`` has it.
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, wide))
     tokens = first + WHICH * GROUP_QUERIES + columns // NUM_HEADS
     head_rows = gl.maximum(gl.minimum(tokens, stop_token - 1), 0) * NUM_HEADS + columns % NUM_HEADS
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
     q = gl.load(q_index + head_rows.to(gl.int64)[:, None] * HEAD_DIM + dims[None, :])
     q = q.to(gl.float32)
-    peak = gl.max(gl.abs(q), axis=1)
-    exponent = gl.minimum(gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 1), 253)
-    reciprocal = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    bits = gl.div_rn(gl.max(gl.abs(q), axis=1), FP8_MAX).to(gl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000
+    bits = gl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
+    reciprocals = (0x7F000000 - bits).to(gl.float32, bitcast=True)
     mine = queries.index(WHICH)
-    mine.store((q * reciprocal[:, None]).to(gl.float16))
+    mine.store((q * reciprocals[:, None]).to(gl.float8e4nv))
     fence_async_shared()
     head_weights = gl.load(weights + head_rows)
-    head_weights *= (exponent << 23).to(gl.float32, bitcast=True) * score_scale
+    head_weights *= bits.to(gl.float32, bitcast=True) * score_scale
     head_weights = gl.convert_layout(head_weights, gl.SliceLayout(0, mma))
 
     zeros = gl.zeros([TILE, COLUMNS], gl.float32, mma)
@@ -276,8 +285,10 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
             positions = tile * TILE + in_tile
             scale = gl.load(scales + first_key + positions)
             mbarrier.wait(is_full.index(stage), at // STAGES % 2)
+            mbarrier.wait(turns.index(WHICH), (at + 1 - WHICH) % 2)  # the first group begins
             heads = mine.permute((1, 0))
             products = warpgroup_mma(tiles.index(stage), heads, zeros, use_acc=False, is_async=True)
+            mbarrier.arrive(turns.index(1 - WHICH), count=1)
             products = warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(is_free.index(stage), count=1)
             products = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * head_weights[None, :]

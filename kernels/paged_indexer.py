@@ -5,7 +5,8 @@ runs on CPUs. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens,
 heads, positions], and ``csrc/topk.cu`` selects.
 
 A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. fp8 keys
-on a GPU differ: the key's own scale (never negative) comes after the sum over heads.
+on a GPU differ: scales of queries are in the weights, and the key's own (never negative) comes after the sum
+over heads.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def paged_index_topk(
     """Return the positions that each query attends to: exactly the best, and among equal scores the lowest.
 
     ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], up to 128 heads of up to
-    256 numbers. With float32 here or in the pool, products have full float32 precision.
+    256 numbers. With float32 here or in the pool, products have full float32 precision; bfloat16 queries of
+    fp8 keys are rounded to fp8 (``IndexKeyFormat.round_queries``).
     ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
     ``index_pool``: uint8 [num_slots, index_item_bytes], one layer of keys, 4-byte aligned; ``key_format`` is
     "float32", "bfloat16" or "fp8_e4m3" (index_head_dim bytes, then one float32 scale).
@@ -179,7 +181,7 @@ class UnpackedKeys:
     """Memory for fp8 keys as ``IndexKeyFormat.unpack`` writes them."""
 
     keys: Tensor
-    """float16 [num_keys, index_head_dim]"""
+    """fp8 [num_keys, index_head_dim]"""
     scales: Tensor
     """float32 [num_keys + PADDING]: tiles of keys may end behind the last one."""
 
@@ -188,7 +190,7 @@ class UnpackedKeys:
     @classmethod
     def create(cls, num_keys: int, head_dim: int, device: torch.device | str) -> UnpackedKeys:
         return cls(
-            torch.empty((num_keys, head_dim), dtype=torch.float16, device=device),
+            torch.empty((num_keys, head_dim), dtype=torch.float8_e4m3fn, device=device),
             torch.empty(num_keys + cls.PADDING, dtype=torch.float32, device=device),
         )
 
@@ -281,6 +283,7 @@ def paged_index_topk_reference(
     out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=q_index.device)
     longest = max(nums_seen)
     is_small = 4 * num_tokens * num_heads * longest <= BLOCK_BYTES
+    q_index = IndexKeyFormat(key_format, head_dim).round_queries(q_index)
     products = None
     if is_small:
         num_blocks = -(-longest // BLOCK_KEYS)

@@ -135,12 +135,13 @@ def round_blocks(
     scale = tl.div_rn(peak, LARGEST)
     if UE8M0:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    # A rounded quotient and its remainder give the correctly rounded quotient with fewer instructions than a
-    # division; only quotients that are 0 in fp8 may differ.
     inverse = tl.div_rn(1.0, scale)
     quotient = number * inverse
-    rest = tl.fma(-quotient, tl.broadcast_to(scale, number.shape), number)
-    quotient = tl.where(number == 0.0, number, tl.fma(rest, inverse, quotient))  # a zero keeps its sign
+    if not UE8M0:
+        # A rounded quotient and its remainder give the correctly rounded quotient with fewer instructions
+        # than a division; only quotients that are 0 in fp8 may differ.
+        rest = tl.fma(-quotient, tl.broadcast_to(scale, number.shape), number)
+        quotient = tl.where(number == 0.0, number, tl.fma(rest, inverse, quotient))  # a zero keeps its sign
     return quotient.to(tl.float8e4nv), scale
 
 

@@ -1,6 +1,6 @@
 """Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
 
-Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over float16 keys, all
+Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over adjacent keys, all
 pages of the requests are unpacked next to one another before each layer, the new rows included. The memory
 for that holds one context; requests whose pages do not fit beside others' come after those, as another group.
 A query's bits do not depend on its group.
@@ -57,7 +57,7 @@ def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
 def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
     """Return the most bytes of an ``UnpackedMemory`` on any device."""
     items = 2 * spec.item_format.item_dim if spec.item_format.name == FP8_E4M3 else 0
-    keys = 2 * spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
+    keys = spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
     return unpacked_tokens(spec, page_size) * (items + keys) + 4 * UnpackedKeys.PADDING
 
 
