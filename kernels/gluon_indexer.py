@@ -139,8 +139,9 @@ def prompt_logits_kernel(
     """Score eight queries over one split of their positions.
 
     A ring of STAGES tiles of keys in shared memory connects the loading warp and the two groups. ``is_full``
-    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``seen``:
-    what the functions below need to know which keys the queries see.
+    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``turns`` of
+    a group completes when the other group has started its product. ``seen``: what the functions below need to
+    know which keys the queries see.
     """
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, HEAD_DIM], keys.layout)
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)

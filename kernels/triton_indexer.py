@@ -6,8 +6,8 @@ that no values per head leave the registers. Positions are the product's rows. T
 shapes only, as a CUDA graph requires; the length of a split depends on the query's length.
 
 fp8 keys go to the tensor cores as they are. bfloat16 queries are rounded to fp8, too
-(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Hopper adds fp8
-products up with 13 bits behind the largest one's first.
+(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Hopper adds up
+fp8 products with 13 bits after the leading bit of the largest one.
 
 fp8 keys need compute capability 8.9. Importing this module imports triton.
 """
