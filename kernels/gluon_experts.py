@@ -194,7 +194,11 @@ def expert_rows_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute tiles. ROWS: rows of all of an expert's matrices; BLOCKS: blocks of their columns."""
+    """Compute tiles of the result, as ``kernels.gluon_linear`` does.
+
+    ROWS: rows of all of an expert's matrices; BLOCKS: blocks of their columns. ``plan``: what the functions
+    below need to find a tile. ``sizes`` are taken by number, because these functions take no keywords.
+    """
     tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
     blocks = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -228,9 +232,8 @@ def num_units_of(plan, sizes: gl.constexpr):
 
 @gluon.jit
 def place_of(unit, plan, sizes: gl.constexpr):
-    """Return a tile's expert, counted from the first of ``plan``; the tile's first row, and the end of its
-    expert's; and its first row of the expert's matrices. Tiles of TOGETHER times the same rows of matrices
-    come one after the other."""
+    """Return a tile's expert, counted from ``first_expert``; the tile's first row; the end of its expert's
+    rows; and its first row of the expert's matrices. Tiles have the order of ``kernels.gluon_linear``."""
     starts, tile_starts, tile_experts, first_expert, num_experts = plan
     ROWS: gl.constexpr = sizes[0]
     HALF: gl.constexpr = sizes[3]
@@ -258,7 +261,7 @@ def load_blocks(x, values, stages, plan, sizes: gl.constexpr):
     HALF: gl.constexpr = sizes[3]
     BLOCK_ROWS: gl.constexpr = sizes[4]
     STAGES: gl.constexpr = sizes[6]
-    loaded = 0
+    loaded = 0  # blocks
     for unit in range(gl.program_id(0), num_units_of(plan, sizes), gl.num_programs(0)):
         expert, row, _, n = place_of(unit, plan, sizes)
         n += expert * ROWS
@@ -285,7 +288,7 @@ def multiply_tiles(arguments, WHICH: gl.constexpr, IS_FIRST: gl.constexpr, sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_ROWS, 32])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     zeros = gl.zeros([HALF, BLOCK_ROWS], gl.float32, mma)
-    multiplied = 0
+    multiplied = 0  # blocks
     for unit in range(gl.program_id(0), num_units_of(plan, sizes), gl.num_programs(0)):
         expert, first_row, end_row, n = place_of(unit, plan, sizes)
         first_row += WHICH * HALF

@@ -31,6 +31,7 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 NUM_HEADS: Final = 64
 HEAD_DIM: Final = 128
+"""The only sizes of queries that the kernel takes, which are DeepSeek-V3.2's."""
 GROUP_QUERIES: Final = 4
 """Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
 TILE: Final = 64
@@ -39,6 +40,7 @@ STAGES: Final = 8
 """Tiles in shared memory."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
+"""Registers of a thread of the multiplying warps, and of the loading warp, which needs few."""
 
 
 def takes(num_heads: int, head_dim: int, device: torch.device) -> bool:
@@ -132,6 +134,13 @@ def prompt_logits_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
+    """Score eight queries over one split of their positions.
+
+    A ring of STAGES tiles of keys in shared memory connects the loading warp and the two groups. ``is_full``
+    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``turns`` of
+    a group completes when the other group has started its product. ``seen``: what the functions below need to
+    know which keys the queries see.
+    """
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, HEAD_DIM], keys.layout)
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -171,7 +180,8 @@ def query_of(seen, number):
 
 @gluon.jit
 def num_runs_of(seen, GROUP_QUERIES: gl.constexpr):
-    """Return 1 if all queries of the program are of one row, else their number: then each is scored alone."""
+    """Return the number of runs in which the program's queries are scored: one for all if they are of one
+    row, otherwise one for each."""
     first_row, last_row = 2147483647, -1
     for number in gl.static_range(2 * GROUP_QUERIES):
         row, length = query_of(seen, number)
@@ -198,13 +208,14 @@ def keys_of_run(seen, run, num_runs, GROUP_QUERIES: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def load_tiles(keys, stages, seen, sizes: gl.constexpr):
+    """Load the tiles of keys of all runs, each as soon as a stage of the ring is free."""
     tiles, is_full, is_free = stages
     HEAD_DIM: gl.constexpr = sizes[1]
     GROUP_QUERIES: gl.constexpr = sizes[2]
     TILE: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     num_runs = num_runs_of(seen, GROUP_QUERIES)
-    at = 0
+    at = 0  # tiles so far, of all runs
     for run in range(num_runs):
         first_key, first_tile, stop_tile = keys_of_run(seen, run, num_runs, GROUP_QUERIES, TILE)
         for tile in range(first_tile, stop_tile):

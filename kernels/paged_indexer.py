@@ -28,11 +28,12 @@ MAX_TOP_K = 4096
 MAX_HEADS = 128
 MAX_HEAD_DIM = 256
 MAX_CONTEXT = 1 << 20
+"""Bounds on the sizes that the GPU's kernels take."""
 MAX_TOKENS_OF_A_BLOCK = 65535
-"""Most tokens of a block: the bound of a grid's second dimension."""
+"""Most queries of a block, which one launch scores: the bound of a grid's second dimension."""
 
-_PASSING_SCRATCH_BYTES = 256 << 20
-"""Most bytes of logits in a call without a scratch."""
+_OWN_SCRATCH_BYTES = 256 << 20
+"""Most bytes of the scratch that a call makes for itself if it gets none."""
 _ALIGNMENT = 64
 """Multiple of positions in a row of logits, so that rows start on lines of 256 bytes."""
 
@@ -149,12 +150,7 @@ def paged_index_topk(
     from hisparse_pd.kernels.topk import select
     from hisparse_pd.kernels.triton_indexer import write_logits
 
-    if scratch is None:
-        max_context = min(max_len, MAX_CONTEXT)
-        max_tokens = max(
-            1, min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _PASSING_SCRATCH_BYTES // (4 * max_context))
-        )
-        scratch = IndexerScratch.create(max_tokens, max_context, device)
+    scratch = scratch or _own_scratch(num_tokens, max_len, device)
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
     max_len = min(max_len, scratch.max_context)
@@ -171,6 +167,13 @@ def paged_index_topk(
             first_token=first_token, block_tokens=block_tokens, num_rows=page_table.shape[0], max_len=max_len,
         )  # fmt: skip
     return out
+
+
+def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:
+    """Return a scratch for one call with ``num_tokens`` queries that see up to ``max_len`` positions."""
+    max_context = min(max_len, MAX_CONTEXT)
+    max_tokens = min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context))
+    return IndexerScratch.create(max(1, max_tokens), max_context, device)
 
 
 @dataclass(frozen=True)
@@ -289,7 +292,8 @@ def paged_index_topk_reference(
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
         seq_len = max(nums_seen[some])
-        # If a query sees at most top_k positions, all are chosen whatever their scores.
+        # No scores are needed for rows that see nothing. The common selection needs none for up to top_k
+        # positions either, because it chooses all of them.
         if seq_len <= (0 if products is None else top_k):
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)

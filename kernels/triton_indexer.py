@@ -6,8 +6,8 @@ that no values per head leave the registers. Positions are the product's rows. T
 shapes only, as a CUDA graph requires; the length of a split depends on the query's length.
 
 fp8 keys go to the tensor cores as they are. bfloat16 queries are rounded to fp8, too
-(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Hopper adds fp8
-products up with 13 bits behind the largest one's first.
+(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Hopper adds up
+fp8 products with 13 bits after the leading bit of the largest one.
 
 fp8 keys need compute capability 8.9. Importing this module imports triton.
 """
@@ -36,6 +36,7 @@ PROGRAMS_PER_SM = 8
 MIN_TILES = 2
 """Fewest tiles of a split that are worth the program's start."""
 MAX_SPLITS = 2048
+"""Most splits of a query's positions."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def _logits_kernel(
     QUERIES: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
     FP8_MAX: tl.constexpr, MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Score QUERIES queries over one split of the positions that they see."""
     begin(OVERLAPS)
     stop_token = tl.minimum(stop_token, tl.load(num_real))
     first_of_program = first_token + tl.program_id(1) * QUERIES
@@ -188,7 +190,7 @@ def _score_run(
     stop_tile = tl.minimum(first_tile + split_tiles, num_tiles)
     if first_tile < stop_tile:
         pages = page_table + row * max_pages
-        columns = tl.arange(0, QUERIES * BLOCK_HEADS)  # a head of a query each, a query's next to each other
+        columns = tl.arange(0, QUERIES * BLOCK_HEADS)  # one for each head of each query, by query
         dims = tl.arange(0, BLOCK_DIM)
         in_tile = tl.arange(0, TILE)
         heads = columns % BLOCK_HEADS

@@ -142,6 +142,7 @@ def add_norm_kernel(
 ):
     """Add and norm some rows, one after the other. Rows from ``num_tokens`` on only become zeros in fp8.
 
+    ``one``, ``other``: the added blocks, in NUM_ONE and NUM_OTHER parts; with 0 parts there is no such block.
     A gate that fits into registers is read before the preceding kernel has ended.
     """
     at = tl.arange(0, PADDED)

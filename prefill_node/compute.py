@@ -156,8 +156,8 @@ class PromptRunner:
 
     def run_of_others(self) -> None:
         """Take part in a forward that other ranks of the node make, without a token of this rank."""
-        self._model.forward_of_others()
-        self._model.draft_of_others()
+        self._model.join_forward()
+        self._model.join_draft()
         self._wait()
 
     def _wait(self) -> None:
