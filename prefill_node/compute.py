@@ -161,10 +161,10 @@ class PromptRunner:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait until the device is done."""
+        """Wait until the forward is done, but not for copies of other rooms, which other streams make."""
         if self._model.device.type == "cuda":
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
-                torch.cuda.synchronize(self._model.device)
+                torch.cuda.current_stream(self._model.device).synchronize()
 
     def _paged(self, record: PrefillRequest, chunk: Chunk) -> PagedRequest:
         page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)

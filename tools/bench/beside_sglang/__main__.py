@@ -238,7 +238,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model-secs", type=float, default=35, help="limit of writing the model")
     add("--prewarm-secs", type=float, default=60, help="limit of compiling kernels; 0: compile none before")
     add("--sglang-secs", type=float, default=130, help="limit of one turn of SGLang")
-    add("--our-secs", type=float, default=50, help="limit of one turn of ours")
+    add("--our-secs", type=float, default=75, help="limit of one turn of ours")
     add("--out", type=Path, default=OUT / "beside_sglang", help="JSON file, without its suffix")
     add("--logs", type=Path, default=OUT / "beside_sglang_logs", help="folder of the processes' output")
     add_shape_options(parser)

@@ -7,10 +7,12 @@ waits before it decodes, so that decode steps have the full batch. Figures come 
 (``scheduler_log.py``); beside it the process writes what a client sees and how fast the GPU receives over
 PCIe.
 
-Two things are not stock, and hold in the engine's own processes as well, which import this module anew:
+Three things are not stock, and hold in the engine's own processes as well, which import this module anew:
 
 - Dummy weights are drawn from a normal distribution, with norms at 1. SGLang's lie within 0.001, which fp8
   rounds to 0 nearly everywhere.
+- A token's experts are drawn for its place in the batch. With dummy weights all requests soon generate the
+  same token, and a batch would read the weights of a few experts only.
 - The main memory that seems to be free is ``BESIDE_SGLANG_HOST_BYTES``: on a virtual machine whose memory
   grows when it is used, SGLang would refuse the host pool.
 """
@@ -26,6 +28,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -36,7 +39,8 @@ PAGE_SIZE: Final = 64
 TOP_K: Final = 2048
 CHUNK: Final = 8192
 NUM_SPARE: Final = 8
-"""Requests more than the largest batch that the pools hold: SGLang admits by an estimate of what runs on."""
+"""Requests more than the largest batch that may run and that the pools hold: SGLang admits by an estimate of
+what runs on."""
 _SAMPLE_SECS: Final = 0.02
 
 
@@ -63,7 +67,7 @@ def engine_arguments(turn: GuestTurn) -> dict[str, Any]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "context_length": turn.context + CHUNK,
-        "max_running_requests": largest,
+        "max_running_requests": largest + NUM_SPARE,
         "max_total_tokens": num_tokens,
         "mem_fraction_static": 0.85,
         "chunked_prefill_size": CHUNK,
@@ -112,6 +116,24 @@ def draw_weights(model: Any) -> None:
                 part.copy_(drawn.mul_(scale).to(value.dtype))
 
 
+def drawn_experts(forward: Callable[..., Any], num_tokens: int) -> Callable[..., Any]:
+    """Return a gate's ``forward`` that computes its logits, and returns drawn ones: a token's experts follow
+    from its place among up to ``num_tokens``, in each layer others."""
+    import torch
+
+    drawn: dict[int, Any] = {}
+
+    def of_places(gate: Any, hidden_states: Any, *arguments: Any, **options: Any) -> Any:
+        logits = forward(gate, hidden_states, *arguments, **options)
+        if id(gate) not in drawn:
+            generator = torch.Generator(logits.device).manual_seed(len(drawn))
+            shape = num_tokens, logits.shape[1]
+            drawn[id(gate)] = torch.randn(shape, device=logits.device, generator=generator).to(logits.dtype)
+        return drawn[id(gate)][: len(logits)]
+
+    return of_places
+
+
 def adapt_sglang() -> None:
     """Change in this process what the module's docstring names."""
     import psutil
@@ -119,6 +141,8 @@ def adapt_sglang() -> None:
     importlib.import_module("sglang.srt.entrypoints.engine")  # first, as in SGLang's own start
     loader = importlib.import_module("sglang.srt.model_loader.loader")
     vars(loader)["initialize_dummy_weights"] = draw_weights
+    gate = importlib.import_module("sglang.srt.models.deepseek_v2").MoEGate
+    gate.forward = drawn_experts(gate.forward, CHUNK)
     if host_bytes := int(os.environ.get(HOST_BYTES, "0")):
         measured = psutil.virtual_memory
 
