@@ -93,6 +93,8 @@ def wrong_items(
     """
     actual, expected = row_checks_of(pool, slots, positions), row_checks[:, check_slots]
     is_wrong = actual != expected
+    if not is_wrong.any():  # as nearly always: nothing else is launched then
+        return []
     wrong = is_wrong.any(dim=0).nonzero()[:, 0]
     layers = is_wrong[:, wrong].int().argmax(dim=0)
     checks = (values[layers, wrong].long() & 0xFFFFFFFF for values in (expected, actual))
