@@ -10,6 +10,8 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -23,10 +25,13 @@ from hisparse_pd.serving.api.frame import sse
 from hisparse_pd.serving.api.generate_answers import GenerateDialect
 from hisparse_pd.serving.api.openai_answers import ChatDialect, CompletionsDialect
 from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.request_journal import RequestJournal
+from hisparse_pd.serving.api.request_journal import JournalRecord, RequestJournal
 from hisparse_pd.serving.api.responses_answers import ResponsesDialect
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, RequestFailedError
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
+from hisparse_pd.serving.http.off_loop import off_loop
+
+T = TypeVar("T")
 
 FeedOutputs = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
 """A function that feeds outputs with the engine's messages and yields what each message added, until all
@@ -35,6 +40,9 @@ outputs have finished. Raises RequestFailedError."""
 _RECORDS_BETWEEN_YIELDS = 16
 """Journal records that are replayed before other tasks of the event loop get a turn."""
 
+_INLINE_LOGPROBS = 256
+"""Most logprobs of a prompt that are written on the event loop."""
+
 
 async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> bytes:
     """Return the body of a whole answer."""
@@ -42,7 +50,7 @@ async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutpu
     choices: dict[int, Raw] = {}
     async with aclosing(feed_outputs(outputs)) as deltas:
         async for delta in deltas:
-            dialect.keep(outputs[delta.index], delta)
+            await _beside_loop(dialect.keep, outputs[delta.index], delta)
             if delta.finish is not None:
                 choices[delta.index] = dialect.choice(outputs[delta.index])
     return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
@@ -63,8 +71,8 @@ async def _event_stream(
     try:
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
-                for event in dialect.events(outputs[delta.index], delta):
-                    yield _encode_event(event)
+                if events := await _beside_loop(partial(_events, dialect), outputs[delta.index], delta):
+                    yield events
     except RequestFailedError as error:
         if (last := dialect.failed(error)) is None:
             raise
@@ -91,8 +99,9 @@ async def _journaled_stream(
     """
     for number, record in enumerate(journal.records, 1):
         output = outputs[record.sample]
-        dialect.replay(output, output.feed(record.message))
-        if number % _RECORDS_BETWEEN_YIELDS == 0:
+        scored = output.replay_scored(record.num_scored) if record.num_scored else None
+        dialect.replay(output, scored or output.feed(record.message))
+        if scored or number % _RECORDS_BETWEEN_YIELDS == 0:
             await asyncio.sleep(0)
     units = _UnitWriter(outputs)
     has_begun = has_said_leaving = False
@@ -100,7 +109,7 @@ async def _journaled_stream(
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
-                events = b"".join(map(_encode_event, dialect.events(output, delta)))
+                events = await _beside_loop(partial(_events, dialect), output, delta)
                 if unit := units.write(output, delta, events):
                     has_begun = True
                     if context.link.is_leaving and not has_said_leaving:
@@ -115,6 +124,18 @@ async def _journaled_stream(
         yield (_encode_event(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))) + line
         return
     yield b"".join(map(_encode_event, dialect.last_events(outputs))) + dialect.end + journal_line(OVER)
+
+
+async def _beside_loop(write: Callable[[SampleOutput, Delta], T], output: SampleOutput, delta: Delta) -> T:
+    """Return what ``write`` makes of ``delta``, in a thread where that takes a millisecond or two."""
+    num_logprobs = len(delta.scored) * (1 + len(delta.scored[-1].top)) if delta.scored else 0
+    if num_logprobs > _INLINE_LOGPROBS:
+        return await off_loop(write, output, delta)
+    return write(output, delta)
+
+
+def _events(dialect: Dialect, output: SampleOutput, delta: Delta) -> bytes:
+    return b"".join(map(_encode_event, dialect.events(output, delta)))
 
 
 def _encode_event(event: Json) -> bytes:
@@ -137,6 +158,9 @@ class _UnitWriter:
             self._logprobs[index] += delta.logprobs
         if not events:
             return b""
+        if delta.scored:
+            scored = JournalRecord(index, (), num_scored=len(delta.scored))
+            return events + journal_line(msgspec.json.encode(scored))
         record: list[object] = [index, output.token_ids[self._num_recorded[index] : delta.last_token]]
         self._num_recorded[index] = delta.last_token
         if delta.finish is not None or delta.logprobs:

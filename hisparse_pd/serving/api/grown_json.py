@@ -60,8 +60,3 @@ class GrownObject:
 def encoded(entries: Sequence[object]) -> list[bytes]:
     """Return the JSON of a list's ``entries`` without brackets, as a list of one piece, or of none."""
     return [msgspec.json.encode(entries)[1:-1]] if entries else []
-
-
-def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
-    """Return the lists as JSON, joined from the pieces of ``encoded``."""
-    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
@@ -21,8 +23,10 @@ from hisparse_pd.engine.messages import (
     num_packed_tokens,
     pack_token_ids,
     request_prefix,
+    unpack_token_ids,
 )
 from hisparse_pd.protocol.prompt_scores import WantedScores
+from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.serving.api.chat_format import ReasoningStart
 from hisparse_pd.serving.api.constraints import Constraint
@@ -38,6 +42,9 @@ from hisparse_pd.serving.http.off_loop import off_loop
 MAX_SCORES = 1 << 19
 """Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
 As JSON they have up to 40 MB."""
+MAX_STREAMED_SCORES = 1 << 22
+"""Most of them in a stream that passes them on in pieces: a context of 163,840 tokens with the twenty
+likeliest of each. Those that the client has not read yet wait as rows of 8 bytes each, 34 MB at most."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 """Most characters of grammars in one HTTP request; each sample is sent to its engine with its own copy."""
 
@@ -87,7 +94,8 @@ class SampleRequest:
     root: PageKey = NO_ISOLATION
     """Root of the prompt's page keys."""
     wanted_scores: WantedScores | None = None
-    """Wanted logprobs of the prompt's tokens; the prompt's first sample has them computed for all."""
+    """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples has them computed
+    for all (``generate.scores``)."""
     echo: str = ""
     """The prompt's text, where it is shown before the output's."""
     resumed: Resumed = NOT_RESUMED
@@ -100,6 +108,13 @@ class SampleRequest:
         """Whether no token is asked for. The prompt is computed, scored and kept; one token is drawn, not
         shown."""
         return self.options.max_new_tokens == 0
+
+    @property
+    def scored_ids(self) -> npt.NDArray[np.int32]:
+        """Ids of the prompt's tokens that are shown with logprobs. The first of them has none."""
+        if self.wanted_scores is None:
+            return np.empty(0, np.int32)
+        return unpack_token_ids(self.prompt)[self.wanted_scores.first - 1 :]
 
 
 async def plan_samples(
@@ -117,6 +132,7 @@ async def plan_samples(
     all_options = await _options_with_grammars(request, prompts, codec)
     all_resumed = {} if request.journal is None else request.journal.resumed()
     num_resumes = 0 if request.journal is None else request.journal.num_resumes
+    is_chat = request.endpoint is Endpoint.CHAT
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
@@ -130,14 +146,15 @@ async def plan_samples(
         if wanted is not None:
             _check_logprob_start(name, num_prompt_tokens, options)
             num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
-            _check_num_scores(request.prompt_field, num_scores)
+            _check_num_scores(request, num_scores)
+        resumed_of_prompt = [all_resumed.get(len(samples) + i, NOT_RESUMED) for i in range(options.n)]
+        scores = _lacking_scores(request.endpoint, wanted, num_prompt_tokens, resumed_of_prompt)
         echo = ""
         if options.echo:
             given = request.prompts[prompt_index]
             echo = given if isinstance(given, str) else await codec.text_of(prompt)
-        for sample_index in range(options.n):
+        for sample_index, resumed in enumerate(resumed_of_prompt):
             number = len(samples)
-            resumed = all_resumed.get(number, NOT_RESUMED)
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
             generate = Generate(
                 request_id=f"{prefix}-{number}",
@@ -148,15 +165,17 @@ async def plan_samples(
                 bootstrap_port=request.rendezvous[number].bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
-                scores=wanted if sample_index == 0 and _has_scores(wanted, num_prompt_tokens) else None,
+                scores=None if resumed.is_over else scores,
             )
+            if not resumed.is_over:
+                scores = None  # computed once, for all samples of the prompt
             sample = SampleRequest(
                 generate,
                 prompt,
                 prompt_index,
                 options,
                 root=request.roots[prompt_index],
-                wanted_scores=wanted,
+                wanted_scores=wanted if sample_index == 0 or not is_chat else None,
                 echo=echo,
                 resumed=resumed,
                 num_resumes=num_resumes,
@@ -235,7 +254,7 @@ def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
-    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
+    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed.token_ids)):
         group = list(alike)
         prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
         groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
@@ -272,17 +291,39 @@ def _check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptio
         )
 
 
-def _has_scores(wanted: WantedScores | None, num_prompt_tokens: int) -> bool:
-    """Whether the prompt has a token whose logprob is wanted."""
-    return wanted is not None and wanted.first < num_prompt_tokens
+def _lacking_scores(
+    endpoint: Endpoint, wanted: WantedScores | None, num_prompt_tokens: int, all_resumed: Sequence[Resumed]
+) -> WantedScores | None:
+    """Return which of the ``wanted`` logprobs a prompt's samples lack; None for none. Raises ApiError 400 for
+    a sample that has tokens before those.
+
+    Events of ``/generate`` repeat all logprobs, so there a sample lacks them until it is over.
+    """
+    if wanted is None:
+        return None
+    if endpoint is Endpoint.CHAT:
+        all_resumed = all_resumed[:1]  # shown once, beside the choices
+    lacking: int | None = None
+    for resumed in all_resumed:
+        first = wanted.first - 1 + max(1, resumed.num_scored)
+        if resumed.is_over or first >= num_prompt_tokens:
+            continue
+        if resumed.token_ids and endpoint is not Endpoint.GENERATE:
+            rule = "must count all of the prompt's logprobs, which come before tokens"
+            raise InvalidField("journal_records", resumed.num_scored, rule)
+        lacking = first if lacking is None else min(lacking, first)
+    return None if lacking is None else WantedScores(lacking, wanted.num_top)
 
 
-def _check_num_scores(field: str, num_scores: int) -> None:
-    if num_scores > MAX_SCORES:
+def _check_num_scores(request: ApiRequest, num_scores: int) -> None:
+    is_in_pieces = request.stream and request.endpoint is not Endpoint.GENERATE
+    most = MAX_STREAMED_SCORES if is_in_pieces else MAX_SCORES
+    if num_scores > most:
+        what = "stream" if is_in_pieces else "answer"
         raise FieldRefused(
-            field,
+            request.prompt_field,
             f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
-            f"tokens included; {MAX_SCORES} fit in one answer: split the request, or ask for fewer a token",
+            f"tokens included; {most} fit in one {what}: split the request, or ask for fewer a token",
         )
 
 
