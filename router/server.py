@@ -44,7 +44,7 @@ from hisparse_pd.router.stream_journal import JournalBudget
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.keys import RequireKey, load_api_keys
 from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response
-from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.serving.api.openapi import OPENAPI_PATH, show_openapi
 from hisparse_pd.serving.api.pages import GuardFromPages
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.serving.http.off_loop import parse_body
@@ -125,7 +125,7 @@ class _RouterParts:
             "/metrics": self._show_metrics,
             "/status": self._status.answer,
             "/version": fleet.version,
-            OPENAPI_PATH: _openapi,
+            OPENAPI_PATH: show_openapi,
             MODELS_PATH: fleet.models,
             MODEL_PATH: fleet.models,
             "/server_info": fleet.server_info,
@@ -166,10 +166,6 @@ class _RouterParts:
 async def _liveness(request: Request) -> Response:
     """Answer 200, which shows that the event loop turns, whatever the nodes do."""
     return json_response({"status": "ok"})
-
-
-async def _openapi(request: Request) -> Response:
-    return Response(openapi_document(), media_type="application/json")
 
 
 class RelayEndpoint:

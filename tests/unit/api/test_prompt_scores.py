@@ -58,6 +58,8 @@ async def test_a_prompt_alone(tmp_path: Path) -> None:
             "matched_stop": None,
             "prompt_logprobs": BY_ID,
         }
+        whole, streamed = await whole_and_streamed(node, "/v1/completions", asked)
+        assert streamed == whole
         assert answer["object"] == "text_completion"
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
@@ -69,7 +71,7 @@ async def test_a_prompt_alone(tmp_path: Path) -> None:
         assert [choice["logprobs"]["tokens"] for choice in twice["choices"]] == [ECHO["tokens"]] * 2 + [
             ["h"]
         ] * 2
-        wanted = [generate.scores is not None for generate in node.engine.generates[1:]]
+        wanted = [generate.scores is not None for generate in node.engine.generates[3:]]
         assert wanted == [True, False, False, False], "once a prompt, and not of one token"
 
 
