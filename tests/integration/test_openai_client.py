@@ -103,7 +103,9 @@ def test_logprobs(client: openai.OpenAI) -> None:
 def test_a_stream_echoes_its_prompt_with_logprobs(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"echo": True, "logprobs": 2, "extra_body": {"prompt_logprobs": 20}}
     (whole,) = complete(client, **asked).choices
-    text, logprobs, prompt_logprobs = "", [], []
+    text = ""
+    logprobs: list[Any] = []
+    prompt_logprobs: list[Any] = []
     stream = client.completions.create(**ASKED, **asked, stream=True)
     for choice in [choice for chunk in stream for choice in chunk.choices]:
         text += choice.text

@@ -21,12 +21,12 @@ from hisparse_pd.serving.api.anthropic_answers import MessagesDialect
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.dialect import Dialect, Json
-from hisparse_pd.serving.api.frame import sse
 from hisparse_pd.serving.api.generate_answers import GenerateDialect
 from hisparse_pd.serving.api.openai_answers import ChatDialect, CompletionsDialect
 from hisparse_pd.serving.api.output import Delta, SampleOutput
 from hisparse_pd.serving.api.request_journal import JournalRecord, RequestJournal
 from hisparse_pd.serving.api.responses_answers import ResponsesDialect
+from hisparse_pd.serving.http.events import sse
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 from hisparse_pd.serving.http.off_loop import off_loop

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hisparse_pd.serving.http.http_connection import INTERIM_EXTENSION, INTERIM_HEADER
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
-from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
+from hisparse_pd.serving.http.receiving import CLIENT_LEFT, read_body, unless_client_leaves
 from hisparse_pd.serving.http.wait_timer import WaitTimer
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ _PIECES_BETWEEN_YIELDS = 16
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 """The charset is given because some clients take text without one for ISO-8859-1."""
-_CLIENT_LEFT = 499
-"""Status that is counted where the client left before its answer began."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,6 @@ class HttpAnswer:
     async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> HttpAnswer:
         """Return a stream of events. Raises an error before the first one: it can still have a status."""
         return cls(await anext(pieces), _EVENT_STREAM, pieces)
-
-
-def sse(value: object, name: str = "") -> bytes:
-    """Return one server-sent event with ``value`` as JSON."""
-    event = b"event: %s\n" % name.encode() if name else b""
-    return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-SSE_DONE = b"data: [DONE]\n\n"
 
 
 PING_SECS = 15.0
@@ -164,7 +153,7 @@ class FramedEndpoint:
             reply.keep_alive(scope)
             await unless_client_leaves(receive, self._respond(body, arrived_at, reply))
         except ClientDisconnect:
-            reply.status = _CLIENT_LEFT
+            reply.status = CLIENT_LEFT
         except ApiError as error:
             await reply.fail(error)
         except Exception:
@@ -188,8 +177,8 @@ class Reply:
         self.request_headers = request_headers
         self.span = span
         self._has_begun = False
-        self.status = _CLIENT_LEFT
-        """Status of the answer; _CLIENT_LEFT where the handler is cancelled before it has answered."""
+        self.status = CLIENT_LEFT
+        """Status of the answer; CLIENT_LEFT where the handler is cancelled before it has answered."""
         self._keep_alive: KeepAlive | None = None
 
     def keep_alive(self, scope: Scope) -> None:

@@ -36,15 +36,10 @@ from hisparse_pd.serving.api.request_journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.sampling_options import SEED_MASK, SampleOptions
 from hisparse_pd.serving.api.schemas import ApiRequest
 from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.api.wanted_scores import check_logprob_start, check_num_scores, lacking_scores
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.serving.http.off_loop import off_loop
 
-MAX_SCORES = 1 << 19
-"""Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
-As JSON they have up to 40 MB."""
-MAX_STREAMED_SCORES = 1 << 22
-"""Most of them in a stream that passes them on in pieces: a context of 163,840 tokens with the twenty
-likeliest of each. Those that the client has not read yet wait as rows of 8 bytes each, 34 MB at most."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 """Most characters of grammars in one HTTP request; each sample is sent to its engine with its own copy."""
 
@@ -144,11 +139,11 @@ async def plan_samples(
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
         wanted = options.wanted_scores()
         if wanted is not None:
-            _check_logprob_start(name, num_prompt_tokens, options)
+            check_logprob_start(name, num_prompt_tokens, options)
             num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
-            _check_num_scores(request, num_scores)
+            check_num_scores(request, num_scores)
         resumed_of_prompt = [all_resumed.get(len(samples) + i, NOT_RESUMED) for i in range(options.n)]
-        scores = _lacking_scores(request.endpoint, wanted, num_prompt_tokens, resumed_of_prompt)
+        scores = lacking_scores(request.endpoint, wanted, num_prompt_tokens, resumed_of_prompt)
         echo = ""
         if options.echo:
             given = request.prompts[prompt_index]
@@ -280,50 +275,6 @@ def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) ->
             field,
             f"prompt tokens times samples are at least {num_tokens}; one request may have "
             f"{limits.request_tokens}: lower n or split it",
-        )
-
-
-def _check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
-    if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
-        raise FieldRefused(
-            "logprob_start_len",
-            f"{options.logprob_start} is behind the end of {name}, which has {num_prompt_tokens} tokens",
-        )
-
-
-def _lacking_scores(
-    endpoint: Endpoint, wanted: WantedScores | None, num_prompt_tokens: int, all_resumed: Sequence[Resumed]
-) -> WantedScores | None:
-    """Return which of the ``wanted`` logprobs a prompt's samples lack; None for none. Raises ApiError 400 for
-    a sample that has tokens before those.
-
-    Events of ``/generate`` repeat all logprobs, so there a sample lacks them until it is over.
-    """
-    if wanted is None:
-        return None
-    if endpoint is Endpoint.CHAT:
-        all_resumed = all_resumed[:1]  # shown once, beside the choices
-    lacking: int | None = None
-    for resumed in all_resumed:
-        first = wanted.first - 1 + max(1, resumed.num_scored)
-        if resumed.is_over or first >= num_prompt_tokens:
-            continue
-        if resumed.token_ids and endpoint is not Endpoint.GENERATE:
-            rule = "must count all of the prompt's logprobs, which come before tokens"
-            raise InvalidField("journal_records", resumed.num_scored, rule)
-        lacking = first if lacking is None else min(lacking, first)
-    return None if lacking is None else WantedScores(lacking, wanted.num_top)
-
-
-def _check_num_scores(request: ApiRequest, num_scores: int) -> None:
-    is_in_pieces = request.stream and request.endpoint is not Endpoint.GENERATE
-    most = MAX_STREAMED_SCORES if is_in_pieces else MAX_SCORES
-    if num_scores > most:
-        what = "stream" if is_in_pieces else "answer"
-        raise FieldRefused(
-            request.prompt_field,
-            f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
-            f"tokens included; {most} fit in one {what}: split the request, or ask for fewer a token",
         )
 
 

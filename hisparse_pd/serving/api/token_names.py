@@ -68,7 +68,7 @@ class TextOffsets:
 
     @property
     def end(self) -> int:
-        """Where the last whole character so far ends."""
+        """Offset of the end of the last whole character so far."""
         return self._num_chars
 
     def next(self, token_id: int) -> int:
@@ -100,7 +100,7 @@ class EchoOffsets:
 
     @property
     def end(self) -> int:
-        """Where the last whole character so far ends."""
+        """Offset of the end of the last whole character so far."""
         return min(self._offsets.end, len(self._echo)) if self._has_begun else 0
 
     def next(self, token_id: int) -> int:

@@ -18,7 +18,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.protocol.prompt_scores import WantedScores
-from hisparse_pd.serving.api import requests
+from hisparse_pd.serving.api import wanted_scores
 from hisparse_pd.serving.api.bodies import BODIES, Endpoint
 from hisparse_pd.serving.api.openapi import openapi_document
 from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, engine_groups, plan_samples
@@ -671,7 +671,7 @@ def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
 def test_a_stream_may_have_more_logprobs_of_prompts_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"prompt": ["x" * 100] * 256, "max_tokens": 1, "prompt_logprobs": 20, "stream": True}
     assert plan(completion(**asked))
-    monkeypatch.setattr(requests, "MAX_STREAMED_SCORES", 1 << 19)
+    monkeypatch.setattr(wanted_scores, "MAX_STREAMED_SCORES", 1 << 19)
     with pytest.raises(ApiError, match="; 524288 fit in one stream: split the request, or ask for fewer a"):
         plan(completion(**asked))
 
