@@ -156,7 +156,7 @@ def in_order(value: dict[str, Any]) -> dict[str, Any]:
         *("id", "object", "created", "model", "choices", "usage", "index", "text"),
         *("role", "reasoning_content", "tool_calls", "content", "refusal", "message"),
         *("logprobs", "finish_reason", "matched_stop"),
-        *("prompt_token_ids", "prompt_logprobs", "token_ids"),
+        *("prompt_token_ids", "token_ids", "prompt_logprobs"),
     )
     return {name: value[name] for name in sorted(value, key=names.index)}
 

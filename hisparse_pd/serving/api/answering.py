@@ -70,12 +70,12 @@ async def streamed(
     if (journal := work.request.journal) is not None:
         await _replay(journal, outputs, dialect)
         units, over = _UnitWriter(context, outputs), journal_line(OVER)
-    has_begun = False
+    write, has_begun = partial(_events, dialect), False
     try:
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
-                events = await _beside_loop(partial(_events, dialect), output, delta)
+                events = await _beside_loop(write, output, delta) if delta.scored else write(output, delta)
                 if units is not None:
                     events = units.write(output, delta, events)
                 if events:

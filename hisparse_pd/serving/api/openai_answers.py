@@ -100,7 +100,7 @@ class _OpenAiDialect(Dialect):
     def _prompt_logprobs(self, output: SampleOutput, delta: Delta) -> Json:
         """Return vLLM's field with the prompt's logprobs that the delta has, where they are asked for."""
         num_top = output.sample.options.num_prompt_logprobs
-        if num_top is None or not delta.scored:
+        if num_top is None:
             return {}
         return {"prompt_logprobs": [vllm_entry(self._token_bytes, token, num_top) for token in delta.scored]}
 
@@ -146,10 +146,10 @@ class CompletionsDialect(_OpenAiDialect):
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         echo, finish = self._echoes[output.index], delta.finish
+        is_first = output.index not in self._begun
         logprobs = echo.logprobs(delta.scored) if delta.scored else self._new_logprobs(output, delta)
-        text = echo.next_text() + delta.text
+        text = echo.next_text() + delta.text if is_first or delta.scored else delta.text
         if text or finish or delta.scored or self._shows_tokens(output, delta):
-            is_first = output.index not in self._begun
             self._begun.add(output.index)
             choice = {
                 "index": output.index,
@@ -158,8 +158,8 @@ class CompletionsDialect(_OpenAiDialect):
                 "finish_reason": finish and finish.reason,
                 "matched_stop": finish and finish.matched,
                 **(self._prompt_ids(output.sample.prompt_index) if is_first else {}),
-                **self._prompt_logprobs(output, delta),
                 **self._ids(output, delta.first_token, delta.last_token),
+                **(self._prompt_logprobs(output, delta) if delta.scored else {}),
             }
             yield self._chunk(output, choice)
 
@@ -185,7 +185,9 @@ class ChatDialect(_OpenAiDialect):
             role: Json = {"role": "assistant", "content": ""} if is_first else {}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
             about_prompt = self._prompt_ids(0) if is_first and output.index == 0 else {}
-            yield self._chunk(output, choice, **about_prompt, **self._prompt_logprobs(output, delta))
+            if delta.scored:
+                about_prompt |= self._prompt_logprobs(output, delta)
+            yield self._chunk(output, choice, **about_prompt)
         if delta.scored:
             return
         reading, finish = self._readings[output.index], delta.finish

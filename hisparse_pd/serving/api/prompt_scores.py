@@ -7,7 +7,7 @@ into deltas, which the dialects of completions, chats and ``/generate`` write li
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from hisparse_pd.serving.http.http_errors import RequestFailedError
 _PIECE_ENTRIES = 2048
 """Logprobs in one delta, whose JSON takes a millisecond or two to write."""
 
+_NO_ROWS = np.empty(0, score_dtype(0))
+
 
 def scored_prompts(outputs: Sequence[SampleOutput]) -> dict[int, ScoredPrompt]:
     """Return a ``ScoredPrompt`` for each prompt, by the prompt's index."""
@@ -32,7 +34,10 @@ def scored_prompts(outputs: Sequence[SampleOutput]) -> dict[int, ScoredPrompt]:
 
 
 class ScoredPrompt:
-    """A prompt's logprobs and the messages of its samples, which wait until all logprobs are there."""
+    """A prompt's logprobs, and the messages of its samples, which wait for the logprobs.
+
+    Samples on other ranks than the one whose prompt is scored may have tokens first.
+    """
 
     def __init__(self, outputs: Sequence[SampleOutput]) -> None:
         """``outputs``: those of the prompt's samples."""
@@ -44,31 +49,34 @@ class ScoredPrompt:
         self._scored_id = next((each.request_id for each in generates if each.scores is not None), None)
         """Request id of the sample whose prompt the engine scores; None if no row is needed."""
         self._waiting: list[Tokens] = []
+        assert self._scored_id is not None or self._num_lacking <= 1, "or the samples would wait for ever"
 
-    def due(self, event: PromptScores | Tokens) -> Iterator[Delta | Tokens]:
-        """Yield what samples show now that ``event`` is here: logprobs of the prompt first, then tokens.
+    def due(self, event: PromptScores | Tokens) -> Iterable[Delta | Tokens]:
+        """Return what samples show now that ``event`` is here: logprobs of the prompt first, then tokens.
 
         Raises RequestFailedError where the engine left out positions.
         """
         if isinstance(event, PromptScores):
-            yield from self._read(np.frombuffer(event.rows, score_dtype(event.num_top)))
-            if self._is_complete:
-                yield from self._waiting
-                self._waiting.clear()
-            return
-        if self._scored_id is None:
-            yield from self._read(np.empty(0, score_dtype(0)))  # a single token has no row
-        if self._is_complete:
-            yield event
-        elif event.request_id != self._scored_id:
-            self._waiting.append(event)
-        else:
+            return self._with_waiting(np.frombuffer(event.rows, score_dtype(event.num_top)))
+        if not self._num_lacking:
+            return (event,)
+        if event.request_id == self._scored_id:
             num_rows, num_tokens = max(0, self._num_read - 1), len(self._token_ids)
             raise RequestFailedError(500, f"the engine sent {num_rows} logprobs for {num_tokens} tokens")
+        self._waiting.append(event)
+        # A prompt's only token has no row.
+        return self._with_waiting(_NO_ROWS) if self._scored_id is None else ()
+
+    def _with_waiting(self, rows: npt.NDArray[np.void]) -> Iterator[Delta | Tokens]:
+        """Yield what the next rows add and, behind the last one, the messages that waited for it."""
+        yield from self._read(rows)
+        if not self._num_lacking:
+            yield from self._waiting
+            self._waiting.clear()
 
     @property
-    def _is_complete(self) -> bool:
-        return self._num_read == len(self._token_ids)
+    def _num_lacking(self) -> int:
+        return len(self._token_ids) - self._num_read
 
     def _read(self, rows: npt.NDArray[np.void]) -> Iterator[Delta]:
         """Yield what the next rows add to each sample. The engine also scores output that is resumed."""
