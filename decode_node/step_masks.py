@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hisparse_pd.core.grammar.compiler import MAX_WAIT_SECS, Compiler
-from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, fill_masks
+from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, OutputMasks, fill_masks
 from hisparse_pd.decode_node.request import Request, RequestState
 
 
@@ -35,7 +35,7 @@ def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: T
     num_rows = 0
     for request, own_drafts in zip(batch, drafts, strict=True):
         if request.matcher is not None and request.state is RequestState.RUNNING:
-            to_fill.append((request.matcher, num_rows, own_drafts))
+            to_fill.append(OutputMasks(request.matcher, num_rows, own_drafts))
         else:
             masks[num_rows : num_rows + 1 + len(own_drafts)] = ALL_ALLOWED
         num_rows += 1 + len(own_drafts)

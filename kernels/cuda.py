@@ -55,6 +55,7 @@ from hisparse_pd.kernels.warm_up import FilledLayer, WarmUp
 
 MAIN_SOURCE = "swap_in.cu"
 
+# The constants from here to MAX_CAPACITY are the same in csrc/*.cuh.
 NUM_FETCHERS = 3
 """Warps of a block that fetch missing items from the host before their entries are chosen."""
 MAX_EARLY = 3 * NUM_FETCHERS
@@ -64,12 +65,13 @@ NUM_THREADS = NUM_PLANNERS + 32 + 32 * NUM_FETCHERS
 ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
 """Entries of a hot buffer whose ages a block reads at a time."""
 MAX_TOP_K = 4096
+"""Most positions that one new position of a request selects."""
 MAX_NEW = 32
 """Most new positions of a request: each is one lane of a warp."""
 MAX_POSITIONS = 32 * NUM_PLANNERS
 """Most positions that one request selects: one block must be able to take them."""
 MAX_CAPACITY = 32768
-"""Most entries of a hot buffer. The constants from NUM_FETCHERS to here are the same as in csrc/*.cuh."""
+"""Most entries of a hot buffer."""
 MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
 """Most bytes of an item that is fetched early: one round of csrc/copy.cuh's EarlyItem, less the part of a
 line before the first byte."""
@@ -85,6 +87,7 @@ than once."""
 SLICES_THAT_FILL_PCIE = 8
 """This many blocks of a request read from the host at full rate, so that no other blocks need to help."""
 COPY_THREADS = 256
+"""Threads of a block that copies or checks items, one warp for each item."""
 COPY_BLOCKS_PER_SM = 4
 CHECK_BLOCKS_PER_SM = 8
 FILL_BLOCKS = 12
@@ -115,12 +118,8 @@ def swap_in(
         if miss_plan is not None:
             miss_plan.num_misses.zero_()
         return
-    check_range("top_k", top_k, 1, MAX_TOP_K + 1)
     num_selected = num_new * top_k
-    check_range("state.max_new", state.max_new, 1, MAX_NEW + 1)
-    check_range("num_new * top_k", num_selected, 1, MAX_POSITIONS + 1)
-    check_range("num_reqs * num_new * top_k", num_reqs * num_selected, 1, MAX_SELECTED)
-    check_range("state.max_capacity", state.max_capacity, 1, MAX_CAPACITY + 1)
+    _check_sizes(state, num_reqs, num_new, top_k)
     if miss_plan is not None:
         _check_miss_plan(miss_plan, state.device)
     split = BlockSplit.of(num_reqs, num_selected, num_multiprocessors(state.device), copies=pools is not None)
@@ -152,7 +151,7 @@ def swap_in(
     parameters["num_selected"] = num_selected
     parameters["num_units"] = split.num_units
     parameters["num_slices"] = split.num_slices
-    parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)
+    parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)  # for divisions without a division
     parameters["stride"] = split.num_units // split.num_slices
     parameters["slice_len"] = split.slice_len
     parameters["spreads"] = split.copies and split.num_slices < SLICES_THAT_FILL_PCIE
@@ -160,6 +159,15 @@ def swap_in(
     parameters["layer"] = layer
     parameters["hot_slots_in_shared"] = hot_slots_in_shared
     launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
+
+
+def _check_sizes(state: HotBufferState, num_reqs: int, num_new: int, top_k: int) -> None:
+    """Raise KernelArgumentError for sizes that the kernel does not take."""
+    check_range("top_k", top_k, 1, MAX_TOP_K + 1)
+    check_range("state.max_new", state.max_new, 1, MAX_NEW + 1)
+    check_range("num_new * top_k", num_new * top_k, 1, MAX_POSITIONS + 1)
+    check_range("num_reqs * num_new * top_k", num_reqs * num_new * top_k, 1, MAX_SELECTED)
+    check_range("state.max_capacity", state.max_capacity, 1, MAX_CAPACITY + 1)
 
 
 def _check_miss_plan(miss_plan: MissPlan, device: torch.device) -> None:
@@ -228,6 +236,7 @@ def start_row(
     launch.
     """
     pages = (host_pages, lookup_pages, index_pages)
+    # The kernel finds each part behind the one before it (FillParams in csrc/params.cuh).
     parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
     host_staged = torch.empty(
         sum(math.prod(part.shape) for part in parts), dtype=torch.int32, pin_memory=True

@@ -90,6 +90,8 @@ def max_resident_clusters(
 def _config(
     device: torch.device, num_blocks: int, num_threads: int, shared_bytes: int, cluster_size: int
 ) -> Any:
+    """Return the driver's description of a launch, which on Hopper and later may begin before the preceding
+    kernel ends."""
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1

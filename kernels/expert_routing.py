@@ -21,7 +21,7 @@ FEW_TILE_ROWS: Final = 64
 """Rows of a tile in products of fp8 with fp8 or in bfloat16: Hopper's tensor cores take 64 rows. Empty rows
 cost next to nothing beside reading the weights, and a row is added up in the same order in any tile."""
 MANY_TILE_ROWS: Final = 128
-"""Rows of a tile in bfloat16 products if an expert has twice as many rows or more on average."""
+"""Rows of a tile in these products if an expert has twice as many rows or more on average."""
 FEW_ROWS: Final = 2048
 """Most rows that a GPU plans in one launch; larger plans take several."""
 
@@ -97,9 +97,10 @@ class Routing:
         num_tokens, top_k = expert_ids.shape
         num_rows = num_tokens * top_k
         tile_rows = FEW_TILE_ROWS
-        if in_bfloat16 and num_rows >= 2 * MANY_TILE_ROWS * num_experts:
-            tile_rows = MANY_TILE_ROWS
-        elif not (is_rounded or in_bfloat16):
+        if is_rounded or in_bfloat16:
+            if num_rows >= 2 * MANY_TILE_ROWS * num_experts:
+                tile_rows = MANY_TILE_ROWS
+        else:
             # An expert's weights are read once for each of its tiles, so a tile has at least twice the rows
             # of an average expert: most experts then have one tile. Larger tiles would only have more
             # padding.

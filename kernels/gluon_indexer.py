@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,18 +26,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
+from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 NUM_HEADS: Final = 64
 HEAD_DIM: Final = 128
+"""The only sizes of queries that the kernel takes, which are DeepSeek-V3.2's."""
 GROUP_QUERIES: Final = 4
 """Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
 TILE: Final = 64
 """Positions of a tile, at least the rows of one instruction."""
-STAGES: Final = 6
+STAGES: Final = 8
 """Tiles in shared memory."""
 GROUP_REGISTERS: Final = 240
 LOADER_REGISTERS: Final = 24
+"""Registers of a thread of the multiplying warps, and of the loading warp, which needs few."""
 
 
 def takes(num_heads: int, head_dim: int, device: torch.device) -> bool:
@@ -65,14 +67,14 @@ def write_logits(
 ) -> None:
     """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
 
-    ``keys``: float16 [n, 128] and ``scales``: float32 [n], as ``IndexKeyFormat.unpack`` writes them.
+    ``keys``: fp8 [n, 128] and ``scales``: float32 [n], as ``IndexKeyFormat.unpack`` writes them.
     ``first_keys``: int32 [num_rows], where the key of each row's position 0 is. The other arguments are those
     of ``kernels.triton_indexer.write_logits``.
     """
     device = q_index.device
     num_groups = -(-block_tokens // (2 * GROUP_QUERIES))
     num_splits = max(1, num_multiprocessors(device) // num_groups)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     with torch.cuda.device(device):
         prompt_logits_kernel[(num_splits, num_groups)](
             q_index,
@@ -93,6 +95,7 @@ def write_logits(
             HEAD_DIM**-0.5,
             NUM_HEADS=NUM_HEADS,
             HEAD_DIM=HEAD_DIM,
+            FP8_MAX=FP8_MAX,
             GROUP_QUERIES=GROUP_QUERIES,
             TILE=TILE,
             STAGES=STAGES,
@@ -123,6 +126,7 @@ def prompt_logits_kernel(
     score_scale,
     NUM_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    FP8_MAX: gl.constexpr,
     GROUP_QUERIES: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -130,6 +134,13 @@ def prompt_logits_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
+    """Score eight queries over one split of their positions.
+
+    A ring of STAGES tiles of keys in shared memory connects the loading warp and the two groups. ``is_full``
+    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``turns`` of
+    a group completes when the other group has started its product. ``seen``: what the functions below need to
+    know which keys the queries see.
+    """
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, HEAD_DIM], keys.layout)
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -143,7 +154,7 @@ def prompt_logits_kernel(
     stages = (tiles, is_full, is_free)
     seen = (first_keys, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k)
     results = (logits, first_token, logits_stride)
-    sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES)
+    sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES, FP8_MAX)
     arguments = (q_index, weights, scales, queries, stages, seen, results, score_scale)
     gl.warp_specialize(
         [
@@ -169,7 +180,8 @@ def query_of(seen, number):
 
 @gluon.jit
 def num_runs_of(seen, GROUP_QUERIES: gl.constexpr):
-    """Return 1 if all queries of the program are of one row, else their number: then each is scored alone."""
+    """Return the number of runs in which the program's queries are scored: one for all if they are of one
+    row, otherwise one for each."""
     first_row, last_row = 2147483647, -1
     for number in gl.static_range(2 * GROUP_QUERIES):
         row, length = query_of(seen, number)
@@ -196,20 +208,21 @@ def keys_of_run(seen, run, num_runs, GROUP_QUERIES: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def load_tiles(keys, stages, seen, sizes: gl.constexpr):
+    """Load the tiles of keys of all runs, each as soon as a stage of the ring is free."""
     tiles, is_full, is_free = stages
     HEAD_DIM: gl.constexpr = sizes[1]
     GROUP_QUERIES: gl.constexpr = sizes[2]
     TILE: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
     num_runs = num_runs_of(seen, GROUP_QUERIES)
-    at = 0
+    at = 0  # tiles so far, of all runs
     for run in range(num_runs):
         first_key, first_tile, stop_tile = keys_of_run(seen, run, num_runs, GROUP_QUERIES, TILE)
         for tile in range(first_tile, stop_tile):
             stage = at % STAGES
             full = is_full.index(stage)
             mbarrier.wait(is_free.index(stage), (at // STAGES + 1) % 2)
-            mbarrier.expect(full, TILE * HEAD_DIM * 2)
+            mbarrier.expect(full, TILE * HEAD_DIM)
             tma.async_copy_global_to_shared(keys, [first_key + tile * TILE, 0], full, tiles.index(stage))
             at += 1
 
@@ -226,25 +239,27 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     GROUP_QUERIES: gl.constexpr = sizes[2]
     TILE: gl.constexpr = sizes[3]
     STAGES: gl.constexpr = sizes[4]
+    FP8_MAX: gl.constexpr = sizes[5]
     COLUMNS: gl.constexpr = GROUP_QUERIES * NUM_HEADS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
-    # Each head's query in float16, as ``kernels.triton_indexer`` has it.
+    # Each head's query in fp8, as ``kernels.triton_indexer`` has it.
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, wide))
     tokens = first + WHICH * GROUP_QUERIES + columns // NUM_HEADS
     head_rows = gl.maximum(gl.minimum(tokens, stop_token - 1), 0) * NUM_HEADS + columns % NUM_HEADS
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
     q = gl.load(q_index + head_rows.to(gl.int64)[:, None] * HEAD_DIM + dims[None, :])
     q = q.to(gl.float32)
-    peak = gl.max(gl.abs(q), axis=1)
-    exponent = gl.minimum(gl.maximum(peak.to(gl.int32, bitcast=True) >> 23, 1), 253)
-    reciprocal = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    bits = gl.div_rn(gl.max(gl.abs(q), axis=1), FP8_MAX).to(gl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000
+    bits = gl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
+    reciprocals = (0x7F000000 - bits).to(gl.float32, bitcast=True)
     mine = queries.index(WHICH)
-    mine.store((q * reciprocal[:, None]).to(gl.float16))
+    mine.store((q * reciprocals[:, None]).to(gl.float8e4nv))
     fence_async_shared()
     head_weights = gl.load(weights + head_rows)
-    head_weights *= (exponent << 23).to(gl.float32, bitcast=True) * score_scale
+    head_weights *= bits.to(gl.float32, bitcast=True) * (0.5 * score_scale)
     head_weights = gl.convert_layout(head_weights, gl.SliceLayout(0, mma))
 
     zeros = gl.zeros([TILE, COLUMNS], gl.float32, mma)
@@ -270,7 +285,7 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
             products = warpgroup_mma(tiles.index(stage), heads, zeros, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(is_free.index(stage), count=1)
-            products = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * head_weights[None, :]
+            products = (products + gl.abs(products)) * head_weights[None, :]
             score = gl.sum(gl.reshape(products, [TILE, GROUP_QUERIES, NUM_HEADS]), axis=2) * scale[:, None]
             is_seen = positions[:, None] < lengths[None, :]
             gl.store(logits[None, :] + positions[:, None], score, mask=is_seen)

@@ -36,7 +36,8 @@ HALF: Final = 64
 BLOCK_ROWS: Final = 128
 """Rows of the matrix in a tile."""
 TOGETHER: Final = 16
-"""Tiles of tokens that come one after the other in the order of tiles, with the same rows of the matrix."""
+"""Tiles of tokens that, in the order of tiles, come before the next rows of the matrix: concurrent programs
+then share the tokens and the rows in L2."""
 STAGES: Final = 5
 """Blocks of columns, of both operands, that shared memory holds."""
 SHORT_BLOCKS: Final = 16
@@ -207,7 +208,7 @@ def load_tiles(x, values, stages, num_tokens, num_units, sizes: gl.constexpr):
     BLOCK_ROWS: gl.constexpr = sizes[7]
     STAGES: gl.constexpr = sizes[9]
     stage_bytes: gl.constexpr = (2 * HALF + BLOCK_ROWS) * BLOCK * (x.dtype.primitive_bitwidth // 8)
-    loaded = 0  # blocks
+    loaded = 0  # blocks; a stage's turns alternate in parity, and its first turn does not wait
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         m, n, split = place_of(unit, num_tokens, sizes)
         for part in range(split * PARTS, split * PARTS + PARTS):

@@ -13,8 +13,8 @@ Rules that every writer of the tables keeps:
   positions take the last ``max_new`` entries, the ring, in turn.
 - A row fits while the ``max_new`` positions from its first new one on are all below ``capacity``: then
   position ``p`` lives at hot_index ``p``. Once a row does not fit, positions that are not new live anywhere
-  below the ring. A row that does not fit must not fit again later, so the first new position decides:
-  rejected drafts move the last one back.
+  below the ring. It must not fit again later; therefore the first new position decides, and not the last one,
+  which rejected drafts move back.
 - A rejected draft stays in its entry until its position is new again. No look-up finds it: until then the
   position is at or beyond every ``seq_len``, and when it is new it gets the same entry.
 - An evicted entry is of the oldest age class present (``reference.age_classes``). Free entries are older than

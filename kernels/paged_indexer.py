@@ -5,7 +5,8 @@ runs on CPUs. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens,
 heads, positions], and ``csrc/topk.cu`` selects.
 
 A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. fp8 keys
-on a GPU differ: the key's own scale (never negative) comes after the sum over heads.
+on a GPU differ: scales of queries are in the weights, and the key's own (never negative) comes after the sum
+over heads.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ MAX_TOP_K = 4096
 MAX_HEADS = 128
 MAX_HEAD_DIM = 256
 MAX_CONTEXT = 1 << 20
+"""Bounds on the sizes that the GPU's kernels take."""
 MAX_TOKENS_OF_A_BLOCK = 65535
-"""Most tokens of a block: the bound of a grid's second dimension."""
+"""Most queries of a block, which one launch scores: the bound of a grid's second dimension."""
 
-_PASSING_SCRATCH_BYTES = 256 << 20
-"""Most bytes of logits in a call without a scratch."""
+_OWN_SCRATCH_BYTES = 256 << 20
+"""Most bytes of the scratch that a call makes for itself if it gets none."""
 _ALIGNMENT = 64
 """Multiple of positions in a row of logits, so that rows start on lines of 256 bytes."""
 
@@ -92,7 +94,8 @@ def paged_index_topk(
     """Return the positions that each query attends to: exactly the best, and among equal scores the lowest.
 
     ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], up to 128 heads of up to
-    256 numbers. With float32 here or in the pool, products have full float32 precision.
+    256 numbers. With float32 here or in the pool, products have full float32 precision; bfloat16 queries of
+    fp8 keys are rounded to fp8 (``IndexKeyFormat.round_queries``).
     ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
     ``index_pool``: uint8 [num_slots, index_item_bytes], one layer of keys, 4-byte aligned; ``key_format`` is
     "float32", "bfloat16" or "fp8_e4m3" (index_head_dim bytes, then one float32 scale).
@@ -147,12 +150,7 @@ def paged_index_topk(
     from hisparse_pd.kernels.topk import select
     from hisparse_pd.kernels.triton_indexer import write_logits
 
-    if scratch is None:
-        max_context = min(max_len, MAX_CONTEXT)
-        max_tokens = max(
-            1, min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _PASSING_SCRATCH_BYTES // (4 * max_context))
-        )
-        scratch = IndexerScratch.create(max_tokens, max_context, device)
+    scratch = scratch or _own_scratch(num_tokens, max_len, device)
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
     max_len = min(max_len, scratch.max_context)
@@ -171,12 +169,19 @@ def paged_index_topk(
     return out
 
 
+def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:
+    """Return a scratch for one call with ``num_tokens`` queries that see up to ``max_len`` positions."""
+    max_context = min(max_len, MAX_CONTEXT)
+    max_tokens = min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context))
+    return IndexerScratch.create(max(1, max_tokens), max_context, device)
+
+
 @dataclass(frozen=True)
 class UnpackedKeys:
     """Memory for fp8 keys as ``IndexKeyFormat.unpack`` writes them."""
 
     keys: Tensor
-    """float16 [num_keys, index_head_dim]"""
+    """fp8 [num_keys, index_head_dim]"""
     scales: Tensor
     """float32 [num_keys + PADDING]: tiles of keys may end behind the last one."""
 
@@ -185,7 +190,7 @@ class UnpackedKeys:
     @classmethod
     def create(cls, num_keys: int, head_dim: int, device: torch.device | str) -> UnpackedKeys:
         return cls(
-            torch.empty((num_keys, head_dim), dtype=torch.float16, device=device),
+            torch.empty((num_keys, head_dim), dtype=torch.float8_e4m3fn, device=device),
             torch.empty(num_keys + cls.PADDING, dtype=torch.float32, device=device),
         )
 
@@ -278,6 +283,7 @@ def paged_index_topk_reference(
     out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=q_index.device)
     longest = max(nums_seen)
     is_small = 4 * num_tokens * num_heads * longest <= BLOCK_BYTES
+    q_index = IndexKeyFormat(key_format, head_dim).round_queries(q_index)
     products = None
     if is_small:
         num_blocks = -(-longest // BLOCK_KEYS)
@@ -286,7 +292,8 @@ def paged_index_topk_reference(
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
         seq_len = max(nums_seen[some])
-        # If a query sees at most top_k positions, all are chosen whatever their scores.
+        # No scores are needed for rows that see nothing. The common selection needs none for up to top_k
+        # positions either, because it chooses all of them.
         if seq_len <= (0 if products is None else top_k):
             continue
         keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)

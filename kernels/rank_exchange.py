@@ -1,7 +1,7 @@
 """The host side of ``csrc/rank_exchange.cu``: collectives of the GPUs of one machine, over each other's
 memory.
 
-``hisparse_pd.core.model.rank_exchange`` makes a ``RankMemory``, tells its handle to the other ranks, and
+``hisparse_pd.core.model.rank_exchange`` makes a ``RankMemory``, tells its offer to the other ranks, and
 calls ``connect``, which opens their memory (CUDA IPC; no multicast). Then forwards call ``gather`` and
 ``sum_own``. Every rank makes the same calls with equally large tensors in the same order, on one stream. A
 CUDA graph can capture a call, because the device counts the calls. The first ``RankMemory`` imports cupy, and
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ banks. A header begins with the counts of pieces."""
 MIN_PIECE_BYTES = 4096
 """Fewest bytes of a piece, unless the whole part is smaller: smaller pieces would only occupy more blocks."""
 ALIGNMENT = 16
+"""Bytes of the widest word; pieces are multiples of it."""
 GATHER_WORDS = (16, 4, 1)
 SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
 """Widths of words, in bytes, for which there are kernels; the last width fits every length."""
@@ -95,6 +96,15 @@ def word_bytes(widths: Sequence[int], *values: int) -> int:
     return next(width for width in widths if all(value % width == 0 for value in values))
 
 
+class MemoryOffer(NamedTuple):
+    """What other ranks of the machine need to open a rank's memory."""
+
+    gpu: str
+    """The PCI address of the rank's GPU, which names it in all processes."""
+    handle: bytes
+    """CUDA's handle of the memory."""
+
+
 class RankMemory:
     """One rank's memory, to which other ranks write, and the addresses of theirs, for the process's
     lifetime."""
@@ -108,23 +118,23 @@ class RankMemory:
         runtime = cupy_module().cuda.runtime
         with torch.cuda.device(device):
             self._own = int(runtime.malloc(memory_bytes(num_ranks)))
-            self.handle = bytes(runtime.ipcGetMemHandle(self._own))
-            """The handle with which other ranks open this memory in ``connect``."""
-            self.gpu = str(runtime.deviceGetPCIBusId(torch.cuda.current_device()))
-            """The name of this rank's GPU in all processes of the machine."""
+            self.offer = MemoryOffer(
+                gpu=str(runtime.deviceGetPCIBusId(torch.cuda.current_device())),
+                handle=bytes(runtime.ipcGetMemHandle(self._own)),
+            )
         self._addresses = [self._own] * num_ranks
         self.begin_at(0)
 
-    def connect(self, others: dict[int, tuple[str, bytes]]) -> None:
-        """Open the memory of ``others``, ``gpu`` and ``handle`` by rank. Raises what the constructor does."""
+    def connect(self, offers: dict[int, MemoryOffer]) -> None:
+        """Open the memory of other ranks, whose ``offers`` are by rank. Raises what the constructor does."""
         runtime = cupy_module().cuda.runtime
         with torch.cuda.device(self._device):
             here = torch.cuda.current_device()
-            for rank, (gpu, handle) in others.items():
+            for rank, (gpu, handle) in offers.items():
                 there = runtime.deviceGetByPCIBusId(gpu)
                 if not runtime.deviceCanAccessPeer(here, there):
                     raise RuntimeError(
-                        f"GPU {self.gpu} does not reach the memory of GPU {gpu}, rank {rank}'s"
+                        f"GPU {self.offer.gpu} does not reach the memory of GPU {gpu}, rank {rank}'s"
                     )
                 self._addresses[rank] = int(runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
             for name in kernels():

@@ -35,6 +35,7 @@ Pools: TypeAlias = tuple[Tensor, Tensor]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]
+"""A table of the state, or values from it, mostly int32."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_EXACT_AGES = 16
@@ -113,7 +114,10 @@ class _HotStep:
         return Copies(*(np.concatenate(parts) for parts in zip(*self._copies, strict=True)))
 
     def resolve(self, positions: Ints, is_valid: Mask) -> Table:
-        """Return device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or without an entry."""
+        """Return device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or without an entry.
+
+        New positions get their entries first, then positions are looked up, then misses get entries.
+        """
         self._place_newest()
         rows = self._rows[:, None]
         lookup_slots = np.where(
@@ -157,7 +161,7 @@ class _HotStep:
         self._counters[row, MISSES] += len(missing)
         capacity = int(self._capacity[req])
         ring_start = capacity - self._state.max_new
-        # While all older positions fit below the ring, each has the entry of its own number.
+        # In a row that fits, a position has the entry of its own number.
         fits = self._first_new[req] <= ring_start
         entries = missing if fits else self._least_recent(row, ring_start, self._now[req], len(missing))
         if len(entries) < len(missing):
@@ -180,7 +184,8 @@ class _HotStep:
         num_taken = min(num_wanted, int(np.count_nonzero(ages)))
         if num_taken == 0:
             return _NO_SLOTS
-        # Entries that this step uses have class 0, so they come last and are never taken.
+        # Keys order entries by age class, the oldest first, then by hot_index. Entries that this step uses
+        # have class 0, so they come last and are never taken.
         sort_keys = np.arange(len(ages)) - ages * len(ages)
         oldest = np.argpartition(sort_keys, num_taken - 1)[:num_taken]
         taken: Ints = oldest[np.argsort(sort_keys[oldest])]
@@ -193,6 +198,7 @@ def age_classes(stamps: Table, now: int) -> Ints:
     for free entries.
     """
     ages = now - stamps.astype(np.int64)
+    # An age in [2^octave, 2^(octave + 1)) is in the first or the second half of its octave.
     octave = np.frexp(np.maximum(ages, NUM_EXACT_AGES))[1].astype(np.int64) - 1
     half = np.maximum(ages, NUM_EXACT_AGES) >> (octave - 1) & 1
     coarse = np.minimum(NUM_EXACT_AGES + 2 * (octave - 4) + half, FREE_CLASS - 1)
@@ -260,7 +266,8 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
                 f"got {nums[is_bad].tolist()} for {lens[is_bad].tolist()}"
             )
         req = np.repeat(np.arange(len(rows)), nums)
-        ends = np.repeat(np.cumsum(nums), nums)  # where each request's part of the flat arrays ends
+        # Where each request's part of the flat arrays ends; just before lies its position len - 1.
+        ends = np.repeat(np.cumsum(nums), nums)
         rows, positions = rows[req], lens[req] - ends + np.arange(len(req))
     else:
         positions = lens - 1

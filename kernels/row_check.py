@@ -170,6 +170,7 @@ def wrong_row(state: HotBufferState, row: int) -> WrongRow:
     """Return the record in ``state`` of a row whose flags have WRONG_ROW. Waits for the device."""
     values = state.wrong_rows[row].tolist()
     read_at = ReadAt(values[WrongRowField.READ_AT])
+    # Swap-in and warm-up read a hisparse row's items in the host pool; everything else is read on the device.
     is_on_host = read_at is not ReadAt.SCRUB and bool(state.capacity[row] > 0)
     layer, position, slot, expected, actual = values[WrongRowField.LAYER : WrongRowField.ACTUAL + 1]
     item = WrongItem(layer, position, slot, expected & 0xFFFFFFFF, actual & 0xFFFFFFFF)

@@ -171,6 +171,9 @@ class RowStart:
     """Makes ``row`` a hisparse row with a warm hot buffer in every group, in slices, so that other requests'
     steps do not compete for PCIe with all of it at once.
 
+    The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None. The row may be used when
+    the last launch is over.
+
     ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
     ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``: as
     many as ``host_pages``, and of no other row. All are on the CPU.
@@ -182,10 +185,10 @@ class RowStart:
     ``hints``: one for each group, or one for all.
     ``layers_of_group``: the layers of each group, at least one, all of which are copied.
 
-    The row must be empty, as ``create`` and ``reset_row`` leave it. It may be used when ``num_left_bytes`` is
-    None and the last launch is over. On a GPU a slice is one copy to the device and one launch, on the
-    current stream, which may be a side stream: no other row is touched. Nothing waits for the device; pages
-    may be added to the row meanwhile. Raises KernelArgumentError before it changes anything.
+    The row must be empty, as ``create`` and ``reset_row`` leave it. On a GPU a slice is one copy to the
+    device and one launch, on the current stream, which may be a side stream: no other row is touched. Nothing
+    waits for the device; pages may be added to the row meanwhile. Raises KernelArgumentError before it
+    changes anything.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ a line for each request that is split. NUM_PLANNERS and MAX_BLOCKS are the same 
 MIN_SLICE_LEN = 32
 """Fewest positions of a block's slice."""
 MAX_SLICES_IN_PLACE = 2
-"""Requests of up to this many blocks stay on their multiprocessors from launch to launch."""
+"""Requests of up to this many blocks stay on their multiprocessors from launch to launch: these then cache
+the address translations for the requests' host rows."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class BlockSplit:
         """Return the split for ``num_reqs`` requests that select ``num_selected`` positions each, on a GPU
         with ``num_sms`` multiprocessors."""
         num_sms = min(num_sms, MAX_BLOCKS)
+        # Each request gets as many blocks as the GPU has for it, but no block gets too short a slice.
         most_slices = max(1, min(num_sms // num_reqs, -(-num_selected // MIN_SLICE_LEN)))
         slice_len = -(-num_selected // most_slices)
         num_slices = -(-num_selected // slice_len)

@@ -29,7 +29,8 @@ NUM_THREADS = 1024
 """Threads of a block that has a multiprocessor for itself."""
 NUM_THREADS_OF_MANY = 512
 """Threads of a block where there are more queries than multiprocessors: two blocks share one, so that one
-computes while the other waits. Longer rows than the halved shared memory holds would be read again."""
+computes while the other waits. Only rows that fit into half of its shared memory are taken this way, because
+longer ones would be read again."""
 CLUSTER_SIZES = (2, 4, 8)
 """Sizes of clusters; the last is the largest that every GPU with clusters can run, MAX_RANKS in
 csrc/topk.cu."""
@@ -56,7 +57,7 @@ PARAMS = np.dtype(
         ("max_len", _INT),
         ("top_k", _INT),
         ("cluster_size", _INT),
-        ("num_held", _INT),
+        ("num_kept", _INT),
     ],
     align=True,
 )
@@ -89,8 +90,8 @@ def select(
         cluster_size = choose_cluster_size(block_tokens, max_len, _resident_clusters(device))
     if num_threads is None:
         is_many = cluster_size == 1 and block_tokens > num_multiprocessors(device)
-        is_held = is_many and most_in_block(max_len, 1) <= _most_held(device, NUM_THREADS_OF_MANY)
-        num_threads = NUM_THREADS_OF_MANY if is_held else NUM_THREADS
+        fits = is_many and most_in_block(max_len, 1) <= _most_kept(device, NUM_THREADS_OF_MANY)
+        num_threads = NUM_THREADS_OF_MANY if fits else NUM_THREADS
     parameters = np.zeros((), PARAMS)
     parameters["logits"] = logits.data_ptr()
     parameters["req_rows"] = req_rows.data_ptr()
@@ -104,11 +105,10 @@ def select(
     parameters["top_k"] = out.shape[1]
     parameters["cluster_size"] = cluster_size
     kernel = _kernel(num_threads)
-    num_held = min(most_in_block(max_len, cluster_size), _most_held(device, num_threads))
-    parameters["num_held"] = num_held
-    launch(
-        kernel, device, block_tokens * cluster_size, num_threads, parameters, 4 * num_held, cluster_size
-    )  # fmt: skip
+    num_kept = min(most_in_block(max_len, cluster_size), _most_kept(device, num_threads))
+    parameters["num_kept"] = num_kept
+    shared_bytes = 4 * num_kept
+    launch(kernel, device, block_tokens * cluster_size, num_threads, parameters, shared_bytes, cluster_size)
 
 
 def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mapping[int, int]) -> int:
@@ -125,7 +125,10 @@ def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mappin
 
 
 def most_in_block(max_len: int, cluster_size: int) -> int:
-    """Return the most positions of a block's slice, a multiple of ROUND."""
+    """Return the most positions of a block's slice, a multiple of ROUND.
+
+    A block has all of a row that it handles alone, and a share of a longer one.
+    """
     alone, shared = min(max_len, MIN_SHARED_LEN), -(-max_len // cluster_size)
     return -(-max(alone, shared) // ROUND) * ROUND
 
@@ -144,7 +147,7 @@ def compile_options(num_threads: int = NUM_THREADS) -> tuple[str, ...]:
 def _resident_clusters(device: torch.device) -> dict[int, int]:
     if torch.cuda.get_device_capability(device) < HOPPER:
         return {}
-    shared_bytes = 4 * _most_held(device, NUM_THREADS)
+    shared_bytes = 4 * _most_kept(device, NUM_THREADS)
     return {
         size: max_resident_clusters(_kernel(NUM_THREADS), device, NUM_THREADS, shared_bytes, size)
         for size in CLUSTER_SIZES
@@ -152,15 +155,15 @@ def _resident_clusters(device: torch.device) -> dict[int, int]:
 
 
 @functools.cache
-def _most_held(device: torch.device, num_threads: int) -> int:
+def _most_kept(device: torch.device, num_threads: int) -> int:
     """Return how many keys fit into a block's free shared memory, and allow the kernel to use it."""
     kernel, num_blocks = _kernel(num_threads), NUM_THREADS // num_threads
     # Blocks that share a multiprocessor share its memory, of which each block also takes a reserve.
     most_bytes = (max_block_shared_bytes(device) + RESERVED_BYTES) // num_blocks - RESERVED_BYTES
-    num_held = (most_bytes - kernel.shared_size_bytes) // 16 * 4
+    num_kept = (most_bytes - kernel.shared_size_bytes) // 16 * 4  # keys of 4 bytes, in vectors of 16 bytes
     with torch.cuda.device(device):
-        kernel.max_dynamic_shared_size_bytes = 4 * num_held
-    return int(num_held)
+        kernel.max_dynamic_shared_size_bytes = 4 * num_kept
+    return int(num_kept)
 
 
 @functools.cache

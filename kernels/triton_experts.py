@@ -30,6 +30,7 @@ from hisparse_pd.kernels.expert_routing import (
     most_tiles,
 )
 from hisparse_pd.kernels.fp8_rows import Rounded, quantize_gated, quantize_rows
+from hisparse_pd.kernels.gluon_experts import gather_rows, multiply_rows, takes_groups
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
@@ -48,8 +49,8 @@ TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 64, 4, 4), MANY_TILE_ROWS: Tiling(1
 """Tilings for products in bfloat16, by the rows of a tile."""
 FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
 """Tiling for float32 products, which do not use tensor cores."""
-ROUNDED_TILING: Final = Tiling(128, 128, 4, 3)
-"""Tiling for products of fp8 with fp8."""
+ROUNDED_TILINGS: Final = {FEW_TILE_ROWS: Tiling(128, 128, 4, 3), MANY_TILE_ROWS: Tiling(128, 128, 8, 3)}
+"""Tilings for products of fp8 with fp8, by the rows of a tile."""
 NARROW_TILING: Final = Tiling(32, 128, 4, 8)
 NARROW_BFLOAT16_TILING: Final = Tiling(64, 128, 4, 3)
 """Tilings for few tiles: they make more programs, each with as many loads of weights in flight as fit."""
@@ -77,8 +78,17 @@ def run_experts_triton(
         if routing.is_rounded:
             rounded = rounded or Rounded(*quantize_rows(hidden, ue8m0=gate_up.ue8m0))
             both = hidden.new_empty((num_rows, 2 * inner_size))
-            _launch(rounded.values, rounded.scales, gate_up, both, routing, first_expert, is_first=True)
+            in_groups = all(takes_groups(rounded.values, each, routing) for each in (gate_up, down))
+            if in_groups:
+                rows = gather_rows(rounded, routing, first_expert, len(gate_up.values))
+                multiply_rows(rows, gate_up, both, routing, first_expert, is_first=True)
+                del rows
+            else:
+                _launch(rounded.values, rounded.scales, gate_up, both, routing, first_expert, is_first=True)
             inner, x_scales = quantize_gated(both[None], ue8m0=down.ue8m0)
+            if in_groups:
+                multiply_rows(Rounded(inner, x_scales), down, results, routing, first_expert, is_first=False)
+                return results.view(-1, routing.top_k, results.shape[1])
         else:
             inner = hidden.new_empty((num_rows, inner_size))
             _launch(hidden, None, gate_up, inner, routing, first_expert, is_first=True)
@@ -148,7 +158,7 @@ def _tiling(dtype: torch.dtype, tile_rows: int, num_programs: int) -> Tiling:
         return FLOAT32_TILING
     is_narrow = num_programs <= ENOUGH_PROGRAMS
     if dtype == FP8:
-        return NARROW_TILING if is_narrow else ROUNDED_TILING
+        return NARROW_TILING if is_narrow else ROUNDED_TILINGS[tile_rows]
     return NARROW_BFLOAT16_TILING if is_narrow else TILINGS[tile_rows]
 
 

@@ -18,17 +18,19 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 MOST_PER_PROGRAM = 4
 """Rows, and blocks of each, that a program takes of many rows."""
 FEW_ROWS = 32
-"""Up to this many rows, a program takes one block of one row, because numbers may come in many parts."""
+"""Up to this many rows, a program takes one block of one row, because a number may be a sum of many parts."""
 
 
 def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_rows``."""
-    return _launch(x[None], *_rounded(x, x.shape[1], num_rows), is_gated=False, ue8m0=ue8m0)
+    return _launch(x[None], *_memory_for(x, x.shape[1], num_rows), is_gated=False, ue8m0=ue8m0)
 
 
 def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_gated``."""
-    return _launch(gate_up, *_rounded(gate_up, gate_up.shape[2] // 2, num_rows), is_gated=True, ue8m0=ue8m0)
+    return _launch(
+        gate_up, *_memory_for(gate_up, gate_up.shape[2] // 2, num_rows), is_gated=True, ue8m0=ue8m0
+    )
 
 
 def gated_rows_triton(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,7 +40,8 @@ def gated_rows_triton(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return _launch(gate_up, out, None, is_gated=True, ue8m0=False)[0]
 
 
-def _rounded(x: Tensor, columns: int, num_rows: int) -> tuple[Tensor, Tensor]:
+def _memory_for(x: Tensor, columns: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return memory for fp8 values and for their scales."""
     values = torch.empty((num_rows, columns), dtype=DTYPE, device=x.device)
     scales = torch.empty((triton.cdiv(columns, BLOCK), num_rows), dtype=torch.float32, device=x.device)
     return values, scales
@@ -47,10 +50,11 @@ def _rounded(x: Tensor, columns: int, num_rows: int) -> tuple[Tensor, Tensor]:
 def _launch(
     x: Tensor, values: Tensor, scales: Tensor | None, *, is_gated: bool, ue8m0: bool
 ) -> tuple[Tensor, Any]:
+    """Fill ``values`` from ``x`` [parts, rows, columns], and ``scales`` if there are any. Returns both."""
     num_rows, columns = values.shape
     num_blocks = triton.cdiv(columns, BLOCK)
     if num_rows and columns:
-        each = 1 if num_rows <= FEW_ROWS else MOST_PER_PROGRAM
+        each = 1 if num_rows <= FEW_ROWS else MOST_PER_PROGRAM  # rows, and blocks of each row
         grid = (triton.cdiv(num_rows, each), triton.cdiv(num_blocks, each))
         with torch.cuda.device_of(x):
             _quantize_kernel[grid](
@@ -131,12 +135,13 @@ def round_blocks(
     scale = tl.div_rn(peak, LARGEST)
     if UE8M0:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    # A rounded quotient and its remainder give the correctly rounded quotient with fewer instructions than a
-    # division; only quotients that are 0 in fp8 may differ.
     inverse = tl.div_rn(1.0, scale)
     quotient = number * inverse
-    rest = tl.fma(-quotient, tl.broadcast_to(scale, number.shape), number)
-    quotient = tl.where(number == 0.0, number, tl.fma(rest, inverse, quotient))  # a zero keeps its sign
+    if not UE8M0:
+        # A rounded quotient and its remainder give the correctly rounded quotient with fewer instructions
+        # than a division; only quotients that are 0 in fp8 may differ.
+        rest = tl.fma(-quotient, tl.broadcast_to(scale, number.shape), number)
+        quotient = tl.where(number == 0.0, number, tl.fma(rest, inverse, quotient))  # a zero keeps its sign
     return quotient.to(tl.float8e4nv), scale
 
 

@@ -2,14 +2,12 @@
 
 A program has one query and one split of the positions that it sees, in tiles of at most one page. It
 multiplies a tile of keys with all heads' queries on the tensor cores and adds up over the heads at once, so
-that no values per head leave the registers. Positions are the product's rows, so that converted fp8 keys go
-from registers to the tensor cores. The number of splits depends on shapes only, as a CUDA graph requires; the
-length of a split depends on the query's length.
+that no values per head leave the registers. Positions are the product's rows. The number of splits depends on
+shapes only, as a CUDA graph requires; the length of a split depends on the query's length.
 
-fp8 keys become float16, which holds each of them exactly and takes one instruction for two. bfloat16 queries
-become float16 too: each head's query is divided by the power of two that brings its largest element into [1,
-2). This is exact except for elements 2^14 times smaller, whose error is below float32's rounding of the
-largest. The head's weight is multiplied by the same power.
+fp8 keys go to the tensor cores as they are. bfloat16 queries are rounded to fp8, too
+(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Hopper adds up
+fp8 products with 13 bits after the leading bit of the largest one.
 
 fp8 keys need compute capability 8.9. Importing this module imports triton.
 """
@@ -28,6 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse_pd.kernels.cuda_launch import num_multiprocessors
+from hisparse_pd.kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.kv_format import FP8_E4M3
+from hisparse_pd.kernels.triton_kv_format import power_of_two_scales
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 PROGRAMS_PER_SM = 8
@@ -35,6 +36,7 @@ PROGRAMS_PER_SM = 8
 MIN_TILES = 2
 """Fewest tiles of a split that are worth the program's start."""
 MAX_SPLITS = 2048
+"""Most splits of a query's positions."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ def write_logits(
             logits.stride(0), head_dim**-0.5,
             KEY_STRIDE=keys.stride(0), SCALE_STRIDE=scales.stride(0), PAGE_SIZE=page_size,
             NUM_HEADS=num_heads, BLOCK_HEADS=max(16, triton.next_power_of_2(num_heads)),
-            HEAD_DIM=head_dim, BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
+            HEAD_DIM=head_dim, BLOCK_DIM=max(32, triton.next_power_of_2(head_dim)),
             QUERIES=tuning.queries, TILE=tuning.tile,
-            IS_FLOAT32=is_float32, IS_FP8=key_format == "fp8_e4m3",
+            IS_FLOAT32=is_float32, IS_FP8=key_format == FP8_E4M3, FP8_MAX=FP8_MAX,
             MIN_TILES=MIN_TILES, NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
             **launch_options(device),
         )  # fmt: skip
@@ -119,7 +121,7 @@ def choose_num_splits(num_tokens: int, num_programs: int) -> int:
 def _key_views(index_pool: Tensor, key_format: str) -> tuple[Tensor, Tensor]:
     """Return views of the pool as elements of keys and as the words of their scales (the keys again if there
     are no scales)."""
-    if key_format == "fp8_e4m3":
+    if key_format == FP8_E4M3:
         return index_pool.view(torch.float8_e4m3fn), index_pool.view(torch.float32)
     keys = index_pool.view(torch.float32 if key_format == "float32" else torch.bfloat16)
     return keys, keys
@@ -139,8 +141,9 @@ def _logits_kernel(
     KEY_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
-    MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    FP8_MAX: tl.constexpr, MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Score QUERIES queries over one split of the positions that they see."""
     begin(OVERLAPS)
     stop_token = tl.minimum(stop_token, tl.load(num_real))
     first_of_program = first_token + tl.program_id(1) * QUERIES
@@ -165,7 +168,7 @@ def _logits_kernel(
             tl.max(tl.where(is_in_run, rows, 0)), tokens, tl.where(is_in_run, query_lengths, 0),
             first_token, max_pages, logits_stride, score_scale,
             KEY_STRIDE, SCALE_STRIDE, PAGE_SIZE, NUM_HEADS, BLOCK_HEADS, HEAD_DIM, BLOCK_DIM, QUERIES, TILE,
-            IS_FLOAT32, IS_FP8, MIN_TILES, NUM_STAGES,
+            IS_FLOAT32, IS_FP8, FP8_MAX, MIN_TILES, NUM_STAGES,
         )  # fmt: skip
 
 
@@ -176,7 +179,7 @@ def _score_run(
     KEY_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
-    MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    FP8_MAX: tl.constexpr, MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Score this program's split of the keys of ``row`` for the queries ``tokens``, which see
     ``query_lengths`` of them: none where that is 0."""
@@ -187,7 +190,7 @@ def _score_run(
     stop_tile = tl.minimum(first_tile + split_tiles, num_tiles)
     if first_tile < stop_tile:
         pages = page_table + row * max_pages
-        columns = tl.arange(0, QUERIES * BLOCK_HEADS)  # a head of a query each, a query's next to each other
+        columns = tl.arange(0, QUERIES * BLOCK_HEADS)  # one for each head of each query, by query
         dims = tl.arange(0, BLOCK_DIM)
         in_tile = tl.arange(0, TILE)
         heads = columns % BLOCK_HEADS
@@ -200,11 +203,10 @@ def _score_run(
         if not IS_FLOAT32:
             q = tl.load(q_rows[None, :] + dims[:, None], mask=is_column[None, :] & is_dim[:, None], other=0.0)
             if IS_FP8:
-                peak = tl.max(tl.abs(q.to(tl.float32)), axis=0)
-                exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 1), 253)
-                reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-                q = (q.to(tl.float32) * reciprocal[None, :]).to(tl.float16)
-                head_weights *= (exponent << 23).to(tl.float32, bitcast=True) * score_scale
+                q = q.to(tl.float32)
+                q_scales, reciprocals = power_of_two_scales(tl.max(tl.abs(q), axis=0), FP8_MAX)
+                q = (q * reciprocals[None, :]).to(tl.float8e4nv)
+                head_weights *= q_scales * (0.5 * score_scale)
 
         # The next tile's page is loaded one tile ahead of its keys.
         next_page = tl.load(pages + first_tile * TILE // PAGE_SIZE)
@@ -244,12 +246,12 @@ def _score_run(
                     key = tl.load(key_rows[:, None] + dims[None, :])
                 else:
                     key = tl.load(key_rows[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-                if IS_FP8:
-                    key = key.to(tl.float16)
                 products = tl.dot(key, q)
-            if IS_FLOAT32 or not IS_FP8:  # otherwise the head's weight includes the scale
-                products *= score_scale
-            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            if IS_FLOAT32 or not IS_FP8:
+                products = tl.maximum(products * score_scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            else:
+                # Twice the ReLU: GPUs add faster than they compare, and the head's weight is half.
+                products += tl.abs(products)
             if BLOCK_HEADS != NUM_HEADS:
                 # Infinite keys give NaN for absent heads.
                 products = tl.where(is_column[None, :], products, 0.0)

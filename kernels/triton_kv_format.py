@@ -80,16 +80,11 @@ def store_kernel(
         is_value = (within < TILE) & (at < DIM)
         values = tl.load(values_row + at, mask=is_value, other=0.0).to(tl.float32)
 
-        # The next power of two and its reciprocal are computed from the exponent's bits.
-        bits = tl.div_rn(tl.max(tl.abs(values), 1), FP8_MAX).to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFFF) & 0x7F800000
-        bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
-        factors = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        scales, factors = power_of_two_scales(tl.max(tl.abs(values), 1), FP8_MAX)
         quantised = tl.clamp(values * factors[:, None], -FP8_MAX, FP8_MAX).to(tl.float8e4nv)
         tl.store(bytes_ptr + byte_row + at, quantised.to(tl.uint8, bitcast=True), mask=is_value)
 
         is_scale = tiles * TILE < DIM
-        scales = bits.to(tl.float32, bitcast=True)
         tl.store(float32_ptr + (byte_row + SCALES_AT) // 4 + tiles, scales, mask=is_scale)
 
     if REST > 0:
@@ -97,6 +92,17 @@ def store_kernel(
         is_rest = rest_at < REST
         rest = tl.load(values_row + DIM + rest_at, mask=is_rest, other=0.0).to(tl.bfloat16)
         tl.store(bfloat16_ptr + (byte_row + REST_AT) // 2 + rest_at, rest, mask=is_rest)
+
+
+@triton.jit
+def power_of_two_scales(peaks, FP8_MAX: tl.constexpr):
+    """Return the scales of float32 blocks with these largest magnitudes, and the scales' reciprocals.
+
+    They are those of ``kernels.kv_format``, computed from the exponents' bits.
+    """
+    bits = (tl.div_rn(peaks, FP8_MAX).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 UNPACKED_ROWS = 16
@@ -232,5 +238,5 @@ def unpack_keys_kernel(
     scale_page = float32_ptr + page_id * page_size * (ROW_BYTES // 4)
     scale = tl.load(scale_page + in_page * (ROW_BYTES // 4) + DIM // 4, mask=is_row, other=0.0)
     out = number * page_size + in_page
-    tl.store(keys_ptr + out[:, None] * DIM + at, values.to(tl.float16), mask=is_value)
+    tl.store(keys_ptr + out[:, None] * DIM + at, values, mask=is_value)
     tl.store(scales_ptr + out, scale, mask=is_row)

@@ -162,7 +162,7 @@ def finish_latents_kernel(
     cos,
     sin,
     hadamard,
-    q_resid,
+    q_out,
     values,
     scales,
     item,
@@ -208,7 +208,8 @@ def finish_latents_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Make one of a token's four results: query latent, KV item, index key or head weights.
+    """Make one of a token's four results. The program's second number says which: 0 is the query latent, 1 is
+    the KV item, 2 is the index key, 3 is the head weights.
 
     Rows from ``num_tokens`` to ``num_rows`` are padding of the rounded query latent; they become zeros.
     """
@@ -228,11 +229,11 @@ def finish_latents_kernel(
                 rounded, scale = round_blocks(normed.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
                 tl.store(values + row * Q_RANK + at, rounded, mask=is_there)
                 tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=block * BLOCK < Q_RANK)
-            dense: tl.constexpr = 2 * Q_RANK if KEEPS_RAW else Q_RANK
-            tl.store(q_resid + row * dense + at, normed, mask=is_given)
+            row_size: tl.constexpr = 2 * Q_RANK if KEEPS_RAW else Q_RANK
+            tl.store(q_out + row * row_size + at, normed, mask=is_given)
             if KEEPS_RAW:
                 raw = sum_parts(q_a + row * q_stride, q_part, at, is_given, Q_PARTS)
-                tl.store(q_resid + row * dense + Q_RANK + at, raw, mask=is_given)
+                tl.store(q_out + row * row_size + Q_RANK + at, raw, mask=is_given)
         return
     if row >= num_tokens:
         return

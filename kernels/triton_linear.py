@@ -50,6 +50,7 @@ class Tiling:
 FEW: Final = (Tiling(16, 128, 5), Tiling(32, 128, 5), Tiling(64, 128, 3))
 """Tilings for up to FEW_ROWS tokens; the first that holds all tokens is used."""
 MANY: Final = Tiling(128, 64, 4)
+"""Tiling for more tokens."""
 
 
 def block_columns(values: Tensor) -> int:

@@ -27,6 +27,10 @@ GATE_NUMBERS = 1 << 15
 """Numbers of a gate's matrix that a program multiplies at a time, as many as its registers hold."""
 
 
+REGISTERS = 1 << 16
+"""Registers of a multiprocessor."""
+
+
 def add_norm_triton(
     hidden: Tensor | None,
     added: Sequence[Tensor],
@@ -89,6 +93,8 @@ def add_norm_triton(
                 LARGEST=FP8_MAX,
                 SMALLEST_PEAK=SMALLEST_PEAK,
                 num_warps=num_warps,
+                # Two programs fit a multiprocessor; one with a gate needs all registers.
+                maxnreg=None if rank else REGISTERS // (2 * 32 * num_warps),
                 **launch_options(device),
             )
     return sums, Activations(normed, rounded)
@@ -136,6 +142,7 @@ def add_norm_kernel(
 ):
     """Add and norm some rows, one after the other. Rows from ``num_tokens`` on only become zeros in fp8.
 
+    ``one``, ``other``: the added blocks, in NUM_ONE and NUM_OTHER parts; with 0 parts there is no such block.
     A gate that fits into registers is read before the preceding kernel has ended.
     """
     at = tl.arange(0, PADDED)

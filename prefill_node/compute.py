@@ -1,6 +1,7 @@
 """One forward over chunks of several prompts: it takes a batch, returns hints and scores, and keeps no state.
 
-Logits are computed for wanted scores only. The model's MTP layer, when the node runs it, comes last.
+The engine calls ``PromptRunner.run`` with the chunks that the scheduler planned. Logits are computed for
+wanted scores only. The model's MTP layer, when the node runs it, comes last.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from hisparse_pd.transfer.sender import Ready
 
 _SCRATCH_BYTES = 512 << 20
 """Most bytes of indexer logits that a forward on a GPU holds at a time."""
+_LOGIT_BYTES = 4
+
+Batch = Sequence[tuple[PrefillRequest, Chunk]]
+"""The chunks of a forward, each with its request."""
 
 LayerWritten = Callable[[int, Ready | None], None]
 """A function that is called with each written layer and with what to wait for before its bytes are read."""
@@ -58,12 +63,13 @@ class PromptRunner:
         chunk_tokens: int = 1,
         split_slots: int | None = None,
     ) -> None:
-        """``chunk_tokens``: most tokens of a forward. ``split_slots``: the one of decode steps, see
-        ``kernels.attention_backends.choose_backend``. Raises AttentionBackendError."""
+        """``chunk_tokens``: most tokens of a forward. ``split_slots``: how decode steps split attention,
+        for resumed tokens; see ``kernels.attention_backends.choose_backend``. Raises
+        AttentionBackendError."""
         self._model = model
         self._memory = memory
         self._page_size = page_size
-        most_rows = max(1, _SCRATCH_BYTES // (4 * model.spec.context_length))
+        most_rows = max(1, _SCRATCH_BYTES // (_LOGIT_BYTES * model.spec.context_length))
         self.kernels = AttentionKernels.choose(
             model,
             attention_backend,
@@ -73,42 +79,41 @@ class PromptRunner:
         )
         self.short = ShortForwards(model, memory, page_size, self.kernels)
 
-    def run(
-        self, batch: Sequence[tuple[PrefillRequest, Chunk]], on_written: LayerWritten | None = None
-    ) -> Computed:
+    def run(self, batch: Batch, on_written: LayerWritten | None = None) -> Computed:
         """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called layer by
         layer during the forward. Raises whatever the model or ``on_written`` raises, out of memory included;
         the chunks then count as not computed."""
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
         pools = memory.kv, memory.index, self._page_size
-        requests = [self._paged(record, chunk) for record, chunk in batch]
-        kv = PagedKv(self._model.spec, *pools, requests, hook, self.kernels, memory.row_checks)
+        paged = [self._paged(request, chunk) for request, chunk in batch]
+        kv = PagedKv(self._model.spec, *pools, paged, hook, self.kernels, memory.row_checks)
         token_ids = _token_ids(batch).to(self._model.device)
         if (hidden := self.short.run(token_ids, kv)) is not None:
-            if hook is not None:
+            if hook is not None:  # a graph calls no hook
                 for layer in range(self._model.spec.num_layers):
                     hook(layer)
         else:
             no_logits = kv.last_rows[:0]
             _, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, no_logits)
-        scored = _scored_rows(batch)
-        rows = self._score(hidden, scored)
+        wanted = _wanted_rows(batch)
+        rows = self._score(hidden, wanted)
         if self._model.spec.num_draft_layers:
             next_ids = _token_ids(batch, ahead=1).to(self._model.device)
             self._model.draft(next_ids, hidden, kv.positions, kv, kv.last_rows[:0])
         self._wait()
         hints = {
-            record.room: kv.hints[number]
-            for number, (record, chunk) in enumerate(batch)
-            if chunk.stop == record.num_computed_tokens
+            request.room: kv.hints[number]
+            for number, (request, chunk) in enumerate(batch)
+            if chunk.stop == request.num_computed_tokens
         }
-        return Computed(hints, {} if rows is None else _packed(rows, scored))
+        return Computed(hints, {} if rows is None else _packed(rows, wanted))
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
         """Run forwards of many sizes up to ``most_tokens``: kernels take tens of seconds to compile on their
         first launch. Nothing may be in ``memory`` yet. Other ranks run their own forwards meanwhile.
         ``on_size`` is called before the two forwards of each size, one of which has resumed tokens."""
         ranks = self._model.ranks
+        # Kernels choose their variants by the size, and most of the limits are powers of two.
         powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
         sizes = {most_tokens, *powers, *(power + 1 for power in powers)}
         with nullcontext() if ranks is None else ranks.rehearsal():
@@ -138,21 +143,21 @@ class PromptRunner:
         pages = list(range(-(-num_tokens // self._page_size)))
         return PrefillRequest(nobody, bootstrap, 0.0, page_ids=pages)
 
-    def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows | None:
+    def _score(self, hidden: Tensor, wanted: Sequence[_WantedRows]) -> ScoredRows | None:
         """Return the scores of all rooms, or None when none are wanted. They are complete once the device is
-        done. Rows are scored together: the LM head is read once a slice, however short the prompts are."""
-        if not scored:
+        done. Rows are scored together, so that the LM head is not read anew for each short prompt."""
+        if not wanted:
             return None
         device = hidden.device
-        rows = torch.cat([torch.arange(part.start, part.stop) for part in scored]).to(device)
-        behind = torch.from_numpy(np.concatenate([part.token_ids for part in scored])).to(device)
-        num_top = max(part.num_top for part in scored)
-        return score_rows(self._model.logits, hidden[rows], behind, num_top, self._model.spec.vocab_size)
+        rows = torch.cat([torch.arange(part.start, part.stop) for part in wanted]).to(device)
+        next_ids = torch.from_numpy(np.concatenate([part.next_ids for part in wanted])).to(device)
+        num_top = max(part.num_top for part in wanted)
+        return score_rows(self._model.logits, hidden[rows], next_ids, num_top, self._model.spec.vocab_size)
 
     def run_of_others(self) -> None:
         """Take part in a forward that other ranks of the node make, without a token of this rank."""
-        self._model.forward_of_others()
-        self._model.draft_of_others()
+        self._model.join_forward()
+        self._model.join_draft()
         self._wait()
 
     def _wait(self) -> None:
@@ -167,49 +172,52 @@ class PromptRunner:
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_resumed)
 
 
-def _token_ids(batch: Sequence[tuple[PrefillRequest, Chunk]], ahead: int = 0) -> Tensor:
+def _token_ids(batch: Batch, ahead: int = 0) -> Tensor:
     """Return the tokens ``ahead`` positions after those of the chunks, int64 [num_tokens]."""
-    parts = [record.token_ids[chunk.start + ahead : chunk.stop + ahead] for record, chunk in batch]
+    parts = [request.token_ids[chunk.start + ahead : chunk.stop + ahead] for request, chunk in batch]
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
-    """Rows [start, stop) of a forward; the logprobs of the tokens after them are wanted."""
+class _WantedRows:
+    """Rows [start, stop) of a forward, whose next tokens' logprobs a room wants."""
 
     room: Room
     num_top: int
     start: int
     stop: int
     first: int
-    """Position of the first token that is scored."""
-    token_ids: npt.NDArray[np.int64]
+    """Position of the first of the next tokens."""
+    next_ids: npt.NDArray[np.int64]
+    """The prompt's token after each row: int64 [stop - start]."""
 
 
-def _scored_rows(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> list[_Scored]:
+def _wanted_rows(batch: Batch) -> list[_WantedRows]:
     """Return the rows to score; the row of a position says how likely the token after it is."""
-    scored = []
-    first_row = 0
-    for record, chunk in batch:
-        wanted = record.bootstrap.scores
-        if wanted is not None:
-            start, stop = max(chunk.start, wanted.first - 1), chunk.stop
+    found = []
+    first_row = 0  # the chunk's first row in the forward
+    for request, chunk in batch:
+        scores = request.bootstrap.scores
+        if scores is not None:
+            start, stop = max(chunk.start, scores.first - 1), chunk.stop  # positions
             if start < stop:
-                offset = first_row - chunk.start
-                behind = record.token_ids[start + 1 : stop + 1].astype(np.int64)
-                scored.append(
-                    _Scored(record.room, wanted.num_top, offset + start, offset + stop, start + 1, behind)
+                to_row = first_row - chunk.start
+                next_ids = request.token_ids[start + 1 : stop + 1].astype(np.int64)
+                found.append(
+                    _WantedRows(
+                        request.room, scores.num_top, to_row + start, to_row + stop, start + 1, next_ids
+                    )
                 )
         first_row += chunk.stop - chunk.start
-    return scored
+    return found
 
 
-def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> dict[Room, list[RoomScores]]:
-    """Return the pieces of each room. ``rows`` has the scores of all rooms in order, with as many top tokens
-    as any room wants."""
+def _packed(rows: ScoredRows, wanted: Sequence[_WantedRows]) -> dict[Room, list[RoomScores]]:
+    """Return the messages of each room. ``rows`` has the scores of all rooms in order, with as many top
+    tokens as any room wants."""
     pieces = {}
     start = 0
-    for part in scored:
+    for part in wanted:
         stop = start + part.stop - part.start
         num_top = min(part.num_top, rows.top_ids.shape[1])
         packed = np.empty(stop - start, score_dtype(num_top))
@@ -219,8 +227,8 @@ def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> dict[Room, list[Room
         packed["top_logprobs"] = rows.top_logprobs[start:stop, :num_top].numpy()
         most = MAX_ROWS_BYTES // packed.itemsize
         pieces[part.room] = [
-            RoomScores(part.room, part.first + piece, num_top, packed[piece : piece + most].tobytes())
-            for piece in range(0, len(packed), most)
+            RoomScores(part.room, part.first + row, num_top, packed[row : row + most].tobytes())
+            for row in range(0, len(packed), most)
         ]
         start = stop
     return pieces

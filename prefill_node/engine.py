@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_SECS = 5.0
 """Limit for writes in flight when the engine closes."""
 
-SHORT_SHARE = 4
-"""A long prompt leaves up to 1 / SHORT_SHARE of a step to later prompts that end in the same step."""
+SHORT_DIVISOR = 4
+"""A long prompt leaves up to 1 / SHORT_DIVISOR of a step to later prompts that end in the same step."""
 
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: requests that send or drain keep their slots while others compute."""
@@ -94,7 +94,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         num_aux_slots = _num_aux_slots(settings)
         self._limits = StepLimits(
             chunk_tokens=settings.chunked_prefill_size,
-            short_tokens=settings.chunked_prefill_size // SHORT_SHARE,
+            short_tokens=settings.chunked_prefill_size // SHORT_DIVISOR,
             max_requests=settings.max_running_requests,
             page_size=settings.page_size,
             num_pages=num_pages,
@@ -161,7 +161,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     @staticmethod
     def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
-        # The size is unknown only for a KV pool on a GPU, which takes no main memory.
+        # kv_pool_tokens is 0, for a size yet to be chosen, only on a GPU, whose pool takes no main memory.
         num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
         num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
         return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
@@ -289,13 +289,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         limit_secs = self._settings.heartbeat_timeout_secs
         for peer in self.peers.silent(now, limit_secs):
             if self.control.send(peer.identity, HeartbeatAck(0, self.instance_id)):
-                # A peer sends heartbeats between steps only; ZMQ answers at all times and is connected.
+                # ZMQ still has the connection, so the peer lives: it sends no heartbeat within a step.
                 peer.last_heard_secs += self._settings.heartbeat_interval_secs
                 continue
             self.peers.lose(peer)
             error = f"was silent for more than {limit_secs:g} s"
             num_failed = self.life.fail_requests_of(peer, error, now)
-            level = logging.WARNING if num_failed else logging.INFO  # a node without rooms left by itself
+            # A node without rooms was most likely shut down.
+            level = logging.WARNING if num_failed else logging.INFO
             log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_failed, error)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
@@ -338,7 +339,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     def _commit(
         self, batch: list[tuple[PrefillRequest, Chunk]], pushes: list[ChunkPush], computed: Computed
     ) -> None:
-        """Send what a forward has computed. A prompt whose last chunk it was goes on to its aux record."""
+        """Send what a forward has computed. A prompt that is now computed whole has a hint, which its aux
+        record takes along."""
         now_secs = time.monotonic()
         for (request, chunk), push in zip(batch, pushes, strict=True):
             if not self.life.send_scores(request, computed.scores.get(request.room, ()), now_secs):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 VERIFIED_AT_A_TIME = 1 << 16
 """Token slots that are verified together; with 61 layers, computed and stored checks take 32 MB."""
 NUM_SCRATCH_SLOTS = 64
-"""Slots after those of pages, for rows of padding; the number keeps all layers aligned."""
+"""Slots after those of pages, for rows of padding. One would do; 64 keep all layers aligned."""
 
 
 class PrefillMemory:
@@ -42,7 +42,8 @@ class PrefillMemory:
     def __init__(
         self, spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device | str
     ) -> None:
-        self._of_layers = spec.kv_layer_of_layer, spec.index_group_of_layer
+        self._kv_layer_of_layer = spec.kv_layer_of_layer
+        self._index_group_of_layer = spec.index_group_of_layer
         self._index_topk = spec.index_topk
         self.scratch_slot = num_slots
         kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
@@ -75,11 +76,12 @@ class PrefillMemory:
     @property
     def regions(self) -> SourceRegions:
         return SourceRegions(
-            _layered(self.kv),
-            _layered(self.index),
-            _layered(self.aux[None]),
-            *self._of_layers,
-            None if self.row_checks is None else _layered(self.row_checks[:, :, None].view(torch.uint8)),
+            _view_of(self.kv),
+            _view_of(self.index),
+            _view_of(self.aux[None]),
+            self._kv_layer_of_layer,
+            self._index_group_of_layer,
+            None if self.row_checks is None else _view_of(self.row_checks[:, :, None].view(torch.uint8)),
         )
 
     def void_checks(self, page_ids: Sequence[int], page_size: int) -> None:
@@ -97,11 +99,11 @@ class PrefillMemory:
         found: list[WrongItem] = []
         if self.row_checks is not None:
             for start in range(0, len(slots), VERIFIED_AT_A_TIME):
-                at, places = (
+                some_slots, some_positions = (
                     torch.from_numpy(each[start : start + VERIFIED_AT_A_TIME]).to(self.kv.device)
                     for each in (slots, positions)
                 )
-                found += wrong_items(self.kv, at, self.row_checks, at, places)
+                found += wrong_items(self.kv, some_slots, self.row_checks, some_slots, some_positions)
         return found
 
     def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:
@@ -112,7 +114,8 @@ class PrefillMemory:
 
 
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
-    """Return the bytes of main memory that a PrefillMemory of these sizes registers."""
+    """Return the bytes of main memory that a PrefillMemory of these sizes registers: all of it on a CPU, aux
+    staging alone on a GPU."""
     kv, index, aux = (math.prod(shape) for shape in _shapes(spec, num_slots, num_aux_slots))
     checks = (num_slots + NUM_SCRATCH_SLOTS) * spec.row_check_bytes
     return aux + (kv + index + checks if device.type == "cpu" else 0)
@@ -129,6 +132,7 @@ def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[
     )
 
 
-def _layered(tensor: Tensor) -> RegionView:
+def _view_of(tensor: Tensor) -> RegionView:
+    """Return the memory of a uint8 tensor [num_layers, num_slots, item_bytes]."""
     num_layers, num_slots, item_bytes = tensor.shape
     return RegionView(tensor.data_ptr(), tensor.nbytes, num_layers, num_slots, item_bytes)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,14 +39,22 @@ MIN_BATCH_BYTES = 256 << 10
 TCP moves about as many bytes in that time."""
 
 WRITE_TIMEOUT_SECS = 60.0
-"""Time limit of one slice, from its start: half a megabyte a second for 32 MiB, and twice Mooncake's 30 s."""
+"""Time limit of one slice, from its start: 32 MiB at half a megabyte a second, and twice Mooncake's own time
+limit of 30 s."""
 
 MAX_PENDING_BATCHES = 2
 """Batches of a room with the sender: one in the transport and one after it, so that the transport need not
 wait for the next layer."""
 
-MAX_PENDING_SHARE = 4
-"""Long prompts wait while more than 1 / MAX_PENDING_SHARE of the pool's bytes are pending for their node."""
+PENDING_DIVISOR = 4
+"""Long prompts wait while more than 1 / PENDING_DIVISOR of the pool's bytes are pending for their node."""
+
+
+class NumWritten(NamedTuple):
+    """Numbers of layers, from the first on, that are written in two of the source's regions."""
+
+    kv_layers: int
+    index_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +73,16 @@ class SourceRegions:
     index_group_of_layer: tuple[int, ...]
     row_checks: RegionView | None = None
 
-    def num_written(self, num_layers: int) -> tuple[int, int]:
+    def num_written(self, num_layers: int) -> NumWritten:
         """Return how many layers of ``kv`` and ``index`` the model's first ``num_layers`` layers write."""
         kv_layers, index_groups = (
             of_layer[:num_layers] for of_layer in (self.kv_layer_of_layer, self.index_group_of_layer)
         )
-        return max(kv_layers, default=-1) + 1, max(index_groups, default=-1) + 1
+        return NumWritten(max(kv_layers, default=-1) + 1, max(index_groups, default=-1) + 1)
 
     def num_layers_until(self, num_kv: int, num_index: int) -> int:
-        """Return how many layers of the model write the first ``num_kv`` layers of ``kv`` and the first
-        ``num_index`` of ``index``."""
+        """Return how many of the model's layers must have run until the first ``num_kv`` layers of ``kv`` and
+        ``num_index`` of ``index`` are written."""
         return (
             max(self.kv_layer_of_layer.index(num_kv - 1), self.index_group_of_layer.index(num_index - 1)) + 1
         )
@@ -122,7 +131,7 @@ class Pusher:
             for region in (source.kv, source.index, source.row_checks)
             if region is not None
         )
-        self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
+        self._max_pending_bytes = source.kv.num_slots * self._token_bytes // PENDING_DIVISOR
 
     def plan(self, request: PrefillRequest, start: int, stop: int) -> ChunkPush:
         """Return the push of positions ``[start, stop)`` without those that the decode node holds; nothing is
@@ -181,7 +190,7 @@ class Pusher:
                     "they must be written in order, each once"
                 )
             push.num_layers_written += 1
-            if push.num_layers_written > push.num_layers:
+            if push.num_layers_written > push.num_layers:  # a draft layer that the decode node does not take
                 continue
             if push.num_layers_written == push.num_layers or self._is_due(push):
                 self._submit_layers(push, push.num_layers_written, ready)
@@ -211,9 +220,9 @@ class Pusher:
 
     def _is_due(self, push: ChunkPush) -> bool:
         """Return whether the waiting layers should leave before the chunk's last layer is written."""
-        num_written, _ = self._source.num_written(push.num_layers_written)
-        num_submitted, _ = self._source.num_written(push.num_layers_submitted)
-        num_waiting = num_written - num_submitted  # in KV layers, which have most of the bytes
+        written = self._source.num_written(push.num_layers_written)
+        submitted = self._source.num_written(push.num_layers_submitted)
+        num_waiting = written.kv_layers - submitted.kv_layers  # KV has most of the bytes
         return (
             num_waiting > 0
             and num_waiting * push.layer_bytes >= self.min_batch_bytes
@@ -221,13 +230,17 @@ class Pusher:
         )
 
     def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
+        """Submit the model's layers up to ``stop`` that are not submitted yet, as one batch."""
         first = push.num_layers_submitted
         if first == stop or push.start == push.stop:
             return
-        (first_kv, first_index), (stop_kv, stop_index) = map(self._source.num_written, (first, stop))
-        parts = [push.kv.of_layers(first_kv, stop_kv), push.index.of_layers(first_index, stop_index)]
+        firsts, stops = self._source.num_written(first), self._source.num_written(stop)
+        parts = [
+            push.kv.of_layers(firsts.kv_layers, stops.kv_layers),
+            push.index.of_layers(firsts.index_groups, stops.index_groups),
+        ]
         if push.row_checks is not None:
-            parts.append(push.row_checks.of_layers(first_kv, stop_kv))
+            parts.append(push.row_checks.of_layers(firsts.kv_layers, stops.kv_layers))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
         self.submit(push.request, tag, parts, ready)
         push.num_layers_submitted = stop

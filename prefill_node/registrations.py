@@ -176,6 +176,7 @@ class Registrations:
 
 
 def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str | None:
+    """Return which region is missing, given twice or of a wrong size for ``geometry``; None for none."""
     kinds = [region.kind for region in regions]
     for kind in RegionKind:
         if kinds.count(kind) > 1:
@@ -249,16 +250,16 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
 def _why_extents_wrong(
     kind: RegionKind, extents: tuple[Extent, ...], num_slots: int, num_landing: int
 ) -> str | None:
-    num_tokens = 0
+    num_tokens = 0  # slots of all extents
     for extent in extents:
         if extent.end > num_slots:
             return (
                 f"{kind.value} extent [{extent.start}, {extent.end}) ends past the region's {num_slots} slots"
             )
         num_tokens += extent.length
-    is_paged = kind is RegionKind.INDEX
-    if num_tokens < num_landing or (num_tokens > num_landing and not is_paged):
-        bound = "at least " if is_paged else ""
+    may_exceed = kind is RegionKind.INDEX  # indexer keys land in whole pages
+    if num_tokens < num_landing or (num_tokens > num_landing and not may_exceed):
+        bound = "at least " if may_exceed else ""
         return f"{kind.value} extents are of {num_tokens} tokens, the KV to land is of {bound}{num_landing}"
     starts = np.array([extent.start for extent in extents], np.int64)
     ends = starts + np.array([extent.length for extent in extents], np.int64)

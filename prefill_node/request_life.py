@@ -6,7 +6,8 @@ every method is safe in every state of a request. In order: ``bootstrap``, ``can
 ``send_scores``, ``note_computed``, ``start_sending``, ``batch_returned``.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
-request's pages, so ``_end``, the one release path, waits until none is in the transport.
+request's pages, so ``_end``, the one release path, waits until none is in the transport. A room without a
+write in the transport is quiet, and its decode node, which waits for that, is told.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ CACHE_POOLS = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
 allocator of its own."""
 
+# Totals that begin at 0, so that an alert sees the first event, too.
 _COUNTERS = (
     "prompt_tokens_total",
     "cached_tokens_total",
@@ -116,7 +118,7 @@ class PrefillLife:
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
         """Open the request of a Bootstrap, or answer how it ended or why it is refused. A refused Bootstrap
-        opens none, so a correct one may follow."""
+        opens no request, so a correct one may follow."""
         room = Room(message.room)
         request = self.requests.get(room)
         if request is not None:
@@ -396,6 +398,7 @@ class PrefillLife:
     def fail_expired(self, now_secs: float) -> None:
         """Fail the requests that waited until their deadline; their decode node has given them up by then."""
         queued = self.requests.in_state(PrefillState.QUEUED)
+        # All waits are equally long, so the first to arrive are the first to expire.
         late = takewhile(lambda request: request.deadline_secs < now_secs, queued)
         for request in list(late):
             timeout_secs = self._room_timeout_secs + self._grace_secs

@@ -162,7 +162,7 @@ class Delivery:
 
     def answers(self, node_id: str, attempt: int) -> bool:
         """Return whether a Bootstrap repeats that attempt, so that what was delivered is still in its landing
-        zone."""
+        zone. 0 is the attempt of a node that numbers none."""
         return attempt > 0 and (self.node_id, self.attempt) == (node_id, attempt)
 
 

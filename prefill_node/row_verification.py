@@ -41,10 +41,10 @@ class RowVerification:
         is_listed = np.zeros(self.life.pools.totals.device, np.bool_)
         slots, positions = [], []
         for chunk in reading:
-            chunk_slots = self._slots_before(chunk)
-            new_positions = np.flatnonzero(~is_listed[chunk_slots])  # a shared page is verified once
-            slots.append(chunk_slots[new_positions])
-            positions.append(new_positions)
+            chunk_slots = self._slots_before(chunk)  # by position
+            unlisted = np.flatnonzero(~is_listed[chunk_slots])  # a shared page is verified once
+            slots.append(chunk_slots[unlisted])
+            positions.append(unlisted)
             is_listed[chunk_slots] = True
         errors = {
             item.slot // self.limits.page_size: self.life.set_aside.record_wrong_row(

@@ -1,7 +1,8 @@
 """Forwards of few tokens as CUDA graphs, because the host launches such kernels more slowly than they run.
 
-A graph has one number of tokens and rows of its own. Before a replay the rows of the wanted forward are
-copied into it; the remaining rows are padding, which is stored in the pools' scratch slots.
+``PromptRunner`` calls ``capture`` once all kernels are compiled, and tries ``run`` before each forward. A
+graph is captured for one number of tokens, over tensors of its own. Before a replay the wanted forward's
+tokens are copied into these; the rest is padding, whose rows are stored in the pools' scratch slots.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.sizing import GRAPH_TOKENS
 
 MOST_REQUESTS: Final = 8
+"""Most requests in a graph's forward."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Captured:
+    """A graph, its inputs ``token_ids`` and ``kv``, and its output ``hidden``."""
+
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor
     kv: PagedKv
@@ -49,8 +53,10 @@ class ShortForwards:
         """Capture graphs for forwards of up to ``most_tokens``. All kernels must have been compiled."""
         started = time.monotonic()
         stream = torch.cuda.Stream()
-        captured, pool = {}, None
-        for size in (size for size in GRAPH_TOKENS if size <= most_tokens):  # largest first: memory is shared
+        captured, pool = {}, None  # pool: CUDA memory that all graphs share
+        for size in (
+            size for size in GRAPH_TOKENS if size <= most_tokens
+        ):  # the largest first needs most memory
             token_ids, kv = self._padding(size)
             stream.wait_stream(torch.cuda.current_stream())  # the current stream makes the padding
             graph = torch.cuda.CUDAGraph()
@@ -76,7 +82,7 @@ class ShortForwards:
         size = next((size for size in self._captured if size >= num_tokens), None)
         if size is None or num_requests > MOST_REQUESTS or kv.rows.has_resumed:
             return None
-        if kv.contexts is not None and len(kv.contexts.groups) > 1:
+        if kv.contexts is not None and len(kv.contexts.groups) > 1:  # pages are unpacked in several passes
             return None
         captured = self._captured[size]
         captured.token_ids[:num_tokens] = token_ids

@@ -1,7 +1,7 @@
-"""Computes how many tokens a prefill node's KV pool has, from settings, model and free GPU memory. Pure.
+"""Computes how many tokens a prefill node's KV pool has, from settings, model and free GPU memory.
 
-The engine calls ``size_kv_pool`` at its start. What the weights and the reserve for a forward leave of the
-GPU becomes the pool.
+The engine calls ``size_kv_pool`` at its start, once the weights are loaded. What they and the reserve for a
+forward leave of the GPU becomes the pool.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
-    """The body of ``GET /bootstrap``. A wildcard as ``control_host`` means the host that was asked.
+    """The body of ``GET /bootstrap``. A wildcard as ``control_host`` means the host that was asked. The
+    ``instance_id`` differs in every run of the node.
 
     ``ranks``: all ranks in order, or empty for a node of one rank. Rank ``room % len(ranks)`` serves a room.
     The other fields describe the first rank.
@@ -182,6 +183,7 @@ def look_up(
     url = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
     deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
     addresses = _addresses(url, bootstrap_host, allowed, deadline)
+    # Ask, and check who answers.
     nonce = secrets.token_hex(_NONCE_BYTES)
     headers = {}
     if keys is not None:
@@ -199,6 +201,7 @@ def look_up(
             rejected=True,
         )
     info = parse_info(answer.body, url)
+    # Resolve the control hosts.
     if info.control_host_for(bootstrap_host) == bootstrap_host:
         control_host = address  # it answers there; the name's other addresses may be other machines
     else:

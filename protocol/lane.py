@@ -38,7 +38,7 @@ class LaneOffer(Struct, frozen=True, array_like=True):
 
 
 class LaneHello(Struct, frozen=True, array_like=True, tag=1):
-    """First packet of the prefill node."""
+    """First packet of the prefill node; ``instance_id`` names its run, as in Registered."""
 
     token: Token
     instance_id: Annotated[str, Meta(max_length=256, pattern=r"^[ -~]+\Z")]

@@ -165,9 +165,9 @@ class Region(Struct, frozen=True, array_like=True):
 
 class Register(Struct, frozen=True, array_like=True, tag=1):
     """First message of a decode node. It is sent again after each reconnect, and each second until Registered
-    or RegistrationRefused answers it. Until the lane is chosen, an unasked HeartbeatAck answers it. A prefill
-    node also sends an unasked HeartbeatAck to a silent decode node, to find out whether the connection
-    stands."""
+    or RegistrationRefused answers it. While the prefill node chooses the lane, which takes a while, it
+    answers with a HeartbeatAck to say that it is alive. It also sends one to a silent decode node, to find
+    out whether the connection stands."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name
@@ -191,7 +191,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
-    """The KV that a room lacks, and where it is to land. ``hisparse`` stands last, and defaults to dense.
+    """The KV that a room lacks, and where it is to land.
 
     The prefill node computes all tokens of the prompt but the last one, which is the decode node's first
     step. It writes the KV of the tokens after the first ``num_held_tokens``, which the decode node has.
@@ -202,12 +202,13 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_held_tokens`` to the one before the prompt's last token.
     ``prompt``: the ids of all tokens, int32, little-endian. ``root``: the key from which the keys of the
     request's pages are derived; only prompts with the same root share KV.
-    ``attempt``: a number that identifies this landing zone: the decode node gives it to no other one, and to
-    this one no more once it has given the zone up. A Bootstrap that repeats it came over a new connection,
-    and is answered with the outcome of the room; 0: from a node that does not say.
+    ``attempt``: the number of this landing zone. The decode node gives it to no other zone, and no longer
+    sends it once it has given the zone up. A Bootstrap that repeats a number was sent again over a new
+    connection, and is answered with the outcome of the room. 0 is the number of a node that does not say.
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     They and the token before them are computed with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
+    ``hisparse``: the request's mode; false is dense. This field stands last.
     """
 
     room: RoomField
@@ -281,7 +282,7 @@ class RegistrationRefused(Struct, frozen=True, array_like=True, tag=2):
 
 
 class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
-    """Answers a Heartbeat with its ``seq``; ``seq`` is 0 when it is sent unasked (``Register``)."""
+    """Answers a Heartbeat with its ``seq``, which is 0 where no Heartbeat asked (see ``Register``)."""
 
     seq: Count
     instance_id: Name

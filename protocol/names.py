@@ -72,7 +72,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                if socket.inet_ntoa(found[20:24]) == address:  # in struct ifreq, behind name, family and port
                     return name
     return None
 
@@ -80,8 +80,8 @@ def interface_of(address: str) -> str | None:
 def _interface_with_ipv6(digits: str) -> str | None:
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            own, *_, name = line.split()
-            if own == digits:
+            address_digits, *_, name = line.split()
+            if address_digits == digits:
                 return name
     return None
 

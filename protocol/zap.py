@@ -25,7 +25,7 @@ DOMAIN = b"hisparse-pd"
 
 FOREIGN_ADDRESS = "address_not_allowed"
 FOREIGN_KEY = "wrong_key"
-"""Reasons under which refused connections are counted, with ``FOREIGN_ADDRESS``."""
+"""Refused connections are counted under one of these two reasons."""
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -71,7 +71,7 @@ class ZapHandler:
                     return
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
-        _, request_id, _, address, _, mechanism, *credentials = frames
+        _version, request_id, _domain, address, _identity, mechanism, *credentials = frames
         is_admitted = self._admits(address.decode(errors="replace"), mechanism, credentials)
         code, text = (b"200", b"OK") if is_admitted else (b"400", b"refused")
         return [_VERSION, request_id, code, text, b"", b""]

@@ -232,6 +232,7 @@ class _Body:
         while at < len(data) and not self.is_over:
             if not self._num_left:
                 if (head := _CHUNK_HEAD.match(data, at)) is None:
+                    # A whole line is wrong; two bytes may be the end of the chunk before it.
                     if len(data) - at > _MAX_CHUNK_HEAD_BYTES or b"\n" in data[at + 2 :]:
                         raise ConnectionError(f"it says {data[at : at + 20]!r}, which begins no chunk")
                     break

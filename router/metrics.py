@@ -1,8 +1,7 @@
 """The router's Prometheus metrics, with the prefix ``hisparse_pd:router_``.
 
-``server.py`` and the relay count requests, retries and resumes into one ``RouterMetrics``.
-
-Gauges about nodes are read from the pool when they are scraped, so the pool stays their only owner.
+``server.py`` and the relay count requests, retries and resumes into one ``RouterMetrics``. Gauges about nodes
+are read from the pool when they are scraped, so the pool stays their only owner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The router's process: it serves until a signal, then finishes the requests in flight."""
+"""The router's process: it serves until a signal, then finishes the requests in flight.
+
+``hisparse-pd router`` calls ``run``.
+"""
 
 from __future__ import annotations
 

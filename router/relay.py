@@ -42,6 +42,7 @@ DECODE_SILENCE_SECS = 3 * PING_SECS
 """Silence after which a decode node counts as hanging; at work it sends something every PING_SECS."""
 
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
+"""Headers of the client's request that nodes get, too."""
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _UNAVAILABLE = 503
 
@@ -136,6 +137,7 @@ class RelayedRequest:
         self.attempt: Attempt | None = None
         """The attempt under way, or else the last one."""
         self.stream: ResumableStream | None = None
+        """The client's stream, once its first bytes are here; None for an answer that is not journaled."""
         self._journal: StreamJournal | None = None
         """None if the router keeps no journals, and nothing resumes."""
         if relay.journals.max_bytes:

@@ -118,6 +118,7 @@ class _RouterParts:
         )
         self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
         fleet = Fleet(self.pool, calls)
+        # What answers GET, by path.
         self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/health": self._health,
             "/readiness": self._health,
@@ -213,6 +214,7 @@ class RelayEndpoint:
             return await self._send_error(request, send, error, span)
 
     async def _relay(self, request: Request, body: bytes, send: Send, span: RequestSpan | None) -> int:
+        """Open the request at its nodes and stream the answer. Returns its status. Raises ApiError."""
         headers = request.headers.raw if span is None else span.passed_on(request.headers.raw)
         started = time.perf_counter()
         async with AsyncExitStack() as stack:
@@ -239,7 +241,7 @@ class RelayEndpoint:
         stays incomplete, and uvicorn closes the connection, which every client notices.
         """
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
-        tail = b"\n\n"
+        tail = b"\n\n"  # the last two bytes, which say whether the last event is whole
         num_left = answer.num_bytes
         try:
             async with self._router.drain.time_left():

@@ -42,9 +42,10 @@ class JournalBudget:
 
     def take(self, num_bytes: int) -> bool:
         """Take bytes if they are left. Returns whether they were."""
-        fits = self.num_bytes + num_bytes <= self.max_bytes
-        self.num_bytes += num_bytes * fits
-        return fits
+        if self.num_bytes + num_bytes > self.max_bytes:
+            return False
+        self.num_bytes += num_bytes
+        return True
 
 
 class StreamJournal:
@@ -136,6 +137,8 @@ class StreamJournal:
         block += b","
 
     def _make_room(self, num_bytes: int) -> bool:
+        """Begin a piece that holds ``num_bytes``, in a new block if the last one is full. Returns False if
+        the budget has no room for it."""
         num_bytes = max(num_bytes, _PIECE_BYTES)
         if not self._grow(num_bytes):
             return False

@@ -62,8 +62,8 @@ class TransferEngine:
     """
 
     def __init__(self, host: str, transport: Transport = TCP, *, needs_network: bool = True) -> None:
-        """Start the engine. ``needs_network``: nodes of this machine do not share memory either. Without it,
-        a node on loopback starts even if Mooncake cannot be imported."""
+        """Start the engine. ``needs_network``: false if nodes of this machine share memory. A node on
+        loopback then starts even if Mooncake cannot be imported."""
         host = _checked_host(host)
         fault = environment_fault(Machine())
         if fault is not None:

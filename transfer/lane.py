@@ -198,6 +198,7 @@ class Lanes:
             log.exception("the lane to session %s", session)
             lane = self.over_network(f"{type(error).__name__}: {error}")
         with self._lock:
+            # Too late if the node has registered anew, or if its pair fell back to the network meanwhile.
             is_late = self.pairs.get(session) is not pair or pair.lane is not None
             if not is_late:
                 pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None

@@ -84,7 +84,8 @@ class _Connection:
     deadline: float
     """When it must have said hello, a time of ``time.monotonic``."""
     instance_id: str = ""
-    """The run of a prefill node that has the memory open; empty before its hello."""
+    """Names one run, from start to end, of the prefill node that has the memory open; empty before its
+    hello."""
     is_sole: bool = False
     """Whether the prefill node promised to write in no other way."""
 

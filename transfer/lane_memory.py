@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECS = 10.0
 """Limit for the decode node's answer, which one of its threads gives within milliseconds."""
-RUN_BYTES = 128 << 10
+LONG_BYTES = 128 << 10
 """Shortest range for a GPU's copy engine: a call costs 3 us, in which the engine moves as many bytes."""
 PIECE_BYTES = 16 << 10
 """Bytes that a warp of the kernel for short ranges copies at a time."""
@@ -165,7 +165,7 @@ class Mapping:
         _, dst, num_bytes = writes
         found = ranges_around(self._starts, self._ends, dst, num_bytes)
         bad = found < 0
-        if not is_sole and bad.any():
+        if not is_sole and bad.any():  # a destination may be elsewhere, unless it begins in a window
             bad &= ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0
         if bad.any():
             worst = int(np.argmax(bad))
@@ -180,7 +180,8 @@ class Mapping:
         num_copied = 0
         in_flight: GpuCopy | None = None
         try:
-            for window in np.flatnonzero(np.bincount(windows + 1)[1:]).tolist():
+            num_by_window = np.bincount(windows + 1)[1:]  # without the -1 of destinations elsewhere
+            for window in np.flatnonzero(num_by_window).tolist():
                 for part in _parts(writes.at(windows == window)):
                     if stop is not None and (reason := stop()):
                         raise TransferError(f"stopped after {num_copied} bytes: {reason}")
@@ -191,8 +192,8 @@ class Mapping:
             _wait(in_flight)
 
     def _start_copy(self, window: int, part: Descriptors) -> GpuCopy | None:
-        """Copy to destinations in ``window``. Returns the copy of the GPU that is under way, or None if all
-        bytes have landed."""
+        """Copy to destinations in ``window``: sources in the GPU's pools by the GPU, others by this process.
+        Returns the copy of the GPU that is under way, or None if all bytes have landed."""
         to_here = self._here[window] - self._starts[window]
         part = Descriptors(part.src_addrs, part.dst_addrs + to_here, part.lengths)
         by_gpu = (
@@ -200,10 +201,10 @@ class Mapping:
         )
         copying = None
         if self._gpu is not None and by_gpu.any():
-            is_run = by_gpu & (part.lengths >= RUN_BYTES)
-            pieces = cut_long(part.at(by_gpu & ~is_run), PIECE_BYTES)
+            is_long = by_gpu & (part.lengths >= LONG_BYTES)
+            pieces = cut_long(part.at(by_gpu & ~is_long), PIECE_BYTES)
             with _gpu_failure():
-                copying = self._gpu.start_copy(part.at(is_run), pieces)
+                copying = self._gpu.start_copy(part.at(is_long), pieces)
         by_cpu = part.at(~by_gpu)
         if by_cpu.lengths.size:
             if self._is_on_gpu[window]:

@@ -101,6 +101,7 @@ def _listening() -> Iterator[tuple[int, int]]:
 
 
 def attach(descriptor: int, program: bytes) -> None:
+    """Attach a packet filter to a socket of this process. Raises OSError."""
     instructions = ctypes.create_string_buffer(program, len(program))
     num_instructions = len(program) // struct.calcsize("HBBI")
     with socket.socket(fileno=os.dup(descriptor)) as sock:
@@ -125,7 +126,7 @@ def _program(allowed: PeerList) -> bytes:
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
         (_SHIFT_RIGHT, 0, 0, 4),  # the version
         (_JUMP_IF_EQUAL, 0, 1, 4),
-        (_JUMP, 0, 0, 1),
+        (_JUMP, 0, 0, 1),  # IPv4: skip the next jump
         (_JUMP, 0, 0, len(tests[4])),
         *tests[4],
         *tests[6],
@@ -138,7 +139,7 @@ def _test(network: Network) -> list[_Instruction]:
     num_words = network.max_prefixlen // 32
     first = int(network.network_address).to_bytes(4 * num_words, "big")
     mask = int(network.netmask).to_bytes(4 * num_words, "big")
-    steps: list[tuple[int, int, int]] = []
+    steps: list[tuple[int, int, int]] = []  # offset of a word, its mask, the wanted value
     for word in range(num_words):
         part = slice(4 * word, 4 * word + 4)
         word_mask, wanted = (int.from_bytes(value[part], "big") for value in (mask, first))
@@ -146,10 +147,10 @@ def _test(network: Network) -> list[_Instruction]:
             steps.append((_NETWORK_HEADER + _SOURCE_OFFSET[network.version] + 4 * word, word_mask, wanted))
     instructions: list[_Instruction] = []
     for number, (offset, word_mask, wanted) in enumerate(steps):
-        num_left = 3 * (len(steps) - number - 1) + 1
+        num_to_skip = 3 * (len(steps) - number - 1) + 1  # the steps that follow, and the return
         instructions += [
             (_LOAD_WORD, 0, 0, offset),
             (_AND, 0, 0, word_mask),
-            (_JUMP_IF_EQUAL, 0, num_left, wanted),
+            (_JUMP_IF_EQUAL, 0, num_to_skip, wanted),
         ]
     return [*instructions, (_RETURN, 0, 0, _ACCEPT)]

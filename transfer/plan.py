@@ -1,4 +1,4 @@
-"""Write plans: turn token slots on both sides into as few byte ranges as possible. Pure functions over numpy.
+"""Plans writes: turns token slots on both sides into as few byte ranges as possible, as arrays of numpy.
 
 ``prefill_node/push.py`` plans each chunk with it. ``plan_writes`` coalesces tokens into runs that are
 contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for some
@@ -31,7 +31,7 @@ DESCRIPTOR_COST_BYTES: Final = 16 << 10
 """Cost of a short byte range: TCP takes 35 us for any range, and could move this many bytes in that time."""
 
 _BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
-"""Most descriptors that are made at a time."""
+"""Most descriptors that are made at a time: as many as fit in one slice."""
 
 
 class PlanError(ValueError):
@@ -212,7 +212,7 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
         first = taken = 0  # ranges of the block that are in slices, and their cost
         while first < costs_up_to.size:
             stop = int(np.searchsorted(costs_up_to, taken + left, side="right"))
-            stop = max(stop, first if parts else first + 1)
+            stop = max(stop, first if parts else first + 1)  # an empty slice takes any range
             if stop > first:
                 parts.append(block.at(slice(first, stop)))
                 left -= int(costs_up_to[stop - 1]) - taken

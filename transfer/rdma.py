@@ -1,9 +1,9 @@
 """The RDMA devices of this machine, as sysfs shows them, and the reasons why a device cannot be used.
 
-``transport.py`` and the doctor ask it before Mooncake is started. The checks follow what Mooncake does with a
-device. It opens one port (``MC_IB_PORT``, else 1), takes a GID of RoCE v2 or InfiniBand, an IPv4 one first
-(or the one at ``MC_GID_INDEX``, whatever it is), and leaves out a device for which that fails. When no device
-is left, it runs on TCP without any message.
+``transport.py`` and the doctor call these functions before Mooncake is started. The checks follow what
+Mooncake does with a device. It opens one port (``MC_IB_PORT``, else 1), takes a GID of RoCE v2 or InfiniBand,
+an IPv4 one first (or the one at ``MC_GID_INDEX``, whatever it is), and leaves out a device for which that
+fails. When no device is left, it runs on TCP without any message.
 
 An operator's topology (``MC_CUSTOM_TOPO_JSON``) is a file that says which devices serve which memory:
 ``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``, the preferred devices and the others. Mooncake opens the devices of

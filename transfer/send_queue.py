@@ -174,7 +174,7 @@ class SendQueue:
             raise ValueError(f"room {batch.room} writes to session {queue.session}, not to {session}")
         progress = _Progress(batch, iter(batch.slices), num_bytes_left=batch.num_bytes)
         if queue.refusal:
-            progress.num_bytes_left = 0
+            progress.num_bytes_left = 0  # none of its bytes count for the peer
             self._complete(progress, queue, queue.refusal)
             return
         peer = self._peers[session]
@@ -192,7 +192,7 @@ class SendQueue:
             room = self._first_ready(peer)
             queue = self._rooms[room]
             if not self._cut(queue):
-                continue
+                continue  # the room has left the line
             peer.line.remove(room)
             progress = queue.writing = queue.waiting.popleft()
             assert progress.head is not None

@@ -1,5 +1,6 @@
-"""Owns the threads that write to decode nodes: one per session, because a write to a stopped peer blocks for
-30 s.
+"""Owns the threads that write to decode nodes.
+
+Each session has a thread of its own, because a write to a stopped peer blocks for 30 s.
 
 The prefill engine's loop submits batches and polls for completions; it never waits here. The threads take
 slices from the ``SendQueue``, which decides their order, and write them over the session's lane (``Lanes``).
@@ -40,17 +41,18 @@ class Sender:
 
     def __init__(
         self,
-        engine: Writer,
+        writer: Writer,
         wakeup: Callable[[], None] | None = None,
         *,
         idle_thread_secs: float = IDLE_THREAD_SECS,
     ) -> None:
-        self._engine = engine
+        self._writer = writer
         self._idle_thread_secs = idle_thread_secs
         self._lock = threading.Lock()
         self._queue = SendQueue(wakeup)
         self._threads: dict[str, threading.Thread] = {}
         self._changed: dict[str, threading.Condition] = {}
+        """Wakes the thread of each session; all share the sender's lock."""
         self._closed = False
 
     def submit(self, session: str, batch: WriteBatch) -> None:
@@ -114,7 +116,7 @@ class Sender:
                     taken.ready.synchronize()
                     started = time.monotonic()
                     taken.start(started)
-                self._engine.write(session, taken.writes, partial(self._why_stop, taken))
+                self._writer.write(session, taken.writes, partial(self._why_stop, taken))
             except TransferError as failure:
                 outcome.error, outcome.may_still_land = str(failure), failure.may_still_land
             except Exception as failure:  # a bad batch must not end the thread, which serves the whole peer

@@ -154,7 +154,7 @@ def select_devices(
         return DeviceSelection((), tuple(faults))
     notes += [f"left out: {fault.what}" for fault in faults]
     far = [] if names else [name for name in usable if name not in near]
-    if 0 < len(far) < len(usable):
+    if 0 < len(far) < len(usable):  # some are near
         usable = [name for name in usable if name in near]
         notes.append(f"left out: {', '.join(far)} of other NUMA nodes (--ib-device takes them)")
     link_layers = {port.link_layer for name in usable if (port := devices[name].port)}

@@ -119,6 +119,7 @@ class DecodeSettings(NodeSettings, TracedSettings):
 
     @model_validator(mode="after")
     def _positions_of_a_step_are_in_two_pages(self) -> Self:
+        # Kernels look for a step's newest token and its drafts in at most two pages.
         if self.page_size < self.speculative_num_steps + 1:
             raise ValueError(
                 f"speculative_num_steps {self.speculative_num_steps} needs a page_size of at least "

@@ -54,7 +54,7 @@ def say(words: str) -> None:
         print(words, flush=True)
     except OSError as error:
         log.error("standard output takes nothing: %s; %s", error.strerror, words)
-        with open(os.devnull, "wb") as nowhere:  # else flushing the rest at exit would fail again
+        with open(os.devnull, "wb") as nowhere:  # without this, flushing the rest at exit would fail again
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
@@ -102,7 +102,7 @@ def die_with_parent() -> None:
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if threading.current_thread() is threading.main_thread():
-        for number in _STOP_SIGNALS:  # which terminals and supervisors send to all processes of a service
+        for number in _STOP_SIGNALS:  # terminals and supervisors send these to all processes of a service
             signal.signal(number, signal.SIG_IGN)
     if not parent_is_alive():
         raise SystemExit("the process that started this one is gone")

@@ -43,7 +43,7 @@ def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: M
     """
     for name, value in from_file.items():
         field = model.model_fields[name]
-        if isinstance(value, bool) and field.annotation is not bool:  # which pydantic would read as 0 or 1
+        if isinstance(value, bool) and field.annotation is not bool:  # pydantic would read it as 0 or 1
             raise SettingsError(f"{source}: {name}: expected {metavar(field)}, got {value}")
     values = {**from_file, **given}
     if model is RouterSettings and isinstance(values.get("prefill"), list):
@@ -147,6 +147,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _explain(
     model: type[BaseModel], problem: Mapping[str, Any], source: str, given: Mapping[str, Any]
 ) -> str:
+    """Return one of pydantic's problems as a sentence that names the option, or the file and its key."""
     location = problem["loc"]
     if not location:  # a rule over several fields, whose message names them
         return str(problem["msg"]).removeprefix("Value error, ")

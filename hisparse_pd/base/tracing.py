@@ -75,9 +75,8 @@ class Tracer:
             self._processor = _BoundedProcessor(self._exporter, count)
         except ValueError as error:
             raise StartError(f"traces: {error}; look at the OTEL_ variables") from error
-        self._provider = TracerProvider(
-            resource=given.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
-        )
+        resource = given.merge(OTELResourceDetector().detect())  # attributes of the environment win
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         if not follows:
             self._provider.sampler = _OwnSampler(self._provider.sampler)
         self._provider.add_span_processor(self._processor)

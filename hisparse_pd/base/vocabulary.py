@@ -115,8 +115,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     @property
     def needs_prompt(self) -> bool:
         """Whether draws depend on which tokens the prompt has."""
-        follows = self.num_resumed_tokens > 0 and (self.changes_logits or bool(self.grammar))
-        return self.repetition_penalty != 1 or follows
+        reads_resumed = self.num_resumed_tokens > 0 and (self.changes_logits or bool(self.grammar))
+        return self.repetition_penalty != 1 or reads_resumed
 
     @property
     def changes_logits(self) -> bool:

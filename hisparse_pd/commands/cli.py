@@ -72,8 +72,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
 """Names in argparse's namespace that are no settings."""
-_SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
-_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}
+_SET_BY_PAIR = frozenset(
+    ("prefill", "decode", "advertise_host", "control_port", "nnodes", "node_rank", "dist_init_addr")
+)
 """Settings that ``pair`` does not take: it connects its services itself, and they are all on this machine."""
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
 """Settings of ``pair`` that concern its router alone, since its nodes stay on loopback."""
@@ -130,14 +131,7 @@ def pair_settings(
     that knows it, a section's key wins over it, and the command line wins over both.
     """
     from_file = read_file(config) if config is not None else {}
-    sections: dict[str, dict[str, Any]] = {}
-    for name, model in SECTIONS.items():
-        section = from_file.pop(name, {})
-        if not isinstance(section, dict):
-            raise SettingsError(f"{config}: {name}: expected a section with settings, got {section!r}")
-        allowed = {key: field for key, field in model.model_fields.items() if key not in _SET_BY_PAIR}
-        sections[name] = with_underscores(section, f"{config} [{name}]")
-        check_known(sections[name], allowed, f"{config} [{name}]")
+    sections = _take_sections(from_file, config)
     check_known(from_file, {**_pair_fields(), **dict.fromkeys(SECTIONS)}, str(config))
 
     # The nodes' settings, with the ports that ``pair`` chooses for them.
@@ -149,8 +143,8 @@ def pair_settings(
         "decode": {"port": pair.decode_port},
         "router": {},
     }
-    merged: dict[str, dict[str, Any]] = {}
-    options: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}  # values of the file, by service
+    options: dict[str, dict[str, Any]] = {}  # values of the command line, by service
     for name in SECTIONS:
         merged[name] = node_ports[name] | _shared_values(name, from_file) | sections[name]
         options[name] = _shared_values(name, given)
@@ -158,7 +152,7 @@ def pair_settings(
         options["decode"]["device"] = pair.decode_device
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
-    chosen = set(from_file) | set(given)
+    chosen = set(from_file) | set(given)  # names that the user set outside any section
     prefill = _with_ports(
         prefill,
         port="prefill_port" in chosen or "port" in sections["prefill"],
@@ -172,6 +166,19 @@ def pair_settings(
         merged["router"].setdefault("node_api_key_file", node_keys)
     router = validate(RouterSettings, merged["router"], f"{config} [router]", options["router"])
     return pair, prefill, decode, _with_ports(router, port=True)
+
+
+def _take_sections(from_file: dict[str, Any], config: Path | None) -> dict[str, dict[str, Any]]:
+    """Take the services' sections out of a pair's file. Raises SettingsError."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, model in SECTIONS.items():
+        section = from_file.pop(name, {})
+        if not isinstance(section, dict):
+            raise SettingsError(f"{config}: {name}: expected a section with settings, got {section!r}")
+        allowed = {key: field for key, field in model.model_fields.items() if key not in _SET_BY_PAIR}
+        sections[name] = with_underscores(section, f"{config} [{name}]")
+        check_known(sections[name], allowed, f"{config} [{name}]")
+    return sections
 
 
 def _pair_fields() -> dict[str, FieldInfo]:

@@ -21,6 +21,7 @@ class NodeStep:
 
     num_tokens: int
     is_split: bool = False
+    """Whether the batch is split in two, so that one half copies misses while the other computes."""
     is_last: bool = False
     """Whether a rank was told to stop. All stop, and none waits for another any more."""
     num_new: int = 1

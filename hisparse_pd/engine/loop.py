@@ -110,7 +110,12 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self.poller.register(self._wakeup)
         if model.ranks is not None:
             self.poller.register(model.ranks.bells)
-        self._is_stopping = self._has_stopped = self._has_work = False
+        self._is_stopping = False
+        """Whether all fronts have sent Shutdown."""
+        self._has_stopped = False
+        """Whether the loop ends: all ranks have agreed to stop, or the front is gone."""
+        self._has_work = False
+        """Whether the last step left something to do, so that the next turn does not wait."""
         self._next_stats_at = self._next_check_at = 0.0
 
     def _set_live_record(

@@ -221,7 +221,7 @@ class PromptScores(Struct, frozen=True, tag="prompt_scores"):
 class RequestFailed(Struct, frozen=True, tag="request_failed"):
     """The request ended in an error with this HTTP ``status``; no further message follows.
 
-    ``code``: one of ``http_errors``'s, which names what failed; empty when the status says all. ``phases``:
+    ``code``: an error code, such as those in ``vocabulary.py``; empty when the status says all. ``phases``:
     those that the front has not heard of; the request failed in the last one.
     """
 

@@ -1,5 +1,4 @@
-"""Verifies the rows of prefixes in place against their row checks, some in each idle turn of the engine's
-loop.
+"""Verifies the rows of prefixes against their row checks, some in each idle turn of the engine's loop.
 
 A prefix's KV may be damaged while no request reads it. Scrubbing finds that before a request does.
 """
@@ -34,9 +33,9 @@ class Stretch(NamedTuple):
 class PrefixScrub:
     """Verifies all prefixes, over and over; the page of a wrong row is set aside.
 
-    ``kv``: uint8 [num_layers, num_slots, item_bytes] of each pool that may be the first kind of a prefix.
-    ``row_checks``: int32 [num_layers, num_slots], by the slots of a prefix's last kind; None: nothing is
-    verified.
+    The first of a prefix's ``kinds`` is the pool of its KV, the last one that of its indexer keys, at whose
+    slots row checks are, too. ``kv``: uint8 [num_layers, num_slots, item_bytes] of each pool that may be such
+    a first kind. ``row_checks``: int32 [num_layers, num_slots]; None: nothing is verified.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class PrefixScrub:
         first, end = prefix.start_page * self._page_size, prefix.end_page * self._page_size
         if prefix not in self._prefixes or prefix.is_dropped or start < first or stop > end:
             return  # the prefix was given up or cut since the stretches were listed
-        kind, check_kind = prefix.kinds[0], prefix.kinds[-1]
+        kv_kind, check_kind = prefix.kinds[0], prefix.kinds[-1]
         slots, check_slots = (
             torch.from_numpy(extents_to_slots(slice_extents(prefix.holding[of], start - first, stop - first)))
-            for of in (kind, check_kind)
+            for of in (kv_kind, check_kind)
         )
         device = self._row_checks.device
         positions = torch.arange(start, stop, device=device)
-        kv = self._kv[kind]
+        kv = self._kv[kv_kind]
         for item in wrong_items(kv, slots.to(device), self._row_checks, check_slots.to(device), positions):
-            self._set_aside.record_wrong_row("scrub", kind, item)
+            self._set_aside.record_wrong_row("scrub", kv_kind, item)
 
     def _all_stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of all prefixes that there are now."""

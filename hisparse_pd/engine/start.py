@@ -47,6 +47,7 @@ def run_engine_process(
 
     ``settings.device`` is this rank's. Raises StartError, also from the engine.
     """
+    # The process: its log, its place on the machine, its threads and its channels to the fronts.
     die_with_parent()
     rank = f" rank {place.rank}" if place.size > 1 else ""
     setup_logging(settings.log_level, f"{engine_class.role}-engine:{settings.port}{rank}")
@@ -64,6 +65,7 @@ def run_engine_process(
     socket = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
+        # All that can be checked without weights: device, model, main memory, transport, the other ranks.
         if settings.device == "cpu":
             try_products()
         check_devices((settings.device,))
@@ -80,7 +82,7 @@ def run_engine_process(
             has_row_checks=settings.verify_rows,
         )
         gc.freeze()
-        gc.enable()
+        gc.enable()  # all is imported, without collections
         AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
         num_host_bytes = engine_class.registered_host_bytes(settings, spec)
         transport = transport_of(settings, num_host_bytes, placement.nics)
@@ -96,6 +98,7 @@ def run_engine_process(
                 over_memory=settings.rank_exchange == "auto",
             )
             ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
+        # The weights, then the engine with its pools.
         model = load_model(
             settings.model_path,
             spec,
@@ -122,8 +125,8 @@ def run_engine_process(
 
 
 def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
-    """Return the transport of a rank that registers ``num_host_bytes`` of main memory. RDMA devices ``near``
-    the rank are preferred.
+    """Return the transport of a rank that registers ``num_host_bytes`` of main memory. ``near``: RDMA devices
+    near the rank, which are preferred.
 
     Raises StartError, also if free memory is too small for the pools of all ranks on this machine together:
     all ranks check this before any allocates its own.

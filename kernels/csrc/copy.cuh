@@ -27,6 +27,7 @@ template <typename Vector, int NUM>
 struct InFlight {
     Vector v[NUM];
 
+    // The number of this lane's first vector in the item; below 0 for a lane in front of the item.
     static __device__ __forceinline__ int first_vector(const u8* src, int lane) {
         return lane - static_cast<int>((reinterpret_cast<u64>(src) & (LINE_BYTES - 1)) / sizeof(Vector));
     }
@@ -56,12 +57,14 @@ struct InFlight {
     }
 };
 
-// Moves an item through one warp: reads it from src, stores it at dst unless that is null, and adds up its check if one
-// is expected or dst is null.
+// The checks of an item that has passed through a warp.
 struct Passed {
-    u32 expected, sum_of_lane;
+    u32 expected;                        // 0 if none is expected
+    u32 sum_of_lane;                     // this lane's part of the actual check
 };
 
+// Moves an item through one warp: reads it from src, stores it at dst unless that is null, and adds up its check if one
+// is expected or dst is null.
 template <typename Vector, int NUM>
 __device__ __forceinline__ Passed pass_vectors(
     const u8* src, u8* dst, int num_bytes, const Expected& expected, int lane) {

@@ -63,9 +63,14 @@ struct PlanShared {
     int buckets[NUM_BUCKETS];
     u32 warp_sums[NUM_PLANNER_WARPS];
     Mailbox mail;
-    int num_misses, num_late, num_left, num_evictions, flags;
-    int request_misses, first_rank;
-    int plan_start;
+    // Of this block in the present request:
+    int num_misses;                      // claimed misses
+    int num_late;                        // of these, how many no fetcher fetches
+    int num_left;                        // copies to write to `left`
+    int num_evictions, flags;
+    int request_misses;                  // misses of all blocks of the request
+    int first_rank;                      // of these, how many come before this block's
+    int plan_start;                      // place of this block's first copy in the recorded plan
     int unit;                            // ABSENT: nothing to plan
 };
 
@@ -78,7 +83,8 @@ struct PlanDynamic {
 
 // A hisparse request while its blocks work on it.
 struct HotRow {
-    int row, req, capacity, now;
+    int row, req, capacity;
+    int now;                             // this step's number, the stamp of the entries that it uses
     int first_new, seq_len;              // new positions are [first_new, seq_len), which have pages
     int first_entry;                     // entry of first_new; the other new positions' entries follow it, in the ring
     bool fits;                           // every position has its own entry
@@ -266,7 +272,7 @@ __device__ __forceinline__ int choose_victims(
     int num = 0;                         // number of the warp's entries whose class is the lane
 #pragma unroll 1
     for (int first = begin; first < end; first += ENTRIES_PER_READ) {
-        u32 out = ~0u;
+        u32 out = ~0u;                   // bits of entries that this step uses or that are in the ring
         if (first < num_movable) {
             out = (is_used ? __ldcg(is_used + first / 32) : s.is_used[first / 32]) >> (first % 32);
             if (num_movable - first < ENTRIES_PER_READ) out |= ~0u << (num_movable - first);
@@ -278,7 +284,7 @@ __device__ __forceinline__ int choose_victims(
 #pragma unroll
         for (int k = 0; k < ENTRIES_PER_READ; ++k) {
             const u32 age = (k < 4 ? ages.x : ages.y) >> (k % 4 * 8);
-            u32 same = ~0u;
+            u32 same = ~0u;              // lanes whose entry has the class that is this lane's number
 #pragma unroll
             for (int bit = 0; bit < 5; ++bit) {
                 const u32 is_set = __ballot_sync(~0u, age >> bit & 1);

@@ -8,27 +8,31 @@
 #include "plan.cuh"
 #include "sync.cuh"
 
-constexpr int BLOCKS_PER_LANE = MAX_BLOCKS / WARP;
-constexpr int MAX_UNCHECKED_PREFETCH = 8192;
+constexpr int BLOCKS_PER_LANE = MAX_BLOCKS / WARP;  // of which a lane of make_schedule adds up the copies
+constexpr int MAX_UNCHECKED_PREFETCH = 8192;        // most hot_slots that are loaded before the capacity is known
 
 // This block's share of the remaining copies. All blocks have equal shares: first their own copies, then copies of
-// blocks that have more than a share.
+// blocks that have more than a share (their surplus), which are numbered in the order of blocks.
 struct Schedule {
     u32 next;                            // next copy of this block; its warps take copies one by one
-    u32 num_own, first_taken, num_taken;
-    u32 share;
-    u32 surplus_start[MAX_BLOCKS];       // running number of each block's first copy beyond its share
+    u32 num_own;                         // this block's own copies, up to a share
+    u32 first_taken, num_taken;          // the surplus copies that this block makes
+    u32 share;                           // all remaining copies / blocks, rounded up
+    u32 surplus_start[MAX_BLOCKS];       // number of each block's first surplus copy
 };
 
+// What a thread knows of itself and its block.
 struct Block {
-    int tid, lane, warp, slice;
+    int tid, lane, warp;
+    int slice;                           // of the present request, which this block works on
     bool is_planner;
-    bool has_missed;
+    bool has_missed;                     // in any request of this launch
     u32 num_left;                        // copies written to `left`
-    bool has_arrived;
-    u32 launch;
+    bool has_arrived;                    // `arrive` was called
+    u32 launch;                          // number of this launch, whose lowest bit chooses the round
 };
 
+// Divides the dynamic shared memory; kernels/cuda.py computes its size.
 __device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) {
     const int capacity = (p.tables.max_capacity + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_ROUND;
     PlanDynamic d;
@@ -93,11 +97,13 @@ __device__ __forceinline__ void count(const Tables& t, int row, int which, int n
     if (num) atomicAdd(reinterpret_cast<u64*>(t.counters + static_cast<i64>(row) * 3 + which), static_cast<u64>(num));
 }
 
+// The address of the result for this thread's k-th position.
 __device__ __forceinline__ int* out_of(const SwapInParams& p, const HotRow& r, int k, const Block& b) {
     return p.out + static_cast<i64>(r.req) * p.num_selected + b.slice * p.slice_len + k * NUM_PLANNERS + b.tid;
 }
 
-// Chooses the entries of the misses that this block has claimed, and leaves the copies that no fetcher has begun.
+// Chooses the entries of the misses that this block has claimed, tells the fetchers where their items go, and writes
+// the other copies to `left`.
 __device__ __forceinline__ void place_misses(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
     RequestWord& word, const u32* is_used, bool is_last, Block& b) {
@@ -105,14 +111,14 @@ __device__ __forceinline__ void place_misses(
     if (b.tid == COURIER && p.num_slices > 1) {
         u32 value;
         SpinLimit spins;
-        do {
+        do {                             // until all blocks of the request have told their misses
             spins.count();
             value = load_acquire(&word.value);
         } while (value >> 16 != p.num_slices);
         s.request_misses = value & 0xffff;
     }
 #pragma unroll
-    for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k)  // in a row that fits, a position has the entry of its own number
         if (r.fits && mine.miss[k] != ABSENT) d.entries[mine.miss[k]] = mine.position[k];
     Planning::wait();
     int num_served = num_misses;
@@ -127,7 +133,8 @@ __device__ __forceinline__ void place_misses(
         Planning::wait();
     }
     take_entries(s, d, r, num_served, mine);
-    // Sort the remaining copies by bucket of position: count, add up, and write.
+    // Sort the remaining copies by bucket of position: count, add up, and write. The shift is the smallest one that
+    // makes at most NUM_BUCKETS buckets.
     const int bucket_shift = 32 - __clz((r.seq_len - 1) / NUM_BUCKETS);
     int dst_device_slot[POSITIONS_PER_THREAD], in_bucket[POSITIONS_PER_THREAD];
 #pragma unroll
@@ -249,6 +256,8 @@ __device__ __forceinline__ void resolve_hisparse(
 }
 
 // Computes this block's share of the remaining copies. The courier's warp calls it when all blocks have arrived.
+// Blocks with fewer copies than a share have a deficit. In the order of blocks, the first deficits take the first
+// surplus copies; every block computes the running sums of both for itself.
 __device__ __forceinline__ void make_schedule(Schedule& schedule, const Round& round, u32 total, int lane) {
     const u32 num_blocks = gridDim.x;
     const u32 share = (total + num_blocks - 1) / num_blocks;
@@ -303,7 +312,7 @@ __device__ __forceinline__ void copy_left(const SwapInParams& p, Schedule& sched
                 if (block + stride < MAX_BLOCKS && schedule.surplus_start[block + stride] <= number) block += stride;
             i = schedule.share + number - schedule.surplus_start[block];
         }
-        const int4 copy =
+        const int4 copy =                // a Copy, read at once
             __ldcg(reinterpret_cast<const int4*>(p.left + static_cast<i64>(block) * p.left_per_block + i));
         fetch_item(p.pool, p.checks, p.layer, {copy.x, copy.y, copy.z, copy.w}, index_pages_of(p.checks, copy.w), lane);
     }
@@ -324,7 +333,7 @@ __device__ __forceinline__ int presumed_unit(const SwapInParams& p) {
     return unit < p.num_units ? unit : ABSENT;
 }
 
-// Returns the first request of a unit, without a slow division; unit < MAX_BLOCKS.
+// Returns the first request of a unit: unit / num_slices, without a slow division; unit < MAX_BLOCKS.
 __device__ __forceinline__ u32 request_of(const SwapInParams& p, int unit) {
     return static_cast<u32>(unit) * p.slice_reciprocal >> 16;
 }
@@ -355,7 +364,11 @@ __device__ __forceinline__ int take_unit(const SwapInParams& p, Round& round, in
     return ABSENT;
 }
 
-// Plans the requests of this block. Its planners and courier call it.
+// Plans the requests of this block: the request of its unit, then every stride-th one. Planners and courier call it.
+//
+// A turn loads the selection and the request, looks its positions up in the tables (all loads of one kind before the
+// next kind, which depends on them), and hands a hisparse request to resolve_hisparse. Until the barrier, a block works
+// on its presumed unit; if another block has that, it begins again with the unit that it got.
 __device__ __forceinline__ void plan_requests(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, Block& b) {
     const u32 num_reqs = p.requests.num_reqs;
@@ -465,7 +478,7 @@ __device__ __forceinline__ void plan_requests(
             wait_for_async_copies();
         }
         Planning::wait();
-        if (s.unit != unit) {
+        if (s.unit != unit) {            // another block has the presumed unit
             unit = s.unit;
             continue;
         }
@@ -573,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
     }
     plan_requests(p, round, s, d, b);
 
-    if (b.is_planner) {
+    if (b.is_planner) {                  // clear the round of the next launch
         uint4* next_round = reinterpret_cast<uint4*>(p.rounds + static_cast<i64>(~b.launch & 1) * p.round_bytes);
 #pragma unroll 1
         for (int i = blockIdx.x * NUM_PLANNERS + b.tid; i < p.round_bytes / 16; i += gridDim.x * NUM_PLANNERS)

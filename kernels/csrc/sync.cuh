@@ -65,15 +65,17 @@ struct SpinLimit {
     }
 };
 
-// A barrier of some of a block's warps.
+// A barrier of some of a block's warps. It opens when NUM_THREADS_MEETING threads have called one of its functions.
 template <int ID, int NUM_THREADS_MEETING>
 struct Barrier {
     static __device__ __forceinline__ void wait() {
         asm volatile("bar.sync %0, %1;" :: "n"(ID), "n"(NUM_THREADS_MEETING) : "memory");
     }
+    // Counts for the barrier, and does not wait.
     static __device__ __forceinline__ void arrive() {
         asm volatile("bar.arrive %0, %1;" :: "n"(ID), "n"(NUM_THREADS_MEETING) : "memory");
     }
+    // Waits, and returns whether any thread has given true.
     static __device__ __forceinline__ bool wait_or(bool is_one) {
         u32 any;
         asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"

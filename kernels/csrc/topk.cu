@@ -34,7 +34,7 @@ struct TopkParams {
     int max_len;                  // positions from this one on are not seen
     int top_k;
     int cluster_size;
-    int num_held;                 // keys that dynamic shared memory holds, a multiple of 4
+    int num_kept;                 // keys that dynamic shared memory holds, a multiple of 4
 };
 
 // Chosen keys are above the threshold, or equal to it and among the first num_equal of these.
@@ -52,12 +52,12 @@ struct Shared {
     Threshold threshold;
 };
 
-extern __shared__ uint4 held_keys[];
+extern __shared__ uint4 kept_keys[];
 
 struct Slice {
     const float* logits;
     int start, stop;              // positions; start is a multiple of STEP
-    int num_held;                 // keys from `start` on that are in held_keys
+    int num_kept;                 // keys from `start` on that are in kept_keys
     int rank, num_ranks;
     int first, num_steps;         // this lane's positions: 4 from each first + i * STEP on
 };
@@ -126,7 +126,7 @@ __device__ __forceinline__ uint4 keys_of(const Slice& slice, const float4& some,
 
 __device__ __forceinline__ uint4 keys_at(const Slice& slice, int position) {
     const int in_slice = position - slice.start;
-    if (in_slice < slice.num_held) return held_keys[in_slice / VECTOR];
+    if (in_slice < slice.num_kept) return kept_keys[in_slice / VECTOR];
     return keys_of(slice, load_logits(slice, position), position);
 }
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ u32 key_of(const uint4& keys, int i) {
     return i == 0 ? keys.x : i == 1 ? keys.y : i == 2 ? keys.z : keys.w;
 }
 
-// Counts the first 11 bits of all keys, and fills held_keys.
+// Counts the first 11 bits of all keys, and fills kept_keys.
 __device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step += STEPS_AT_ONCE) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void fill_first_bins(u32* bins, const Slice& slice) {
             if (step + i >= slice.num_steps) break;
             const int position = slice.first + (step + i) * STEP, in_slice = position - slice.start;
             const uint4 keys = keys_of(slice, some[i], position);
-            if (in_slice < slice.num_held) held_keys[in_slice / VECTOR] = keys;
+            if (in_slice < slice.num_kept) kept_keys[in_slice / VECTOR] = keys;
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) atomicAdd(&bins[key_of(keys, k) >> 21], 1u);
         }
@@ -272,17 +272,18 @@ void topk(const TopkParams p) {
     }
     slice.num_ranks = len > MIN_SHARED_LEN ? p.cluster_size : 1;
     if (slice.rank >= slice.num_ranks) return;
-    const int round = slice.num_ranks * NUM_WARPS * STEP;
+    const int round = slice.num_ranks * NUM_WARPS * STEP;  // positions that all blocks of the query read in one step
     slice.num_steps = (len + round - 1) / round;
     slice.start = slice.rank * NUM_WARPS * slice.num_steps * STEP;
     slice.stop = min(len, slice.start + NUM_WARPS * slice.num_steps * STEP);
     slice.first = slice.start + warp * slice.num_steps * STEP + lane * VECTOR;
     slice.logits = p.logits + block_token * p.logits_stride;
-    slice.num_held = p.num_held;
+    slice.num_kept = p.num_kept;
     __syncthreads();
     const Threshold threshold = find_threshold(shared, slice, p.top_k, tid);
     if (slice.num_ranks > 1) arrive_in_cluster();  // this block no longer reads memory of other blocks
 
+    // Count each warp's chosen keys, so that it knows where in `out` its first one goes.
     u32 num_above = 0, num_equal = 0;
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
@@ -302,6 +303,7 @@ void topk(const TopkParams p) {
     __syncthreads();
     u32 above_before = threshold.above_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_above[lane] : 0);
     u32 equal_before = threshold.equal_before + __reduce_add_sync(~0u, lane < warp ? shared.warp_equal[lane] : 0);
+    // Write the positions of the chosen keys, in order.
 #pragma unroll 1
     for (int step = 0; step < slice.num_steps; step++) {
         const int first = slice.first + step * STEP;

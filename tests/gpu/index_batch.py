@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hisparse_pd.kernels.kv_format import IndexKeyFormat
 from hisparse_pd.kernels.paged_indexer import (
     IndexerScratch,
     gather_keys,
@@ -110,6 +111,10 @@ class Batch:
 
     def expected(self) -> Tensor:
         return paged_index_topk_reference(**self.arguments())
+
+    def query(self, token: int) -> Tensor:
+        """Return a token's query as it is multiplied with keys, [1, num_heads, head_dim]."""
+        return IndexKeyFormat(self.key_format, self.head_dim).round_queries(self.q_index[token : token + 1])
 
     def keys(self, row: int, seq_len: int) -> Tensor:
         """Return a row's keys, float32 [seq_len, head_dim]."""

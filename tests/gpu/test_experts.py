@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,45 @@ def test_is_as_on_the_cpu(
     torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
     # Both are rounded to fp8 at the same places, so only numbers between two fp8 values differ.
     assert (found.cpu().float() - rounded).norm() <= 0.015 * rounded.norm()
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_many_rows_have_the_bits_of_few(ue8m0: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens are multiplied by another kernel on Hopper, or in larger tiles; experts of another rank's
+    are left out."""
+    from hisparse_pd.kernels import triton_experts
+
+    num_experts, top_k, hidden_size, inner_size = 8, 2, 1024, 384
+    gate_up, down = (
+        replace(draw_matrices(shape, is_fp8=True), ue8m0=ue8m0)
+        for shape in ((num_experts, 2, inner_size, hidden_size), (num_experts, 1, hidden_size, inner_size))
+    )
+    experts = on_gpu(gate_up, down, torch.bfloat16)
+    hidden, expert_ids, weights = (
+        part.to(HOME) for part in draw_tokens(3001, num_experts, top_k, hidden_size)
+    )
+    hidden = hidden.to(torch.bfloat16)
+
+    def results_of(tokens: slice, experts_here: slice) -> Tensor:
+        ids, of_ids = expert_ids[tokens], weights[tokens]
+        routing = Routing.plan(ids, of_ids, num_experts, is_rounded=True)
+        gate_up_here, down_here = (
+            replace(each, values=each.values[experts_here], scales=each.scales[experts_here], ue8m0=ue8m0)
+            for each in (experts.gate_up, experts.down)
+            if each.scales is not None
+        )
+        return triton_experts.run_experts_triton(
+            hidden[tokens], routing, gate_up_here, down_here, experts_here.start
+        )
+
+    for experts_here in (slice(0, num_experts), slice(3, 6)):
+        many = results_of(slice(0, 3001), experts_here)
+        with monkeypatch.context() as patches:
+            patches.setattr(triton_experts, "takes_groups", lambda *_: False)
+            assert torch.equal(many, results_of(slice(0, 3001), experts_here))
+        for some in (slice(0, 1), slice(17, 90), slice(2900, 3001)):
+            assert torch.equal(many[some], results_of(some, experts_here))
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hisparse_pd.core.memory.peer import GpuWriter, word_bytes
 from hisparse_pd.transfer.lane import Lane, Lanes
-from hisparse_pd.transfer.lane_memory import PIECE_BYTES, RUN_BYTES
+from hisparse_pd.transfer.lane_memory import LONG_BYTES, PIECE_BYTES
 from hisparse_pd.transfer.plan import (
     DESCRIPTOR_COST_BYTES,
     LayerWrites,
@@ -96,7 +96,7 @@ _LANDED = {where: np.zeros(NUM_BYTES, np.uint8) for where in ("host", "gpu")}
 
 
 @pytest.mark.parametrize("where", ["host", "gpu"])
-@pytest.mark.parametrize("item_bytes", [1, 3, 132, 656, 1152, 8 * 656 + 4, PIECE_BYTES + 16, RUN_BYTES + 64])
+@pytest.mark.parametrize("item_bytes", [1, 3, 132, 656, 1152, 8 * 656 + 4, PIECE_BYTES + 16, LONG_BYTES + 64])
 def test_rows_of_any_length_land_bitwise_and_nothing_else_changes(
     writer: Writer, landed: dict[str, np.ndarray], where: str, item_bytes: int
 ) -> None:

@@ -86,7 +86,7 @@ for dtype, of_weights in ((FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, F
                 torch.testing.assert_close(result, alone(*of_stream), rtol=bound, atol=bound)
     group.step_tokens = 7
     if rank == 0:
-        together.forward_of_others(torch.empty((0, HIDDEN), dtype=dtype, device=device), TOP_K)
+        together.join_forward(torch.empty((0, HIDDEN), dtype=dtype, device=device), TOP_K)
     else:
         inputs = draw(99, 7, dtype)
         torch.testing.assert_close(together(*inputs), alone(*inputs), rtol=2**-6, atol=2**-6)

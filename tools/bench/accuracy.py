@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -53,7 +53,9 @@ PAIR_OPTIONS = (
 NUM_CLIENTS = 4
 BUFFER_FACTOR = 3
 """Hot buffer of the ordinary runs, in selections; larger where drafts need more."""
-MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True), ("auto", "auto"))
+Modes = Sequence[tuple[str, bool | str]]
+"""Names of systems in the report, each with its requests' field ``hisparse``."""
+MODES: Modes = (("dense", False), ("hisparse", True), ("auto", "auto"))
 
 
 def response_of(system: str, prompt: Retrieval, text: str, **more: Any) -> Response:
@@ -83,6 +85,7 @@ def make_prompts(arguments: argparse.Namespace) -> list[Retrieval]:
 
 
 def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Return the report's facts and all responses: transformers' first, then those of each pair."""
     prompts = make_prompts(arguments)
     model_path: Path = arguments.model_path.resolve()
     config = json.loads((model_path / "config.json").read_text())
@@ -115,25 +118,32 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         "device": arguments.device,
         "num_prompts": len(prompts),
         "pair_options": common_options,
-        "device_buffer_size": [buffer for _, buffer, _ in runs],
-        "speculative_num_steps": [num_drafts for num_drafts, _, _ in runs],
+        "device_buffer_size": [run.buffer for run in runs],
+        "speculative_num_steps": [run.num_drafts for run in runs],
         "responses": responses,
     }
 
 
-def pair_runs(
-    top_k: int, nums_drafts: Sequence[int]
-) -> Iterator[tuple[int, int, tuple[tuple[str, bool | str], ...]]]:
-    """Yield the drafts, the entries of a hot buffer, and the modes by name, of each pair to start."""
+class PairRun(NamedTuple):
+    """A pair to start, and the modes in which it is asked."""
+
+    num_drafts: int
+    buffer: int
+    """Entries of a hot buffer."""
+    modes: Modes
+
+
+def pair_runs(top_k: int, nums_drafts: Sequence[int]) -> Iterator[PairRun]:
+    """Yield a run for each number of drafts and, without drafts, one with the smallest legal hot buffer."""
     for num_drafts in nums_drafts:
         drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
-        yield (
+        yield PairRun(
             num_drafts,
             max(BUFFER_FACTOR * top_k, full_buffer(num_drafts, top_k)),
-            tuple((f"{name}{drafts}", flag) for name, flag in MODES),
+            [(f"{name}{drafts}", flag) for name, flag in MODES],
         )
         if num_drafts == 0:
-            yield 0, top_k + 1, ((f"hisparse, buffer {top_k + 1}", True),)
+            yield PairRun(0, top_k + 1, [(f"hisparse, buffer {top_k + 1}", True)])
 
 
 def ask_oracle(
@@ -172,7 +182,7 @@ def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
 def ask_pair(
     router_url: str,
     prompts: Sequence[Retrieval],
-    modes: Sequence[tuple[str, bool | str]],
+    modes: Modes,
     advance: Callable[[], None],
     num_clients: int,
 ) -> list[Response]:

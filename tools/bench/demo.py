@@ -55,9 +55,12 @@ class Case:
     path: str
     retrieval: Retrieval
     hisparse: bool | None
+    """The request's flag; None leaves it out."""
     expected_mode: str
     overflows_hot_buffer: bool = False
+    """Whether the prompt exceeds the hot buffer, so that there must be misses and evictions."""
     cached: bool = False
+    """Whether an earlier case has left a prefix of the prompt in the cache."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -84,7 +87,15 @@ def make_cases() -> list[Case]:
         Case("long, hisparse: true", chat, long, True, "hisparse", overflows_hot_buffer=True),
         Case("long, hisparse: false", chat, long, False, "dense", cached=True),
         Case("long, no flag", chat, long, None, "hisparse", overflows_hot_buffer=True, cached=True),
-        Case("long, native /generate", "/generate", long, True, "hisparse", True, cached=True),
+        Case(
+            "long, native /generate",
+            "/generate",
+            long,
+            True,
+            "hisparse",
+            overflows_hot_buffer=True,
+            cached=True,
+        ),
     ]
 
 

@@ -110,6 +110,7 @@ def documents(length: int, count: int) -> Iterator[Document]:
         return torch.rand(*shape, generator=generator)
 
     def below(bound: int) -> list[list[int]]:
+        """Draw an integer below ``bound`` for each sentence of each document."""
         return (rand(count, num_sentences) * bound).long().tolist()
 
     most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # and "Answer:", the answers and the end token
@@ -132,11 +133,10 @@ def documents(length: int, count: int) -> Iterator[Document]:
             if is_fact[row, place]:
                 adjective, animal = divmod(pairs[row][place], len(ANIMALS))
                 key = f"{ADJECTIVES[adjective]} {ANIMALS[animal]}"
-                last = ("", f"{last_two[place] % 10}", f"{last_two[place]:02d}")[num_last[place]]
-                number = f"{10 + first_two[place]}{next_two[place]:02d}{last}"
+                number = _number(first_two[place], next_two[place], last_two[place], num_last[place])
                 fact = Fact(key, number, _HEAD_TOKENS + num_tokens + _NUMBER_OFFSET)
                 sentence = f" The {ATTRIBUTES[attributes[row][place]]} of {key} is {number}."
-                added_tokens = _NUMBER_OFFSET + 3 + bool(last)
+                added_tokens = _NUMBER_OFFSET + 3 + (len(number) > 4)
             num_tokens += added_tokens
             if num_tokens > length - _NOT_SENTENCES:
                 break
@@ -149,6 +149,12 @@ def documents(length: int, count: int) -> Iterator[Document]:
         content = f"Notes:{''.join(sentences)}\nQuestion: {', '.join(fact.key for fact in asked)}?"
         ids = tokenizer().encode(f"<bos><|user|>{content}<|assistant|>", add_special_tokens=False).ids
         yield Document(content, tuple(ids), asked)
+
+
+def _number(first_two: int, next_two: int, last_two: int, num_last: int) -> str:
+    """Return a number of two digits, two more, and ``num_last`` at the end: at most a token for each two."""
+    last = ("", f"{last_two % 10}", f"{last_two:02d}")[num_last]
+    return f"{10 + first_two}{next_two:02d}{last}"
 
 
 @cache

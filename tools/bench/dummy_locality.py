@@ -49,25 +49,25 @@ class DummyLocality:
         draw(name, target)
         self.num_bytes += target.nbytes
         is_scale = name.endswith(SCALES)
-        match name.split(".")[-2]:
+        match name.split(".")[-2]:  # the module that the weight belongs to
             case "o_proj" | "down_proj" | "wo" | "w2" if is_scale or target.dtype != FP8:
                 target.mul_(LAYER_GAIN)
             case "embed_tokens" | "tok_embeddings":
                 target.mul_(math.sqrt(target.shape[1]))
                 target[:, 0] = CONSTANT
-            case "eh_proj":
+            case "eh_proj":  # a draft layer's input, which takes the constant from the embedding
                 target[0] = 0
                 target[0, 0] = 1
-            case "q_a_proj" if not is_scale:
+            case "q_a_proj" if not is_scale:  # element 0 of the query latent reads the constant alone
                 self._put(target[0], torch.zeros(target.shape[1]))
                 self._put(target[0, :1], self._in_units(target, torch.tensor([SHARED_QUERY / CONSTANT])))
             case "q_a_layernorm":
                 self._query_norms.append((target, SHARED_QUERY))
             case "q_input_norm" if name.endswith("weight"):
                 self._query_norms.append((target, CONSTANT))
-            case "wq_b" if not is_scale:
+            case "wq_b" if not is_scale:  # the indexer's queries
                 self._put_shared_queries(name, target)
-            case "weights_proj":
+            case "weights_proj":  # the weights of the indexer's heads
                 signs = torch.tensor([1.0, -1.0]).repeat(len(target) // 2)
                 target.zero_()
                 self._put(target[:, 0], signs / CONSTANT)

@@ -37,9 +37,10 @@ def measure_collectives(
     max_gather_bytes = 0 if own is None else own.max_gather_bytes  # lifted here, and restored at the end
     try:
         for num_tokens in by_tokens:
-            for way, ranks.exchange in ways.items():
-                if ranks.exchange is not None:
-                    ranks.exchange.max_gather_bytes = 1 << 62
+            for way, exchange in ways.items():
+                ranks.exchange = exchange
+                if exchange is not None:
+                    exchange.max_gather_bytes = 1 << 62
                 found = _measured(ranks, device, hidden_size, num_tokens)
                 yield {"tokens_a_rank": num_tokens, "way": way, **found}
     finally:
@@ -49,7 +50,8 @@ def measure_collectives(
 
 
 def _measured(ranks: RankGroup, device: torch.device, hidden_size: int, num_tokens: int) -> dict[str, Any]:
-    packed_bytes = 8 * TOP_K + 2 * hidden_size
+    """Time the exchange that ``ranks`` has now, and check its last results. All ranks make the same call."""
+    packed_bytes = 8 * TOP_K + 2 * hidden_size  # a token's experts and weights, and its bfloat16 state
 
     def packed_of(rank: int) -> Tensor:
         drawn = torch.Generator(device).manual_seed(rank)

@@ -49,10 +49,12 @@ from tools.bench.report import make_console, shown, table_of, write_report
 from tools.bench.swap_in import add_options, swap_ins
 
 HOME: Final = "cuda:0"
+"""The GPU that is measured."""
 RANK, ROPE, TOP_K = 512, 64, 2048
 INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
 NUM_SLOTS: Final = 1 << 20
 NUM_CALLS: Final = 8
+"""Calls in a graph, each with inputs of its own."""
 COLD_BYTES: Final = 256 << 20
 """Bytes that a graph's calls read before inputs repeat: several times an L2 cache."""
 COPY_BYTES: Final = 1 << 30
@@ -165,9 +167,11 @@ def prompts(options: argparse.Namespace) -> Cells:
 
 
 def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
+    """Measure one cell: ``num_tokens`` queries behind ``first`` positions, all in one request."""
     from hisparse_pd.kernels import gluon_indexer, triton_indexer
     from hisparse_pd.kernels.topk import select
 
+    # The request's pages with items and keys, and its queries.
     context, device = first + num_tokens, torch.device(HOME)
     num_pages = -(-context // PAGE_SIZE)
     pages = torch.randperm(num_pages, device=HOME).int()
@@ -184,22 +188,25 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     positions = torch.arange(first, context, device=HOME)
     real = torch.tensor([num_tokens], dtype=torch.int32, device=HOME)
     queries = torch.zeros_like(positions), positions, real
+    # The indexer's logits, by keys in the pool and by unpacked ones, and the top-k.
     unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
     first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
-    paged, other = (torch.zeros((num_tokens, -(-context // 64) * 64), device=HOME) for _ in range(2))
-    some: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
+    shape = (num_tokens, -(-context // 64) * 64)
+    of_paged, of_unpacked = (torch.zeros(shape, device=HOME) for _ in range(2))  # logits
+    block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
 
     def paged_logits(is_prompt: bool) -> None:
         triton_indexer.write_logits(
-            q_index, weights, keys, pages[None], *queries, paged, page_size=PAGE_SIZE, top_k=0,
-            key_format=FP8_E4M3, is_prompt=is_prompt, **some,
+            q_index, weights, keys, pages[None], *queries, of_paged, page_size=PAGE_SIZE, top_k=0,
+            key_format=FP8_E4M3, is_prompt=is_prompt, **block,
         )  # fmt: skip
 
     def unpacked_logits() -> None:
         key_format.unpack(keys, pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
         gluon_indexer.write_logits(
-            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, other, top_k=0, **some
-        )
+            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, of_unpacked,
+            top_k=0, **block,
+        )  # fmt: skip
 
     us = {
         "logits_alone_us": graph_us([partial(paged_logits, False)]),
@@ -207,10 +214,11 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     }
     if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, device):
         us["logits_unpacked_us"] = graph_us([unpacked_logits])
-        if not torch.equal(paged, other):
+        if not torch.equal(of_paged, of_unpacked):
             raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
     selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
-    us["top_k_us"] = graph_us([partial(select, paged, *queries, selected, num_rows=1, **some)])
+    us["top_k_us"] = graph_us([partial(select, of_paged, *queries, selected, num_rows=1, **block)])
+    # Attention to what was selected, by items in the pool and by unpacked ones.
     q = torch.randn((num_tokens, 128, RANK + ROPE), device=HOME).bfloat16()
     sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": 128, "top_k": TOP_K}
     whole = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)
@@ -229,7 +237,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def experts(options: argparse.Namespace) -> Cells:
-    matrices = 3 * options.hidden * options.inner
+    num_weights = 3 * options.hidden * options.inner  # numbers of one expert's matrices
     for weights in options.weights:
         dtype = FP8 if weights == "fp8" else torch.bfloat16
         routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))
@@ -242,13 +250,13 @@ def experts(options: argparse.Namespace) -> Cells:
             inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
             num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
             us = graph_us([partial(routed, *call) for call in inputs])
-            num_bytes = num_read * matrices * dtype.itemsize
+            num_bytes = num_read * num_weights * dtype.itemsize
             yield {
                 "weights": weights,
                 "tokens": num_tokens,
                 "us": us,
                 "TB/s": num_bytes / us["median"] / 1e6,
-                "TFLOP/s": 2 * num_tokens * options.top_k * matrices / us["median"] / 1e6,
+                "TFLOP/s": 2 * num_tokens * options.top_k * num_weights / us["median"] / 1e6,
             }
         del routed
         torch.cuda.empty_cache()

@@ -21,6 +21,8 @@ from tools.bench.facts import OUT, spread
 from tools.bench.report import make_console, table_of, write_report
 
 END_SECS = 300.0
+"""Limit for a child's end."""
+# The child's program.
 CHILD = """
 import sys, threading
 import torch

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -227,6 +227,9 @@ def serve_copies(orders: Connection, device: str, home: Sequence[int]) -> None:
 
 # --- main memory alone ------------------------------------------------------------------------------------
 
+_Part: TypeAlias = tuple[int, int]
+"""The bytes of the memory, from the first to before the second, that a thread works on."""
+
 
 def serve_host_rates(answers: Connection, nodes: Sequence[int | None], num_bytes: int, secs: float) -> None:
     """Send a row for each pair of nodes, with the GB/s at which CPUs of the first read and copy memory of the
@@ -254,10 +257,10 @@ def _host_rates(cpus_of: int | None, memory_of: int | None, num_bytes: int, secs
             libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
             parts = touch_slices(num_bytes, min(MAX_THREADS, len(cpus)))
 
-            def compare(part: tuple[int, int]) -> None:  # equal bytes, so that both are read to their ends
+            def compare(part: _Part) -> None:  # equal bytes, so that both are read to their ends
                 libc.memcmp(first + part[0], second + part[0], part[1] - part[0])
 
-            def copy(part: tuple[int, int]) -> None:
+            def copy(part: _Part) -> None:
                 ctypes.memmove(second + part[0], first + part[0], part[1] - part[0])
 
             return {
@@ -269,7 +272,7 @@ def _host_rates(cpus_of: int | None, memory_of: int | None, num_bytes: int, secs
         stay_on(all_cpus)
 
 
-def _rate(work: Callable[[tuple[int, int]], None], parts: Sequence[tuple[int, int]], secs: float) -> float:
+def _rate(work: Callable[[_Part], None], parts: Sequence[_Part], secs: float) -> float:
     """Return the GB/s of ``work`` over ``parts``, each repeated in a thread of its own until the time is
     up."""
     barrier = threading.Barrier(len(parts) + 1)

@@ -73,7 +73,8 @@ class Cell:
 
 
 def plan(num_gpus: int, places: Sequence[str], pages: Sequence[str]) -> list[Cell]:
-    """Return all cells to measure, those of one kind of block together, and the kinds in the order given."""
+    """Return all cells to measure, those of one kind of block together, and the kinds in the order given.
+    Blocks of the first kind are also measured for each GPU alone and each pair."""
     first_gpus = [tuple(range(count)) for count in AT_ONCE if count < num_gpus] + [tuple(range(num_gpus))]
     single_gpus = [(gpu,) for gpu in range(num_gpus)]
     cells = []
@@ -167,6 +168,7 @@ class Worker:
     """The process of one link. A process that does not answer in time is ended; later answers say why."""
 
     def __init__(self, device: str, home: Sequence[int]) -> None:
+        """``home``: the CPUs of the device's node, from which the process copies."""
         context = get_context("spawn")
         self._orders, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(

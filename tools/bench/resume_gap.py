@@ -187,18 +187,10 @@ def one_round(
     return Round(streams, signalled_at, left_after_secs)
 
 
-def uses_all_nodes(router: Process) -> bool:
-    """Return whether the router finds all nodes healthy."""
-    nodes = httpx.get(f"{router.url}/health", timeout=5, trust_env=False).json()["nodes"]
-    return all(node["healthy"] for node in nodes)
-
-
-def measure(
-    options: argparse.Namespace, decode: Sequence[Process], router: Process
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each round."""
+def make_bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the bodies of the streams' requests, with different prompts of random bytes."""
     drawn = random.Random(5)
-    bodies: list[dict[str, Any]] = [
+    return [
         {
             "model": "model",
             "prompt": [drawn.randint(32, 126) for _ in range(options.prompt_tokens)],
@@ -211,6 +203,19 @@ def measure(
         }
         for _ in range(options.streams)
     ]
+
+
+def uses_all_nodes(router: Process) -> bool:
+    """Return whether the router finds all nodes healthy."""
+    nodes = httpx.get(f"{router.url}/health", timeout=5, trust_env=False).json()["nodes"]
+    return all(node["healthy"] for node in nodes)
+
+
+def measure(
+    options: argparse.Namespace, decode: Sequence[Process], router: Process
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each round."""
+    bodies = make_bodies(options)
     passes: list[list[Stream]] = []
     for _ in range(3):  # the first run compiles kernels and fills the prefix cache
         streams, threads = ask(router.url, bodies)
@@ -228,7 +233,7 @@ def measure(
             while not uses_all_nodes(router):
                 time.sleep(0.1)
         streams, signalled_at, left_after_secs = one_round(decode, router, bodies, number)
-        ended_gaps_ms: list[float] = []  # of the streams of the node that ended
+        ended_gaps_ms: list[float] = []  # streams of the node that ended
         other_gaps_ms: list[float] = []
         for stream in streams:
             gaps_ms = ended_gaps_ms if stream.node == decode[0].url else other_gaps_ms

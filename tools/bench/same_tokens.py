@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -26,11 +26,15 @@ from tools.bench.report import make_console, table_of, write_report
 REQUEST_TIMEOUT_SECS = 300.0
 
 
-Answer = tuple[list[int], list[float]]
-"""An answer's token ids and their logprobs."""
+class Answer(NamedTuple):
+    """An answer, token by token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> Answer:
+    """Return the greedy answer of exactly ``output_tokens`` to a prompt."""
     body = {
         "prompt": list(prompt),
         "max_tokens": output_tokens,
@@ -43,7 +47,7 @@ def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> 
     response = httpx.post(f"{url}/completions", json=body, timeout=REQUEST_TIMEOUT_SECS)
     response.raise_for_status()
     (choice,) = response.json()["choices"]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
 
 def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> 
     return {
         "question": question,
         "answers": len(pairs),
-        "equal tokens": sum(a[0] == b[0] for a, b in pairs),
+        "equal tokens": sum(a.token_ids == b.token_ids for a, b in pairs),
         "equal logprobs": sum(a == b for a, b in pairs),
     }
 
@@ -74,12 +78,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def going_on(answers: Sequence[Answer], hisparse: bool) -> list[Answer]:
         return [
-            ask(options.url, options.output_tokens - half, hisparse, [*prompt, *ids[:half]])
-            for prompt, (ids, _) in zip(prompts, answers, strict=True)
+            ask(options.url, options.output_tokens - half, hisparse, [*prompt, *answer.token_ids[:half]])
+            for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
     def second_halves(answers: Sequence[Answer]) -> list[Answer]:
-        return [(ids[half:], logprobs[half:]) for ids, logprobs in answers]
+        return [Answer(answer.token_ids[half:], answer.logprobs[half:]) for answer in answers]
 
     computed, cached = one_by_one(False), one_by_one(False)
     dense_at_once, hisparse_at_once = at_once(False), at_once(True)

@@ -69,7 +69,7 @@ def contents(
 ) -> list[bytes]:
     """Return the bodies of ``count`` requests, encoded beforehand because a long prompt takes milliseconds.
 
-    Streams have different prompts, unless the number of distinct ones is limited.
+    ``stream``: a number by which prompts differ from call to call, unless --distinct-prompts limits them.
     """
     body: dict[str, Any] = {
         "model": model,

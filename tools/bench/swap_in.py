@@ -33,12 +33,15 @@ from tools.bench.gpu_timing import timed_us
 
 TOP_K = 2048
 CAPACITY = 4096
+"""Hot buffer entries of a request with one token a step."""
 CONTEXT = 32768
 PAGE_SIZE = 64
 POOL_BYTES = 8 << 30
+"""Bytes of the host pool, which all cells share."""
 NUM_TOKENS, NUM_WARM_TOKENS = 30, 3
 """Tokens of a request with one token a step; the warm ones run before the clock and the counters start."""
 MOST_NEW = 4
+"""Most positions of a request in a call: the newest token and three drafts."""
 NUM_DRAFTED_TOKENS, NUM_WARM_DRAFTED_TOKENS = 120, 12
 """Tokens of a request with several a step; both are multiples of 1, 2, 3 and 4."""
 DRAFTS_CAPACITY = MOST_NEW * TOP_K + PAGE_SIZE
@@ -67,6 +70,7 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pool = pinned_pool()
     peak = copy_peak(pool)
     most_new = max(options.new)
+    # max_new and num_new: the positions that the code is compiled for, and those of a request in a call.
     kinds = [(1, 1), *((most_new, num_new) for num_new in options.new if most_new > 1)]
     for item_bytes in options.item:
         num_slots = POOL_BYTES // item_bytes
@@ -97,11 +101,11 @@ def selections(
     random order (once the context is used up, by those selected longest ago).
 
     ``union_of_four``: the number of distinct positions that four tokens in a row select, divided by TOP_K.
-    With it, a token replaces more: a third of what the union has beyond one selection, because three tokens
-    add to it. What a token is not to miss of that, it takes from the positions that were replaced three
-    tokens earlier. They are new in the union of four, and hot in a buffer that holds the union of five. The
-    first three replacements have no such positions, and all of theirs miss. Raises ValueError when more are
-    to miss than are replaced.
+    Such a union is one selection and what three further tokens add to it. With it, each token therefore
+    replaces a third of what exceeds one selection, which is more than may miss. The rest of these positions
+    come back from those that were replaced three tokens earlier: they add to the union of four, and are still
+    in a buffer that holds the union of five. The first three tokens have no such positions, so all that they
+    add misses. Raises ValueError when more are to miss than are replaced.
     """
     random = np.random.default_rng(seed)
     num_missed = round(TOP_K * miss_percent / 100)
@@ -115,12 +119,13 @@ def selections(
     for req in range(batch):
         order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # excludes the new positions
         current = order[:TOP_K].copy()
-        used = TOP_K
-        left: list[np.ndarray] = []
+        used = TOP_K  # positions of ``order`` that were selected so far
+        left: list[np.ndarray] = []  # the positions that each token replaced
         steps[0, req] = current
         for step in range(1, num_tokens):
             replaced = random.choice(TOP_K, num_replaced, replace=False)
             left.append(current[replaced])
+            # Replaced three tokens earlier, because left[-1] is what this token replaces.
             back = left[-4][: num_replaced - num_missed] if len(left) > 3 else order[:0]
             num_fresh = num_replaced - len(back)
             current[replaced] = np.concatenate((back, order[(used + np.arange(num_fresh)) % len(order)]))
@@ -163,7 +168,7 @@ def copy_peak(pool: Tensor) -> dict[str, Any]:
 
 
 class Cell:
-    """Requests with empty hot buffers over one host pool: tables, device pool and common arguments.
+    """Requests with empty hot buffers over one host pool, with their tables and device pool.
 
     ``host``: uint8 [1, num_slots, item_bytes]. The rows of a request lie together, followed by those of the
     next. Raises ValueError when they do not fit.

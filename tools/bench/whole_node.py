@@ -132,7 +132,7 @@ def measure_cells(
     of that size took.
     """
     done: set[tuple[Any, ...]] = set()
-    secs_by_tokens: list[tuple[int, float]] = []
+    secs_by_tokens: list[tuple[int, float]] = []  # tokens of a measured cell, and its time
     for cell in cells(arguments):
         buffer = max(arguments.buffer, full_buffer(cell["drafts"], model.spec.index_topk))
         cell_arguments = argparse.Namespace(**{**vars(arguments), **cell, "buffer": buffer})
@@ -144,7 +144,9 @@ def measure_cells(
         expected_secs = min(as_large, default=max((secs for _, secs in secs_by_tokens), default=0.0))
         has_time = time.monotonic() + expected_secs < arguments.ends_at
         key = (batch, *(cell[name] for name in ("context", "jitter", "drafts", "modes")))
-        if batch == 0 or key in done or (0,) in ranks.agree(int(has_time)):
+        if batch == 0 or key in done:  # the same on all ranks
+            continue
+        if not all(has_time_there for (has_time_there,) in ranks.agree(int(has_time))):
             continue
         done.add(key)
         started = time.monotonic()
@@ -159,6 +161,7 @@ def measure_cells(
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     """Run one rank: links, agreement, load, collectives, prefill, then the steps of all cells."""
+    # This rank's process, as an engine's start makes it.
     console = Console(width=REPORT_WIDTH, quiet=place.rank > 0)
     settings = DecodeSettings(
         model_path=arguments.model_path, device=arguments.device, dp_size=place.size
@@ -282,6 +285,32 @@ def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
+    arguments = parse(argv)
+    arguments.ends_at = started + arguments.seconds - GRACE_SECS
+    written = arguments.out.with_suffix(".json")
+    written.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        arguments.model_path = arguments.model_path or Path(directory) / "model"
+        if not (arguments.model_path / "config.json").exists():
+            write_published(
+                arguments.model_path,
+                "deepseek_v32",
+                num_hidden_layers=arguments.layers,
+                num_nextn_predict_layers=1,
+                quantization_config=QUANTIZATION,
+            )
+        size = arguments.dp_size
+        places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
+        processes = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
+        for process in processes:
+            process.start()
+        has_failed = wait_for(processes, started + arguments.seconds)
+    if written.exists():
+        print_report(json.loads(written.read_text()), make_console())
+    return int(has_failed or not written.exists())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--model-path", type=Path, help="directory with the config.json to use; written if it has none"
@@ -340,28 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         c for c in arguments.context if c > arguments.computed_tokens and c % arguments.computed_tokens
     ]:
         parser.error(f"--context {uneven[0]} is no multiple of --computed-tokens {arguments.computed_tokens}")
-    arguments.ends_at = started + arguments.seconds - GRACE_SECS
-    written = arguments.out.with_suffix(".json")
-    written.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        arguments.model_path = arguments.model_path or Path(directory) / "model"
-        if not (arguments.model_path / "config.json").exists():
-            write_published(
-                arguments.model_path,
-                "deepseek_v32",
-                num_hidden_layers=arguments.layers,
-                num_nextn_predict_layers=1,
-                quantization_config=QUANTIZATION,
-            )
-        size = arguments.dp_size
-        places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
-        processes = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
-        for process in processes:
-            process.start()
-        has_failed = wait_for(processes, started + arguments.seconds)
-    if written.exists():
-        print_report(json.loads(written.read_text()), make_console())
-    return int(has_failed or not written.exists())
+    return arguments
 
 
 if __name__ == "__main__":

@@ -148,10 +148,11 @@ def write_synthetic(
     weight_map: dict[str, str] = {}
     num_bytes = 0
     num_layers = shape.num_layers + (shape.draft_agreement is not None)
-    for number in range(-1, num_layers):
+    for number in range(-1, num_layers):  # -1 stands for the weights outside layers
         file = f"model-{number + 2:05}-of-{num_layers + 1:05}.safetensors"
         weights: dict[str, Tensor] = {}
-        for name, value in (maker.ends() if number < 0 else maker.layer(number)).items():
+        drawn = maker.ends() if number < 0 else maker.layer(number)
+        for name, value in drawn.items():
             if in_fp8 and is_quantized(name, value):
                 weights |= quantized(name, value)
             else:

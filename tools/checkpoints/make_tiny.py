@@ -40,6 +40,7 @@ LIKELY_DRAFTS = 0.3
 PAD_ID, BOS_ID, EOS_ID = range(NUM_BYTES, NUM_BYTES + 3)
 VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 
+# Sizes of all variants.
 HIDDEN = 128
 NUM_LAYERS = 3
 """Layers of V3.2 and A.X-K2: one dense and two with experts."""
@@ -168,14 +169,21 @@ the image part."""
 
 @dataclass(frozen=True)
 class _Directions:
-    """The directions by which attention and the indexer of one index group score."""
+    """The projections by which attention and the indexer of one index group score. Keys and queries have a
+    part with rope, and one without, of which SHARED dimensions are common to attention and indexer."""
 
     latent: Array
+    """From the hidden state to the KV latent."""
     k_rope: Array
+    """From the hidden state to the rope part of keys."""
     shared_key: Array
+    """From the KV latent to the shared part of keys."""
     q_a: Array
+    """From the hidden state to the query latent."""
     common_nope: Array
+    """From the query latent to the shared part of queries, as all heads have it."""
     common_rope: Array
+    """From the query latent to the rope part of queries, as all heads have it."""
 
 
 class _Maker:
@@ -264,8 +272,9 @@ class _Maker:
         )
 
     def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
+        """Return the attention of the group's next layer, and its indexer if it has one."""
         directions = self._directions
-        self._end_layer()
+        self._begin_layer()
         shared_key, common_nope = directions.shared_key, directions.common_nope
         common_rope = directions.common_rope
         q_b, kv_b = [], []
@@ -313,7 +322,8 @@ class _Maker:
             "indexer.weights_proj.weight": head_weights,
         }
 
-    def _end_layer(self) -> None:
+    def _begin_layer(self) -> None:
+        """Make the group's next layer the present one. Its last layer may write to the kept channels."""
         self._group_layers_left -= 1
         self._keeps_channels = self._group_layers_left > 0
 
@@ -325,10 +335,10 @@ class _Maker:
     def direct_attention(
         self, query: Array, *, has_rope: bool, has_kv: bool, has_indexer: bool
     ) -> dict[str, Array]:
-        """Return attention as Mistral-Large-4 has it. Keys without rope have as many more dimensions of the
-        other kind."""
+        """Return attention as Mistral-Large-4 has it: queries come from the hidden state, and a layer without
+        rope has as many more dimensions of the other kind. ``query``: from ``direct_query``."""
         directions = self._directions
-        self._end_layer()
+        self._begin_layer()
         num_own = NOPE - SHARED + (0 if has_rope else ROPE)
         noise = QUERY_GAIN * HEAD_NOISE
         queries, kv_b = [], []
@@ -399,12 +409,14 @@ _SEEDS = {"v32": 16, "glm": 27, "axk2": 17, "mistral": 15}
 
 
 def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain: float | None) -> None:
+    """Draw all weights in order, scale them for an MTP layer if there is one, and write them rounded."""
     from safetensors.numpy import save_file
 
     maker = _Maker(_SEEDS[variant])
     weights = maker.ends()
     num_layers = config["num_hidden_layers"]
     indexer_types = config.get("indexer_types", ["full"] * num_layers)
+    # An index group is a layer with an indexer and the layers behind it that share its selections.
     starts = [number for number in range(num_layers) if indexer_types[number] == "full"]
     group_sizes = dict(zip(starts, np.diff([*starts, num_layers]).tolist(), strict=True))
     if variant == "mistral":  # its index groups share KV, and so their directions
@@ -431,6 +443,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
         weights |= {f"model.layers.{number}.{name}": value for name, value in layer.items()}
     if draft_gain is not None:
         weights |= _draft_layer(maker, weights, num_layers)
+        # What the first layer's attention says is all that the draft layer knows, so it keeps its gain.
         kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, num_layers))
         for name in weights:
             if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:

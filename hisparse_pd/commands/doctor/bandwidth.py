@@ -144,7 +144,7 @@ def serve(
 ) -> None:
     """Answer questions about the buffer until ``deadline_secs`` on the monotonic clock, or ``is_stopped``.
 
-    ``lane`` is the offer for processes of this machine.
+    ``lane``: the offer to map the buffer, for processes of this machine.
     """
 
     def answer(question: Question) -> Reply:
@@ -206,6 +206,7 @@ def measure(
 def _measure_size(
     over: LaneKind, writer: Writer, offer: Offer, source: Buffer, size: int, secs: float
 ) -> Rate:
+    """Write batches of messages of ``size`` bytes for ``secs``, at least one."""
     num_messages = _batch_length(size, offer.num_bytes)
     offsets = np.arange(num_messages, dtype=np.int64) * size
     lengths = np.full(num_messages, size, np.int64)

@@ -240,6 +240,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
         device = devices.get(name)
         fault = device_fault(device, machine) if device else missing_device_fault(name, devices, machine)
         if fault is not None:
+            # All named devices must be usable; without names, one that is usable is enough.
             is_fatal = asked == "rdma" and is_asked_for and (bool(named) or not is_usable)
             status = Status.FAIL if is_fatal else Status.WARN if is_asked_for else Status.INFO
             checks.append(Check.of(f"RDMA {name}", fault, status))

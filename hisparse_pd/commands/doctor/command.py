@@ -140,7 +140,8 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         transport_check,
     ]
     rates: list[Rate] = []
-    if settings.peer and transport is not None and checks[0].status is Status.OK:
+    has_mooncake = checks[0].status is Status.OK
+    if settings.peer and transport is not None and has_mooncake:
         peer_check, rates = check_peer(settings, transport)
         checks.append(peer_check)
     return Report(tuple(checks), transport, tuple(rates))
@@ -156,9 +157,9 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
             is_asked_back = transport.protocol == "rdma"  # an RDMA peer connects back for the GID
             with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
-            here = (settings.device, settings.same_host_dir)
+            device, directory = settings.device, settings.same_host_dir
             with closing(engine):
-                rates, lane = measure(client, engine, MESSAGE_BYTES, MEASURE_SECS, *here)
+                rates, lane = measure(client, engine, MESSAGE_BYTES, MEASURE_SECS, device, directory)
     except (DoctorError, TransferError) as error:
         return failed(name, error), []
     best = {kind: max(r.bytes_per_sec for r in rates if r.over == kind) for kind in {r.over for r in rates}}
@@ -198,6 +199,7 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
 
 
 def _announce(settings: DoctorSettings, port: int, engine: TransferEngine, *, as_json: bool) -> None:
+    """Print where the buffer is served, and how to measure from another machine."""
     facts = {
         "host": settings.host,
         "port": port,

@@ -1,5 +1,7 @@
-"""Checks where the ranks of a node would be placed on this machine: the NUMA node of each GPU, with its CPUs,
-RDMA devices and pools."""
+"""Checks where the ranks of a node would be placed on this machine, for ``command.py``.
+
+A rank's place is the NUMA node of its GPU, with that node's CPUs, RDMA devices and memory for pools.
+"""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
 
 MAX_CORE_SECS: Final = 1.0
-"""CPU time for one grammar; how busy the machine is does not matter."""
+"""CPU time for compiling one grammar, which does not depend on how busy the machine is."""
 MAX_MEMORY_BYTES: Final = 64 << 20
 """Memory for compiling one grammar, beside what the trie takes."""
 MAX_STACK_BYTES: Final = 1 << 20
 """Stack for compiling one grammar; every thread of an engine has more."""
 MAX_CLOCK_SECS: Final = 20.0
-"""Time by the clock, because a process that waits uses no CPU time."""
+"""Time by the clock for compiling one grammar, because a process that waits uses no CPU time."""
 
 _VERDICT_OF_SIGNAL: dict[int, str] = {
     signal.SIGPROF: f"takes more than {MAX_CORE_SECS:g} s of a core to compile: make it smaller",

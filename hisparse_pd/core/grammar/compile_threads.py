@@ -40,7 +40,7 @@ class CompileThreads:
         self._lock = Lock()
         self._waiting: list[_Waiting[Any]] = []
         """Calls that have not begun, in order of arrival."""
-        self._num_calls = 0
+        self._num_runs_queued = 0
         """Runs of ``_run_one`` that the executor has yet to begin; at least one for each waiting call."""
         self._is_shortest_next = False
 
@@ -52,8 +52,8 @@ class CompileThreads:
         with self._lock:
             self._forget_unwanted()
             self._waiting.append(waiting)
-            if self._num_calls < len(self._waiting):
-                self._num_calls += 1
+            if self._num_runs_queued < len(self._waiting):
+                self._num_runs_queued += 1
                 self._threads.submit(self._run_one)
         return future
 
@@ -70,8 +70,9 @@ class CompileThreads:
         self._waiting = [waiting for waiting in self._waiting if waiting.is_wanted]
 
     def _run_one(self) -> None:
+        """Choose one of the waiting calls, if there is one, and make it."""
         with self._lock:
-            self._num_calls -= 1
+            self._num_runs_queued -= 1
             self._forget_unwanted()
             if not self._waiting:
                 return
@@ -84,7 +85,7 @@ class CompileThreads:
             return
         try:
             result = taken.call()
-        except BaseException as error:  # as an executor of the library does
+        except BaseException as error:  # concurrent.futures' own executors keep all errors, too
             future.set_exception(error)
             del future  # the error's traceback refers to it
         else:

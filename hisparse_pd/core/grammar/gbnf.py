@@ -11,7 +11,9 @@ import re
 _QUOTED = r'(?P<quoted>"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z))'
 """Literals and character classes; an unterminated one reaches to the end of the text."""
 _COMMENT = re.compile(_QUOTED + r"|#[^\n]*", re.DOTALL)
+"""A comment, or a quoted part, in which ``#`` begins none."""
 _BAR = re.compile(_QUOTED + r"|(?<!\s)\s+\|", re.DOTALL)
+"""A bar with the space and line breaks before it, or a quoted part."""
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -26,11 +26,22 @@ NONE_AVOIDED: Final[tuple[int, ...]] = ()
 """The ``avoided_endings`` of a request whose output may end wherever the grammar may."""
 
 _MAX_THREADS = 8
+"""Most threads that fill masks."""
 _MAX_ERROR_CHARS = 500
 
 
 class GrammarError(ValueError):
     """A grammar cannot be compiled or followed; the message says why and names the limit."""
+
+
+class OutputMasks(NamedTuple):
+    """The masks that ``fill_masks`` fills for one output: one for its next token and one after each draft."""
+
+    matcher: Matcher
+    row: int
+    """The row for the mask of the output's next token; the mask after draft i is i + 1 rows further."""
+    drafts: Sequence[int]
+    """Guesses of the output's next tokens."""
 
 
 class Matcher:
@@ -63,13 +74,11 @@ class Matcher:
                 without_ending(mask, self._avoided_endings)
 
 
-def fill_masks(masks: Bits, wanted: Sequence[tuple[Matcher, int, Sequence[int]]]) -> None:
+def fill_masks(masks: Bits, wanted: Sequence[OutputMasks]) -> None:
     """Fill the masks of some outputs in parallel, without holding the interpreter's lock.
 
-    ``masks``: int32 [num_rows, num_words]. ``wanted``: for each output its matcher, the row for the mask of
-    its next token, and drafts of its next tokens; the mask of the token behind draft i is i + 1 rows further.
-    The mask behind a forbidden draft allows everything, because no token that is drawn there counts. The
-    masks of an output with an ``error`` allow everything, too.
+    ``masks``: int32 [num_rows, num_words]. The mask after a forbidden draft allows everything, because no
+    token that is drawn there counts. The masks of an output with an ``error`` allow everything, too.
     """
     if masks.dtype != np.int32 or not masks.flags.c_contiguous:
         raise ValueError(f"masks: {masks.dtype} of strides {masks.strides}, need contiguous int32")

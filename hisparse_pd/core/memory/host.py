@@ -93,6 +93,7 @@ class HostPool:
         self.shared_fd = shared_fd
         """The memfd whose bytes, from 0 on, are this memory; None for private memory, and after ``close``."""
         self.unpin: Callable[[], object] | None = None
+        """Undoes the registration with CUDA; None where there is none."""
 
     @property
     def tensor(self) -> Tensor:

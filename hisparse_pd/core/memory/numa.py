@@ -55,8 +55,8 @@ class NumaNode:
 class Placement:
     """The place of one rank. ``why``: the reason, for the log. ``node``: None leaves the rank to the kernel.
 
-    ``nics``: the RDMA devices nearest to the node. ``remedy``: what an operator can do to get the right
-    place; empty if the rank has it.
+    ``cpus``: the node's CPUs that this process may use; ``nics``: the RDMA devices nearest to the node.
+    ``remedy``: what an operator can do to get the right place; empty if the rank has it.
     """
 
     why: str
@@ -90,7 +90,7 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
     """Return the placement of each of a service's ranks on this machine, whose devices are ``devices``.
 
     ``numa``: ``auto``, ``off``, or the numbers of nodes, one for all ranks or one a rank. Raises StartError
-    for a node that is named and cannot be had.
+    for a named node that does not exist or that this process may not use.
     """
     if numa == "off":
         return (Placement("--numa off"),) * len(devices)
@@ -103,16 +103,17 @@ def place_ranks(numa: str, devices: Sequence[str], machine: Machine) -> tuple[Pl
         return (Placement("one NUMA node"),) * len(devices)
     if named:
         wanted = [named[position % len(named)] for position in range(len(devices))]
-        found = [_placement(nodes[number], f"named by --numa {numa}", nodes, machine) for number in wanted]
+        found = [_placement_on(nodes[number], f"named by --numa {numa}", nodes, machine) for number in wanted]
     else:
         bus_ids = machine.gpu_bus_ids() if any(map(is_gpu, devices)) else ()
-        found = [_near_gpu(device, bus_ids, nodes, machine) for device in devices]
+        found = [_placement_near_gpu(device, bus_ids, nodes, machine) for device in devices]
     on_nodes = [placement.node for placement in found]
     return tuple(replace(placement, num_ranks=on_nodes.count(placement.node)) for placement in found)
 
 
 def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placement:
-    """Return the placement with the policy for pools of ``num_bytes``, while no rank has made its pools yet.
+    """Return the placement with the policy for pools of ``num_bytes`` a rank. Call it before any rank of the
+    machine makes its pools, because it compares them with the node's free memory.
 
     Pools are bound to their node if those of all its ranks fit into it. Otherwise they may spill: reading
     some memory over the link is better than being killed.
@@ -207,7 +208,7 @@ def gpu_number(device: str) -> int:
 # --- decisions --------------------------------------------------------------------------------------------
 
 
-def _near_gpu(
+def _placement_near_gpu(
     device: str, bus_ids: Sequence[str], nodes: Mapping[int, NumaNode], machine: Machine
 ) -> Placement:
     if not is_gpu(device):
@@ -225,10 +226,10 @@ def _near_gpu(
             "widen the cpuset of the container (docker: --cpuset-cpus, --cpuset-mems), or give it a near GPU"
         )
         return Placement(f"{where} is on node {number}, but {fault}", remedy=remedy)
-    return _placement(nodes[number], f"that of {where}", nodes, machine)
+    return _placement_on(nodes[number], f"that of {where}", nodes, machine)
 
 
-def _placement(node: NumaNode, why: str, nodes: Mapping[int, NumaNode], machine: Machine) -> Placement:
+def _placement_on(node: NumaNode, why: str, nodes: Mapping[int, NumaNode], machine: Machine) -> Placement:
     cpus = tuple(sorted(node.cpus.intersection(machine.allowed_cpus())))
     return Placement(why, node.number, cpus, _nearest_nics(node.number, nodes, machine))
 

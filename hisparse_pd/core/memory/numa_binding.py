@@ -28,7 +28,7 @@ _THREADS = Path("/proc/self/task")
 _MASK_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 MemoryBinder = Callable[[int, int, PoolPolicy, int], None]
-"""A function of address, bytes, policy and node that raises OSError."""
+"""The type of ``mbind``; tests pass their own. The arguments are address, bytes, policy and node."""
 
 
 def mbind(addr: int, num_bytes: int, policy: PoolPolicy, node: int) -> None:

@@ -55,6 +55,7 @@ class GpuWriter:
     def __init__(self, device: torch.device, sources: Sequence[Tensor]) -> None:
         self._device = device
         in_order = sorted((source.data_ptr(), source.data_ptr() + source.nbytes) for source in sources)
+        # An empty range at 0 comes first, so that every address has a range that begins at or before it.
         self._starts = np.array([0, *(start for start, _ in in_order)], np.int64)
         self._ends = np.array([0, *(end for _, end in in_order)], np.int64)
         self._sources = tuple(sources)  # keeps their memory allocated
@@ -91,8 +92,8 @@ class GpuWriter:
             cupy_module().cuda.runtime.ipcCloseMemHandle(addr)
 
     def start_copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> GpuCopy:
-        """Enqueue copies of long ranges and of short ones, each with sources, destinations and lengths in
-        bytes, int64 [n].
+        """Enqueue copies of ``runs``, long ranges for the copy engine, and of ``pieces``, short ones for the
+        kernel. Each has three columns, int64 [n]: sources, destinations and lengths in bytes.
 
         Waits only for this thread's copy before the last one. Raises the driver's error; some of the copy may
         land later then.
@@ -128,13 +129,15 @@ class _Handle:
 
 
 class GpuCopy:
-    """An enqueued copy, and the buffer of addresses that its kernel reads."""
+    """An enqueued copy, and the buffer of addresses that its kernel reads; used again for later copies."""
 
     def __init__(self, device: torch.device) -> None:
-        # A blocking event: a thread that spins would take a core from the forward.
+        # A blocking event, because a thread that spins would take a core from the forward.
         self.over = torch.cuda.Event(blocking=True)
         self.staged = torch.empty(0, dtype=torch.int64)
+        """The source of the copy to ``addresses``, in pinned memory."""
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)
+        """The columns of the short ranges, one after the other, for the kernel."""
 
     def wait(self) -> None:
         """Block, without the interpreter's lock, until all of it has landed. Raises the driver's error."""

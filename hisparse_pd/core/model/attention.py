@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Places:
     @cached_property
     def logs(self) -> Tensor:
         """The logarithm of how many positions each token can see: float32 [num_tokens]."""
-        # In float64, since its rounding to float32 does not depend on the batch.
+        # float64, because its last bits, which may depend on the batch, vanish in the rounding to float32.
         return (self.positions + 1).double().log().float()
 
 
@@ -88,6 +88,7 @@ class Attention:
         self.from_hidden = JoinedLinears(
             [query_linear, *key_linears, *([module.kv_a_proj_with_mqa] if self._has_kv else [])]
         )
+        """The projections of the hidden states: queries or their latent, then index keys and KV, if any."""
         self._queries = _queries_of(module)
         self.norms = _latent_norms(spec, module, latent_eps)
         self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim
@@ -110,19 +111,20 @@ class Attention:
         indexer = self.indexer if runs_indexer else None
         rotation = self._rotation(places)
         q_a, latents = self._write(x, rotation, kv, indexer, with_queries=True)
-        normed = x if latents.q is None else latents.q
-        q, gate, queries = self._queries(normed, q_a, places, with_index=indexer is not None)
+        normed = x if latents.q is None else latents.q  # without a latent, queries are made from the input
+        queries = self._queries(normed, q_a, places, with_index=indexer is not None)
+        q = queries.q
         if self._missing_rope_dim:
             q = functional.pad(q, (0, self._missing_rope_dim))
-        if indexer is not None and queries is not None and latents.head_weights is not None:
-            q_index = index_queries(queries, indexer.vectors, rotation, x.dense.dtype)
+        if indexer is not None and queries.index_q is not None and latents.head_weights is not None:
+            q_index = index_queries(queries.index_q, indexer.vectors, rotation, x.dense.dtype)
             selected = kv.select(self._group, q_index, latents.head_weights)
         if selected is None:
             raise CheckpointError(
                 f"layer {self._number} shares an index, but no layer before it has an indexer"
             )
         attended = kv.attend(self._number, latent_queries(q, self._key_up, rotation), selected, self._scale)
-        values = lift_values(attended, self._value_up, gate, rounding_of(self.o_proj))
+        values = lift_values(attended, self._value_up, queries.gate, rounding_of(self.o_proj))
         return parts_of(self.o_proj, values), selected
 
     def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
@@ -144,7 +146,8 @@ class Attention:
         """Write the layer's items, if it has its own, and the keys of an ``indexer``, if given.
 
         ``with_queries``: also make what queries need, the rounded query latent and the head weights. Returns
-        the raw query latent (if there is none, the queries themselves), and the latents.
+        the result of the query projection (the raw query latent, or for ``_DirectQueries`` the queries), and
+        the latents.
         """
         q_a, *keys_and_kv = self.from_hidden(x)
         kv_a = keys_and_kv.pop() if self._has_kv else None
@@ -179,11 +182,22 @@ def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
     return _Queries(module) if hasattr(module, "q_b_proj") else _DirectQueries(module)
 
 
+class _MadeQueries(NamedTuple):
+    """What the heads and the indexer of a layer ask with, in parts and before rotation."""
+
+    q: Tensor
+    """[parts, num_tokens, num_heads, head_dim]"""
+    gate: Tensor | None
+    """Gates of the heads' values, [parts, num_tokens, num_heads, v_head_dim]; None where there are none."""
+    index_q: Tensor | None
+    """The indexer's queries, [parts, num_tokens, heads * dim]; None where they are not wanted."""
+
+
 class _Queries:
     """Makes the heads' queries and, in the same product, the indexer's from the latent query."""
 
     takes_raw = False
-    """Whether each row of ``normed`` must end with the same latent query from before its norm."""
+    """Whether a row of ``normed`` has the latent query twice: after its norm, and then before it."""
 
     def __init__(self, module: Any) -> None:
         queries = [] if module.indexer is None else [module.indexer.wq_b]
@@ -195,16 +209,13 @@ class _Queries:
         """The rounding of the normed latent query."""
         return self._linears.rounding
 
-    def __call__(
-        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return queries [parts, num_tokens, num_heads, head_dim]; gates of the heads' values in the same
-        form, or None; and the result of wq_b [parts, num_tokens, columns] if ``with_index``, else None.
+    def __call__(self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool) -> _MadeQueries:
+        """Return the queries of the heads, and ``with_index`` of the indexer.
 
         ``normed``: the latent query after its norm (``Latents.q``); ``raw``: in parts, before the norm.
         """
         q, *index_queries = self._linears(normed) if with_index else [self._linears.first(normed)]
-        return _by_head(q, self._num_heads), None, next(iter(index_queries), None)
+        return _MadeQueries(_by_head(q, self._num_heads), None, next(iter(index_queries), None))
 
 
 class _GatedQueries:
@@ -223,13 +234,11 @@ class _GatedQueries:
         """The rounding of the normed latent query."""
         return rounding_of(self._index_queries)
 
-    def __call__(
-        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def __call__(self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool) -> _MadeQueries:
         joined = _by_head(parts_of(self._projection, Activations(normed.dense)), self._num_heads)
         q, gate = torch.split(joined, self._parts, dim=-1)
-        normed = Activations(normed.dense.chunk(2, dim=-1)[0], normed.rounded)
-        return q, gate, parts_of(self._index_queries, normed) if with_index else None
+        without_raw = Activations(normed.dense.chunk(2, dim=-1)[0], normed.rounded)
+        return _MadeQueries(q, gate, parts_of(self._index_queries, without_raw) if with_index else None)
 
 
 class _DirectQueries:
@@ -246,17 +255,16 @@ class _DirectQueries:
         if module.indexer is not None:
             self._index_scaling = _PositionScaling(module.indexer.softmax_scaling)
 
-    def __call__(
-        self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def __call__(self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool) -> _MadeQueries:
         """``normed``: the hidden state after its norm; ``raw``: the result of q_proj for it."""
         in_one_part = add_parts(raw).to(normed.dense.dtype)[None]
         q = self._scaling(_by_head(in_one_part, self._num_heads), places)
         if not with_index:
-            return q, None, None
+            return _MadeQueries(q, None, None)
         indexer = self.indexer
         queries = product_of(indexer.wq_b, indexer.q_input_norm(normed.dense))[None]
-        return q, None, self._index_scaling(_by_head(queries, indexer.n_heads), places).flatten(2)
+        scaled = self._index_scaling(_by_head(queries, indexer.n_heads), places)
+        return _MadeQueries(q, None, scaled.flatten(2))
 
 
 class _PositionScaling:

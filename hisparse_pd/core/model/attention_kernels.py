@@ -1,4 +1,8 @@
-"""The attention kernels of one node's forwards: formats, backends, and the indexer's scratch memory."""
+"""The attention kernels of one node's forwards: formats, backends, and the indexer's scratch memory.
+
+A node calls ``check`` before it loads its model and ``choose`` afterwards. Forwards take the result as one
+argument; a decode node ``split``s it for steps whose parts run at once.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +81,7 @@ class AttentionKernels:
         """
         spec, device = model.spec, model.device
         attention = _choose_attention(spec, device, backend)
-        if page_size and split_slots != 0:  # otherwise prompts have the bits of steps
+        if page_size and split_slots != 0:  # with 0, prompts use the kernel of steps and get the same bits
             attention = choose_prompt_backend(
                 backend,
                 device=device,

@@ -1,8 +1,9 @@
 """The model's linear layers, in few launches, in its dtype or in the checkpoint's fp8 with scales of blocks.
 
 The loader puts ``BlockLinear`` in the place of fp8 layers; attention and feed-forward join layers and
-multiply by ``parts_of``. Layers of the same input are one product (``JoinedLinears``, ``GatedMlp``): their
-input is rounded once, and a matrix of few rows costs next to nothing beside a larger one.
+multiply by ``parts_of``. A product comes in parts, [parts, num_tokens, columns], which the next kernel adds
+up (``kernels.block_linear``). Layers of the same input are one product (``JoinedLinears``, ``GatedMlp``):
+their input is rounded once, and a matrix of few rows costs next to nothing beside a larger one.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _check_num_layers(config: dict[str, Any], config_file: Path) -> None:
 
 
 def _check_rope(parameters: object, config_file: Path) -> None:
-    """Raise CheckpointError unless angles depend on the position alone (I5), in each kind of layer."""
+    """Raise CheckpointError unless angles depend on positions alone (invariant I5), in each kind of layer."""
     if not isinstance(parameters, dict):
         return
     for of_layers in parameters.values():

@@ -3,6 +3,10 @@
 transformers supplies the configuration, embeddings, MLP and MoE blocks and the LM head
 (``hisparse_pd.core.model.loader``); attention is in ``hisparse_pd.core.model.attention``. The model keeps no
 state of requests; a ``KvAccess`` does.
+
+A node calls ``forward`` or, where hidden states are needed, ``forward_with_hidden`` for the new tokens of all
+requests that it computes together, and then ``draft`` if the model has an MTP layer. A prefill rank without
+tokens calls ``join_forward`` and ``join_draft`` while others do this.
 """
 
 from __future__ import annotations
@@ -123,22 +127,24 @@ class DsaModel:
         self.draft_layer.write(token_ids, hidden, self._places(hidden, positions), kv)
 
     @torch.inference_mode()
-    def forward_of_others(self) -> None:
-        """Take part in a forward that other ranks make, with this rank's experts and no token of its own."""
+    def join_forward(self) -> None:
+        """Take part in a forward of other ranks, with this rank's experts and no token of its own."""
         hidden = self.embed.weight[:0]
         for layer in self.layers:
-            layer.forward_of_others(hidden)
+            layer.join_forward(hidden)
 
     def expect_tokens(self, num_tokens: int) -> None:
-        """Set the tokens of the rank with most tokens in the next forwards. Without ranks nothing is done."""
+        """Set how many tokens each rank has in the next forwards, those of the rank with the most: the others
+        pad theirs. 0: ranks have equally many. Without ranks nothing is done."""
         if self.ranks is not None:
             self.ranks.step_tokens = num_tokens
 
     @torch.inference_mode()
-    def draft_of_others(self) -> None:
-        """Take part in a ``draft`` of other ranks. Without a draft layer nothing is done."""
+    def join_draft(self) -> None:
+        """Take part in a ``draft`` of other ranks, as ``join_forward`` does. Without a draft layer nothing is
+        done."""
         if self.draft_layer is not None:
-            self.draft_layer.forward_of_others(self.embed.weight[:0])
+            self.draft_layer.join_forward(self.embed.weight[:0])
 
     @torch.inference_mode()
     def forward_by_layer(
@@ -155,6 +161,7 @@ class DsaModel:
 
         Without a draft layer the result has hidden states only ``with_hidden``.
         """
+        # The hidden states are the sum of ``hidden`` and ``added``, which the next norm adds up.
         hidden: Tensor = self.embed(token_ids)
         added: list[Tensor] = []
         places = self._places(hidden, positions)
@@ -162,7 +169,8 @@ class DsaModel:
         for layer in self.layers:
             hidden, added, selected = layer.forward(hidden, added, places, kv, selected)
             yield
-        normed = self._norm(hidden, added)[1].dense
+        _, last = self._norm(hidden, added)
+        normed = last.dense
         logits = self.logits(normed if logit_rows is None else normed[logit_rows])
         return logits, normed if self.draft_layer is not None or with_hidden else None
 
@@ -189,7 +197,7 @@ class DsaModel:
             from hisparse_pd.kernels.triton_rope import angles
 
             return Places(positions, angles(positions, self._inv_freq, rotary.attention_scaling))
-        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # not the model's dtype
+        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # cos and sin get its dtype
         cos, sin = self._rotary(in_float32, positions[None])
         half = cos.shape[-1] // 2
         return Places(positions, (cos[0, :, :half], sin[0, :, :half]))
@@ -203,8 +211,8 @@ def _inv_freq(rotary: Any) -> Tensor:
 
 
 class _Norm:
-    """The sum of hidden states, transformers' norm of it, its gate if it has one (A.X-K2), and the rounding
-    that the next layer takes."""
+    """One of transformers' norms, together with the sum before it, its gate if it has one (A.X-K2), and the
+    rounding that the next linear layer takes."""
 
     def __init__(self, module: Any, rounding: Rounding | None = None) -> None:
         gate = getattr(module, "mlp", None)
@@ -215,12 +223,13 @@ class _Norm:
         self._rounding = rounding
 
     def __call__(self, hidden: Tensor | None, added: Sequence[Tensor] = ()) -> tuple[Tensor, Activations]:
-        """See ``kernels.norms.add_norm``."""
+        """Return the sum of ``hidden`` and ``added``, and its norm (``kernels.norms.add_norm``)."""
         return add_norm(hidden, added, self._weight, self._eps, self._rounding, self._gate)
 
 
 class _Layer:
-    """One decoder layer: attention, then an MLP or experts. The norm that follows each adds its result."""
+    """One decoder layer: attention, then an MLP or experts. Their results are added to the hidden states by
+    the norms that follow them."""
 
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
         self.attention = Attention(spec, number, module.self_attn, latent_eps)
@@ -228,8 +237,8 @@ class _Layer:
         self._input_norm = _Norm(module.input_layernorm, self.attention.rounding)
         self._post_attention_norm = _Norm(module.post_attention_layernorm, self._feed_forward.rounding)
 
-    def forward_of_others(self, hidden: Tensor) -> None:
-        self._feed_forward.forward_of_others(hidden)
+    def join_forward(self, hidden: Tensor) -> None:
+        self._feed_forward.join_forward(hidden)
 
     def forward(
         self,
@@ -241,10 +250,10 @@ class _Layer:
         *,
         runs_indexer: bool = True,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return ``hidden``, ``added`` and the selection behind the layer.
+        """Return ``hidden``, ``added`` and the selection after the layer.
 
-        The hidden states are the sum of ``hidden`` and all ``added`` (``kernels.norms``), before the layer
-        and behind it. ``selected``: the selection of an earlier layer or pass, used where no indexer runs.
+        Before the layer and after it, the hidden states are the sum of ``hidden`` (None: zeros) and all
+        ``added``. ``selected``: the selection of an earlier layer or pass, used where no indexer runs.
         """
         hidden, x = self._input_norm(hidden, added)
         attended, selected = self.attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)
@@ -252,8 +261,9 @@ class _Layer:
         return hidden, self._feed_forward(x), selected
 
     def write(self, added: Sequence[Tensor], places: Places, kv: KvAccess) -> None:
-        """What ``forward`` writes, and nothing else of it."""
-        self.attention.write(self._input_norm(None, added)[1], places, kv)
+        """Write the KV that ``forward`` writes, and compute nothing else."""
+        _, x = self._input_norm(None, added)
+        self.attention.write(x, places, kv)
 
 
 class _DraftLayer:
@@ -276,8 +286,8 @@ class _DraftLayer:
         self._norm = _Norm(module.shared_head.norm)
         self.lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
 
-    def forward_of_others(self, hidden: Tensor) -> None:
-        self._layer.forward_of_others(hidden)
+    def join_forward(self, hidden: Tensor) -> None:
+        self._layer.join_forward(hidden)
 
     def forward(
         self,
@@ -292,14 +302,15 @@ class _DraftLayer:
         hidden, added, _ = self._layer.forward(
             None, joined, places, kv, selected, runs_indexer=selected is None
         )
-        normed = self._norm(hidden, added)[1].dense
-        return product_of(self.lm_head, normed[logit_rows]).float(), normed
+        _, last = self._norm(hidden, added)
+        return product_of(self.lm_head, last.dense[logit_rows]).float(), last.dense
 
     def write(self, token_ids: Tensor, hidden: Tensor, places: Places, kv: KvAccess) -> None:
         self._layer.write([self._joined(token_ids, hidden)], places, kv)
 
     def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the layer's input: [parts, num_tokens, hidden_size]."""
-        embedded = self._embed_norm(self.embed(token_ids))[1].dense
-        both = torch.cat((embedded, self._hidden_norm(hidden)[1].dense), dim=-1)
+        _, embedded = self._embed_norm(self.embed(token_ids))
+        _, before = self._hidden_norm(hidden)
+        both = torch.cat((embedded.dense, before.dense), dim=-1)
         return parts_of(self._join, Activations(both))

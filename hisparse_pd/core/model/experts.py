@@ -90,6 +90,7 @@ class RoutedExperts(torch.nn.Module):
         if self._ranks is None:
             return _parts(self._compute(x, expert_ids, weights))
         hidden, num_tokens = x.dense, x.num_tokens
+        # Ranks gather equally many rows, so a rank with fewer tokens pads its own.
         num_padding = max(self._ranks.step_tokens - num_tokens, 0)
         if num_padding:
             hidden, weights = (pad(part, (0, 0, 0, num_padding)) for part in (hidden, weights))
@@ -103,8 +104,8 @@ class RoutedExperts(torch.nn.Module):
             return _parts(self._ranks.sum_own(added)[:num_tokens])
         return self._ranks.sum_own(added.sum(dim=1))[None, :num_tokens]
 
-    def forward_of_others(self, like: Tensor, top_k: int) -> None:
-        """Take part in the other ranks' call without a token of its own. ``like``: [0, hidden_size]."""
+    def join_forward(self, like: Tensor, top_k: int) -> None:
+        """Take part in a ``forward`` of other ranks, with no token of its own. ``like``: [0, hidden_size]."""
         self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
 
     def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:

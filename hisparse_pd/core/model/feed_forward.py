@@ -16,7 +16,7 @@ from hisparse_pd.core.model.block_linear import gated_mlp, parts_of, rounding_of
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.families import Family
 from hisparse_pd.kernels.expert_choice import ExpertChoice, narrow_product
-from hisparse_pd.kernels.fp8_rows import Activations
+from hisparse_pd.kernels.fp8_rows import Activations, Rounding
 from hisparse_pd.kernels.row_math import silu
 
 
@@ -34,13 +34,14 @@ class FeedForward:
         self._mlp: Any = None
         """The MLP that every token uses: a dense layer's, or the shared expert. None where the routed experts
         have copied the shared one (``take_shared``) and every token chooses it."""
+        self.rounding: Rounding | None
+        """The fp8 rounding of the input; None where no layer takes it rounded."""
         if self.router is not None and self.experts is not None and self.experts.take_shared(dense_mlp):
             self.router.add_shared_expert()
             self.rounding = rounding_of(dense_mlp.gate_proj)
         else:
             self._mlp = gated_mlp(dense_mlp)
             self.rounding = rounding_of(self._mlp)
-        """The fp8 rounding of the input; None where no layer takes it rounded."""
 
     def __call__(self, x: Activations) -> list[Tensor]:
         """Return what to add to the hidden states, each [parts, num_tokens, hidden_size]; the caller adds up
@@ -51,10 +52,10 @@ class FeedForward:
         weights, ids = self.router(x.dense)
         return [self.experts.parts(x, ids, weights), *dense_parts]
 
-    def forward_of_others(self, hidden: Tensor) -> None:
-        """Take part in the other ranks' layer without a token. ``hidden``: [0, hidden_size]."""
+    def join_forward(self, hidden: Tensor) -> None:
+        """Take part in a forward of other ranks, with no token of its own. ``hidden``: [0, hidden_size]."""
         if self.router is not None and self.experts is not None:
-            self.experts.forward_of_others(hidden, self.router.top_k)
+            self.experts.join_forward(hidden, self.router.top_k)
 
 
 class ExpertRouter:
@@ -68,15 +69,16 @@ class ExpertRouter:
         # Families that choose by softmax have no correction bias, and their weights sum to 1 before scaling.
         by_softmax = family.chooses_experts_by_softmax
         self.top_k: int = module.top_k
+        no_bias = self._weight.new_zeros(len(self._weight))
         self.choice = ExpertChoice(
-            self._weight.new_zeros(len(self._weight)) if by_softmax else module.e_score_correction_bias,
-            module.top_k,
-            module.num_group or 1,  # None: experts are not in groups
-            module.topk_group or 1,
-            by_softmax or module.norm_topk_prob,
-            module.routed_scaling_factor,
-            family.score_outside_groups,
-            by_softmax,
+            bias=no_bias if by_softmax else module.e_score_correction_bias,
+            top_k=module.top_k,
+            num_groups=module.num_group or 1,  # None: experts are not in groups
+            num_chosen_groups=module.topk_group or 1,
+            normalizes=by_softmax or module.norm_topk_prob,
+            scale=module.routed_scaling_factor,
+            score_outside=family.score_outside_groups,
+            is_softmax=by_softmax,
         )
 
     def add_shared_expert(self) -> None:

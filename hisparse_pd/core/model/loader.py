@@ -80,8 +80,8 @@ def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
     """Whether fp8 linear layers stay in fp8, in half the memory, instead of being converted to the model's
     dtype.
 
-    They do in bfloat16 on a GPU. float32 and CPUs serve runs whose products use the weights without rounding
-    activations; there the weights are converted.
+    They stay in fp8 where the model runs in bfloat16 on a GPU. Products with fp8 weights round activations to
+    fp8, too, which runs in float32 or on a CPU must not do; there the weights are converted.
     """
     is_wanted = spec.weights_are_fp8 and device.type == "cuda" and spec.dtype == torch.bfloat16
     return is_wanted and takes_device(device)
@@ -115,10 +115,7 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
 
 class Loader:
     """One load of a checkpoint: all modules are made, then all tensors are allocated, then all are read at
-    once.
-
-    ``_placements`` collects what is to be read.
-    """
+    once."""
 
     def __init__(
         self,
@@ -137,6 +134,7 @@ class Loader:
         self._keeps_fp8 = keeps_fp8
         self._draw_weight = draw_weight
         self._placements: list[Placement] = []
+        """The tensors that ``load`` reads in the end."""
 
     def load(self, on_progress: Progress = lambda done, total: None) -> Any:
         """Return transformers' modules with our own in places, filled. Raises CheckpointError."""
@@ -147,12 +145,14 @@ class Loader:
         try:
             with WeightFiles([] if self._spec.weights_are_dummy else weight_files(self._path)) as files:
                 self._put_own_modules(files, hf_model)
-                state = self._state(files, hf_model)
+                state = self._allocate_tensors(files, hf_model)
                 read_weights(self._placements, self._device, on_progress)
         except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
         hf_model.load_state_dict(state, assign=True)
-        rotary = hf_model.model.rotary_emb  # most of it comes from the configuration, not from a checkpoint
+        # Frequencies come from the configuration, and have no values on the device ``meta``: make the module
+        # again, and give it what the checkpoint has for it.
+        rotary = hf_model.model.rotary_emb
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
         return hf_model.eval().requires_grad_(False)
@@ -190,7 +190,7 @@ class Loader:
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
         """Append the MTP layer, which transformers leaves out: one more decoder layer, with the modules that
-        only an MTP layer has. All have their names in the checkpoint."""
+        only an MTP layer has. Its modules have the checkpoint's names."""
         number = self._spec.num_layers
         name = f"model.layers.{number}"
         config = copy.deepcopy(hf_model.config)
@@ -228,9 +228,9 @@ class Loader:
                     )
                 setattr(hf_model.get_submodule(parent), last, linear)
 
-    def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
+    def _allocate_tensors(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
         """Allocate all tensors of the modules, each in the dtype in which the model uses it, and plan to fill
-        them."""
+        them. Returns them by transformers' names."""
         state: dict[str, Tensor] = {}
         for name, weight in hf_model.state_dict().items():
             if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
@@ -240,10 +240,10 @@ class Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            self._place(files, self._spec.family.stored_name(name), state[name])
+            self._plan(files, self._spec.family.stored_name(name), state[name])
         return state
 
-    def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
+    def _plan(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """Plan to fill ``target`` with the tensor ``name``, converted to its dtype.
 
         Dummy weights are drawn at once.
@@ -258,14 +258,14 @@ class Loader:
         self._placements.append(Placement(stored, target, scales))
 
     def _routed_experts(self, files: WeightFiles, layer: int, module: Any, mlp: Any) -> RoutedExperts:
-        """Return our module of a layer's experts, with memory, and plan to fill this rank's. ``module``:
-        transformers' module; ``mlp``: the block that it belongs to.
+        """Return our module of a layer's experts, with memory for this rank's share, and plan to fill it.
 
-        On a GPU without other ranks there is room for the shared expert, if it has the experts' form.
+        ``module``: transformers' module of the experts; ``mlp``: the block that it belongs to. On a GPU
+        without other ranks there is also room for the shared expert, if it has the experts' form.
         """
         num_experts, hidden_size, inner_size = module.down_proj.shape
         shared = getattr(mlp, "shared_experts", None)
-        has_like_shared = shared is not None and shared.down_proj.in_features == inner_size
+        shared_has_form = shared is not None and shared.down_proj.in_features == inner_size
         if self._ranks is not None and self._ranks.size > num_experts:
             raise CheckpointError(
                 f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
@@ -279,22 +279,22 @@ class Loader:
             self._device,
             self._ranks,
             ue8m0=self._spec.scales_are_ue8m0,
-            has_room=has_like_shared and self._ranks is None and self._device.type == "cuda",
+            has_room=shared_has_form and self._ranks is None and self._device.type == "cuda",
         )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            self._place_expert(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
-            self._place_expert(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
-            self._place_expert(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
+            self._plan_expert_matrix(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
+            self._plan_expert_matrix(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
+            self._plan_expert_matrix(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
         return routed
 
-    def _place_expert(
+    def _plan_expert_matrix(
         self, files: WeightFiles, name: str, matrices: ExpertMatrices, place: int, number: int
     ) -> None:
-        """Plan to fill one of an expert's matrices, unconverted, and its scales. Dummy weights are drawn at
-        once.
+        """Plan to fill one of an expert's matrices, without conversion from or to fp8, and its scales.
 
-        ``place``: the expert's place among this rank's; ``number``: the matrix's number in ``matrices``.
+        Dummy weights are drawn at once. ``place``: the expert's place among this rank's; ``number``: the
+        matrix's number among those of one expert in ``matrices``.
         """
         name = self._spec.family.stored_name(name)
         target = matrices.values[place, number]

@@ -22,7 +22,7 @@ from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Resumed tokens of one call of attention, where each split of a query takes memory for its result."""
+"""Most resumed tokens in one call of attention; each split of a query takes memory for its result."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,21 @@ class PagedRows:
         positions = torch.cat(
             [torch.arange(request.prefix_len, request.seq_len, device=device) for request in requests]
         )
+        slots = slots_of(page_table, page_size, request_of_token, positions[:, None].int())[:, 0]
         return cls(
-            page_table,
-            request_of_token,
-            positions,
-            slots_of(page_table, page_size, request_of_token, positions[:, None].int())[:, 0].long(),
-            torch.tensor([num_tokens], dtype=torch.int32, device=device),
-            lengths.cumsum(0) - 1,
-            torch.cat(
+            page_table=page_table,
+            request_of_token=request_of_token,
+            positions=positions,
+            slots=slots.long(),
+            num_tokens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+            last_rows=lengths.cumsum(0) - 1,
+            is_resumed=torch.cat(
                 [
                     torch.arange(request.num_new_tokens) >= request.num_new_tokens - request.num_resumed
                     for request in requests
                 ]
             ),
-            max((request.seq_len for request in requests), default=0),
+            max_len=max((request.seq_len for request in requests), default=0),
         )
 
     @classmethod
@@ -121,20 +122,20 @@ class PagedRows:
         device: torch.device,
         max_len: int,
     ) -> PagedRows:
-        """Return nothing but padding, whose rows are stored at ``scratch_slot``, to be filled by ``fill``.
+        """Return rows of padding, which are stored at ``scratch_slot``, for ``fill`` to overwrite.
 
         ``max_len``: a bound on the lengths of the requests that it may hold.
         """
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
-            torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
-            nothing,
-            nothing.clone(),
-            nothing + scratch_slot,
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(num_requests, dtype=torch.int64, device=device),
-            torch.zeros(num_tokens, dtype=torch.bool),
-            max_len,
+            page_table=torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
+            request_of_token=nothing,
+            positions=nothing.clone(),
+            slots=nothing + scratch_slot,
+            num_tokens=torch.zeros(1, dtype=torch.int32, device=device),
+            last_rows=torch.zeros(num_requests, dtype=torch.int64, device=device),
+            is_resumed=torch.zeros(num_tokens, dtype=torch.bool),
+            max_len=max_len,
         )
 
     def fill(self, others: PagedRows, scratch_slot: int) -> None:
@@ -188,9 +189,9 @@ class PagedKv:
         self._page_size = page_size
         self._on_written = on_written
         self._selected: Tensor | None = None
-        """What the layers of the present index group attend to."""
+        """The positions that the layers of the present index group attend to."""
         self._slots: dict[int, Tensor] = {}
-        """Slots of ``_selected`` by the page table that they were looked up in."""
+        """The slots of ``_selected``, by the id of the page table in which they were looked up."""
         self.contexts: ContextPages | None = None
         """The pages to unpack; None where prompts read items and keys in the pools."""
         if (unpacked := self._kernels.unpacked) is not None:
@@ -297,7 +298,7 @@ class PagedKv:
         attention, contexts, unpacked = self._kernels.attention, self.contexts, self._kernels.unpacked
         if contexts is None or unpacked is None or unpacked.items is None:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
-        slots = self._slots_in(contexts.numbers, positions)
+        slots = self._slots_in(contexts.page_table, positions)
         results = []
         for tokens, pages in contexts.groups:
             page_ids = contexts.page_ids[pages]
@@ -312,7 +313,7 @@ class PagedKv:
 
     def _slots_in(self, page_table: Tensor, positions: Tensor) -> Tensor:
         """Return the slots of ``positions`` by ``page_table``, int32 [num_tokens, index_topk]."""
-        # Layers that share an index get the very tensor of their group's first layer.
+        # All layers of an index group get the same tensor, so its identity shows a new selection.
         if self._selected is not positions:
             self._selected = positions
             self._slots.clear()
@@ -325,9 +326,11 @@ class PagedKv:
 def _context_pages(
     requests: Sequence[PagedRequest] | PagedRows, rows: PagedRows, page_size: int, most_pages: int
 ) -> ContextPages:
+    """Return the pages that the forward unpacks. ``requests``: PagedRows of padding where a CUDA graph is
+    captured, before whose replays the pages are filled."""
     num_requests, max_pages = rows.page_table.shape
     device = rows.page_table.device
-    if isinstance(requests, PagedRows):  # padding
+    if isinstance(requests, PagedRows):
         return ContextPages.padding(num_requests, max_pages, len(rows.positions), most_pages, device)
     page_ids = [request.page_ids[: -(-request.seq_len // page_size)] for request in requests]
     num_new_tokens = [request.num_new_tokens for request in requests]

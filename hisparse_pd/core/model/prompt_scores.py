@@ -1,9 +1,9 @@
 """Logprobs of a prompt's own tokens: the probability of each one, given those before it.
 
 The prefill node calls ``score_rows`` after a forward's layers. Rows are computed in slices, so that at most
-``SLICE_BYTES`` of float32 logits exist at a time. Temporary tensors take a dozen times as much, which is less
-than the layers' activations, which are gone by then. The values are those of the unscaled logits, as the
-output's logprobs are.
+``SLICE_BYTES`` of float32 logits exist at a time. Temporary tensors take a dozen times as much: less than the
+layers' activations, which are gone by then. The values are those of the unscaled logits, as the output's
+logprobs are.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from contextlib import suppress
 import zmq
 
 _NUMBER = struct.Struct("<q")
+"""The content of a ring."""
 _MAX_FRAME_BYTES = 1024
 """Greatest frame that is accepted; ZMQ's greetings are larger than a ring."""
 _MAX_RINGS = 64

@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, RankMemory
+from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, MemoryOffer, RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class RankExchange:
         self.max_gather_bytes = MAX_GATHER_BYTES
         self._rank, self._num_ranks, self._patience_secs = rank, num_ranks, patience_secs
         self._is_trial = False
+        """Whether a late rank is only noted, which ``try_out`` reports; otherwise it ends the process."""
 
     def gathers(self, x: Tensor) -> bool:
         """Whether ``x`` is to be gathered here; the answer is the same on all ranks."""
@@ -103,7 +105,7 @@ class RankExchange:
 
 
 def _values(first_row: int, num_rows: int, trial: int, rank: int, device: torch.device) -> Tensor:
-    """Return rows of a rank's input to a trial, which every rank can compute for all.
+    """Return rows of the input of ``rank`` to a trial; every rank computes those of all ranks.
 
     They are whole numbers of both signs and very different sizes, so that sums are rounded.
     """
@@ -126,8 +128,9 @@ def connect(
 ) -> RankExchange | None:
     """Connect all ranks of one machine, which make this call together.
 
-    Returns None on all of them where one of them cannot, or does not want to. ``patience_secs``: how long an
-    exchange waits for a late rank.
+    The ranks meet three times: when each has offered its memory, opened that of the others, and tried it.
+    Returns None on all ranks if one of them cannot do its part, or does not want to. ``patience_secs``: how
+    long an exchange waits for a late rank.
     """
     own: list[RankMemory] = []
 
@@ -135,16 +138,18 @@ def connect(
         if not is_wanted:
             raise RuntimeError("it is switched off")
         own.append(RankMemory(device, rank, num_ranks))
-        return json.dumps([own[0].gpu, own[0].handle.hex()])
+        return json.dumps([own[0].offer.gpu, own[0].offer.handle.hex()])
 
-    def open_others(offers: dict[int, str]) -> str:
-        words = {other: json.loads(word) for other, word in offers.items() if other != rank}
-        own[0].connect({other: (gpu, bytes.fromhex(handle)) for other, (gpu, handle) in words.items()})
+    def open_others(words: dict[int, str]) -> str:
+        pairs = {other: json.loads(word) for other, word in words.items() if other != rank}
+        own[0].connect(
+            {other: MemoryOffer(gpu, bytes.fromhex(handle)) for other, (gpu, handle) in pairs.items()}
+        )
         return ""
 
-    offers, refusals = _meet_with_result(meet, "offered memory to other GPUs", offer)
+    words, refusals = _meet_with_result(meet, "offered memory to other GPUs", offer)
     if not refusals:
-        _, refusals = _meet_with_result(meet, "opened the memory of other GPUs", lambda: open_others(offers))
+        _, refusals = _meet_with_result(meet, "opened the memory of other GPUs", lambda: open_others(words))
     if not refusals:
         exchange = RankExchange(own[0], rank, num_ranks, patience_secs)
         _, refusals = _meet_with_result(
@@ -164,15 +169,22 @@ def connect(
 def _try_out(exchange: RankExchange, device: torch.device) -> str:
     """Return an empty string, or raise RuntimeError if the trial fails."""
     fault = exchange.try_out(device)
-    torch.cuda.empty_cache()  # for what is loaded next
+    torch.cuda.empty_cache()  # the model is loaded next, and needs the trial's memory
     if fault:
         raise RuntimeError(fault)
     return ""
 
 
-def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dict[int, str], dict[int, str]]:
-    """Run ``do`` on every rank and meet. Returns its result by rank, and the errors of ranks on which it
-    raised."""
+class _Results(NamedTuple):
+    """The results of a meeting, by rank."""
+
+    words: dict[int, str]
+    refusals: dict[int, str]
+    """The errors of the ranks that could not do their part."""
+
+
+def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> _Results:
+    """Run ``do`` on every rank, and meet. Its results become the words."""
     try:
         word = {"word": do()}
     except Exception as error:
@@ -180,4 +192,4 @@ def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> tuple[dic
         word = {"refusal": f"{type(error).__name__}: {error}"}
     words = {rank: json.loads(text) for rank, text in meet(what, json.dumps(word)).items()}
     refusals = {rank: found["refusal"] for rank, found in words.items() if "refusal" in found}
-    return {rank: found.get("word", "") for rank, found in words.items()}, refusals
+    return _Results({rank: found.get("word", "") for rank, found in words.items()}, refusals)

@@ -65,11 +65,11 @@ class RankGroup:
         self.step_tokens = 0
         """Tokens of each rank in the current forward, padding included; 0: as many as are given."""
         self.exchange: rank_exchange.RankExchange | None = None
-        """The exchange over GPUs' memory. NCCL does what it does not take, and everything where it is
-        None."""
+        """The exchange over GPUs' memory, or None. NCCL carries what the exchange does not take."""
         self._is_rehearsal = False
         self._agree_secs = agree_secs
         self._page: RankPage | None = None
+        """The shared memory of ``agree``; None where ranks agree over the network."""
         self._forward_secs = forward_secs
         self._start_secs = start_secs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -80,35 +80,45 @@ class RankGroup:
             self.bells = RankBells(_bell_of(place, own_address))
         except (OSError, RuntimeError) as error:
             raise RankGroupError(f"rank {self.rank} finds no other rank: {error}") from error
+        is_one_machine = not place.meeting_host
+        self._find_others(is_one_machine)
+        self._start_collectives(device)
+        if device.type == "cuda" and is_one_machine:
+            self.exchange = rank_exchange.connect(
+                self.meet, device, self.rank, self.size, forward_secs, is_wanted=over_memory
+            )
+
+    def _find_others(self, is_one_machine: bool) -> None:
+        """Connect to the bells of the other ranks, and share a page with them if they are on this machine."""
         try:
             bells = self.meet("started", self.bells.endpoint)
             self.bells.connect({rank: bell for rank, bell in bells.items() if rank != self.rank})
-            if not place.meeting_host:  # all ranks are on one machine
+            if is_one_machine:
                 self._page = share_page(self.rank, self.size, self.meet)
         except RankGroupError:
             self.bells.close()
             raise
+
+    def _start_collectives(self, device: torch.device) -> None:
+        """Make torch's process group: gloo, and NCCL for a GPU."""
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=self._store,
-                rank=place.rank,
-                world_size=place.size,
-                timeout=timedelta(seconds=forward_secs),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self._forward_secs),
                 device_id=device if device.type == "cuda" else None,
             )
             self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
         except (OSError, RuntimeError, ValueError) as error:
             raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
-        if device.type == "cuda" and not place.meeting_host:
-            self.exchange = rank_exchange.connect(
-                self.meet, device, self.rank, self.size, forward_secs, is_wanted=over_memory
-            )
 
     def meet(self, what: str, word: str = "") -> dict[int, str]:
         """Wait until all ranks have done ``what``, for longer than an operation waits.
 
-        Returns the ``word`` of each rank.
+        ``what``: a participle for errors ("loaded"), which is used for one meeting only, because its words
+        stay in the store. Returns the ``word`` of each rank.
         """
         keys = {rank: f"{what} {rank}" for rank in range(self.size)}
         try:
@@ -141,7 +151,7 @@ class RankGroup:
                     )
 
     def _wait_for_readers(self) -> None:
-        """Wait until all ranks have read each other's words, which are lost when rank 0's process ends."""
+        """Wait on rank 0, with whose process the store ends, until all other ranks have read its words."""
         if self.rank == 0:
             others = [f"compared {rank}" for rank in range(1, self.size)]
             with suppress(RuntimeError):  # this rank's own error says more
@@ -239,9 +249,10 @@ class RankGroup:
         os._exit(0)
 
     def _in_order(self, operation: Callable[[], Any]) -> None:
-        """Run an operation on the group's own stream, behind the current stream's work and before its next.
+        """Run an operation on the group's own stream, after the current stream's work so far and before its
+        later work.
 
-        Concurrent streams of a rank must make their operations in the order of the calls.
+        All ranks must make operations in the same order, which concurrent streams of a rank would not keep.
         """
         if self._stream is None:
             self._together(operation)
@@ -261,7 +272,8 @@ class RankGroup:
 
 
 def _use_network(place: RankPlace) -> str:
-    """Set gloo's and NCCL's interface. Returns this machine's address on it, or nothing for one machine."""
+    """Set gloo's and NCCL's network interface. Returns this machine's address on it, or an empty string if
+    all ranks are on this machine."""
     if not place.meeting_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         return ""

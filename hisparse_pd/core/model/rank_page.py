@@ -87,7 +87,7 @@ class RankPage:
             value = values[index] if index < len(values) else 0
             bank[self._rank * WIDTH + index] = value << NUMBER_BITS | number
         self.wake_others()
-        said = [word >> NUMBER_BITS for word in self._all_of(bank, number, timeout_secs)]
+        said = [word >> NUMBER_BITS for word in self._wait_for_words(bank, number, timeout_secs)]
         return [tuple(said[start : start + len(values)]) for start in range(0, len(said), WIDTH)]
 
     def close(self) -> None:
@@ -103,12 +103,12 @@ class RankPage:
         """Wake the ranks that sleep until this one has spoken."""
         awaited = self._awaited.tolist()
         if any(awaited):
-            for rank, its_waker in enumerate(awaited):
-                if its_waker == self._rank + 1 and rank != self._rank:
+            for rank, waker in enumerate(awaited):
+                if waker == self._rank + 1 and rank != self._rank:
                     with contextlib.suppress(OSError):  # it has ended, or its socket is full
                         self._others[rank].send(b"!", socket.MSG_DONTWAIT)
 
-    def _all_of(self, bank: memoryview, number: int, timeout_secs: float) -> list[int]:
+    def _wait_for_words(self, bank: memoryview, number: int, timeout_secs: float) -> list[int]:
         """Wait until all words of ``bank`` carry ``number``. Returns the words."""
         words = bank.tolist()
         if _have_number(words, number):
@@ -128,7 +128,7 @@ class RankPage:
                 )
                 self._raise_if_lost(missing, waited_secs, timeout_secs)
                 if self._awaited[self._rank] != missing[0] + 1:
-                    self._awaited[self._rank] = missing[0] + 1  # then look once more
+                    self._awaited[self._rank] = missing[0] + 1  # look once more before the sleep
                 else:
                     self._sleep(missing, min(LOOK_SECS, timeout_secs - waited_secs))
         finally:

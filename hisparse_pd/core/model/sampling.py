@@ -94,12 +94,12 @@ def enqueue_sample(
 ) -> Sampled:
     """Enqueue ``sample`` on the logits' device and current stream, without waiting.
 
-    ``logits``: float32 [num_reqs, vocab_size], not changed. ``num_generated``: output tokens of each request
-    so far, resumed ones not counted; behind those it is the index of the token that is drawn now. ``counts``:
-    needed where params change logits. ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be
-    drawn (``kernels.bit_masks``); None: all. Where a mask allows only tokens that end the request, one of
-    them is drawn, whatever min_new_tokens is. Logprobs are those of the given logits: unscaled, unmasked,
-    without penalties and biases.
+    ``logits``: float32 [num_reqs, vocab_size], not changed. ``num_generated``: output tokens that each
+    request has drawn here; with its resumed ones it is the output index of the token that is drawn now.
+    ``counts``: needed where params change logits. ``masks``: int32 [num_reqs, num_words], bits of the tokens
+    that may be drawn (``kernels.bit_masks``); None: all. Where a mask allows only tokens that end the
+    request, one of them is drawn, whatever min_new_tokens is. Logprobs are those of the given logits:
+    unscaled, unmasked, without penalties and biases.
     """
     if not len(params) == len(num_generated) == logits.shape[0]:
         raise ValueError(
@@ -110,11 +110,12 @@ def enqueue_sample(
     masked = changed if masks is None else allowed_logits(changed, masks)
     masked = _forbid_early_stop(masked, params, num_generated, eos_token_ids, may_yield=masks is not None)
     token_ids = masked.argmax(dim=-1)
-    drawn: dict[bool, list[int]] = defaultdict(list)
+    rows_by_cut: dict[bool, list[int]] = defaultdict(list)  # rows without top_k and top_p need no sort
     for row, param in enumerate(params):
         if param.temperature > 0:
-            drawn[0 < param.top_k < logits.shape[1] or param.top_p < 1].append(row)
-    for is_cut, rows in drawn.items():
+            is_cut = 0 < param.top_k < logits.shape[1] or param.top_p < 1
+            rows_by_cut[is_cut].append(row)
+    for is_cut, rows in rows_by_cut.items():
         rows_dev = to_device(rows, logits.device)
         token_ids[rows_dev] = _draw(
             masked[rows_dev], [params[row] for row in rows], [num_generated[row] for row in rows], is_cut

@@ -59,10 +59,13 @@ class ModelSpec:
     """
     num_heads: int
     kv_lora_rank: int
+    """Size of the latent, the first part of a KV item."""
     qk_rope_head_dim: int
+    """Size of the rotated key, the other part."""
     index_num_heads: int
     index_head_dim: int
     index_topk: int
+    """Most positions that a token attends to in a layer."""
     context_length: int
     """Most tokens of a request's prompt and output together."""
     hidden_size: int

@@ -91,12 +91,14 @@ def fingerprint_of(config: dict[str, Any], files: list[WeightFile]) -> str:
 
 
 def _samples(stream: BinaryIO, places: list[TensorPlace]) -> Iterator[bytes]:
-    """Yield ``_NUM_SAMPLES`` evenly spaced pieces of the tensors' bytes, the first and the last among
-    them."""
+    """Yield ``_NUM_SAMPLES`` evenly spaced pieces of the tensors' bytes, the first and the last among them.
+
+    Pieces are spaced as if the tensors were adjacent; one that crosses tensors' ends is yielded in several.
+    """
     places.sort(key=lambda place: place.offset)
     rest = max(0, sum(place.num_bytes for place in places) - SAMPLE_BYTES)
     starts = sorted({rest * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)})
-    before = 0
+    before = 0  # bytes of the tensors before this one
     for place in places:
         first = bisect_right(starts, before - SAMPLE_BYTES)
         for start in starts[first : bisect_left(starts, before + place.num_bytes)]:

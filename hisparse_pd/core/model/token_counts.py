@@ -119,7 +119,7 @@ class CountedRows:
             repetition, frequency, presence = penalties.T[:, :, None]
             repeated = torch.where(values > 0, values / repetition, values * repetition)
             values = torch.where(counts > 0, repeated, values)
-            counts &= _IN_PROMPT - 1
+            counts &= _IN_PROMPT - 1  # only the repetition penalty counts the prompt
             values -= frequency * counts
             values -= presence * (counts > 0)
         if num_biases := max(_num_biases(params[row]) for row in rows):
@@ -139,7 +139,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
 
 
 def _num_biases(params: SamplingParams) -> int:
-    return len(params.logit_bias) // 8
+    return len(params.logit_bias) // 8  # ``pack_logit_bias``: all ids, int32, then all biases, float32
 
 
 def _add_one(counts: Tensor, places: Tensor) -> None:

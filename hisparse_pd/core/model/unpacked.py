@@ -1,6 +1,6 @@
 """Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
 
-Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over float16 keys, all
+Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over adjacent keys, all
 pages of the requests are unpacked next to one another before each layer, the new rows included. The memory
 for that holds one context; requests whose pages do not fit beside others' come after those, as another group.
 A query's bits do not depend on its group.
@@ -57,7 +57,7 @@ def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
 def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
     """Return the most bytes of an ``UnpackedMemory`` on any device."""
     items = 2 * spec.item_format.item_dim if spec.item_format.name == FP8_E4M3 else 0
-    keys = 2 * spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
+    keys = spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
     return unpacked_tokens(spec, page_size) * (items + keys) + 4 * UnpackedKeys.PADDING
 
 
@@ -72,12 +72,12 @@ class Group(NamedTuple):
 class ContextPages:
     """Which pages are unpacked for a forward, and where their rows lie then."""
 
-    def __init__(self, page_ids: Tensor, numbers: Tensor, groups: Sequence[Group]) -> None:
+    def __init__(self, page_ids: Tensor, page_table: Tensor, groups: Sequence[Group]) -> None:
         self.page_ids = page_ids
         """int32 [n]: the pages of one request after the other, up to its last new position; -1 in padding."""
-        self.numbers = numbers
-        """int32 [num_requests, max_pages]: the number of each page within its group, 0 behind the request's
-        last. It is the page table of the unpacked rows."""
+        self.page_table = page_table
+        """int32 [num_requests, max_pages]: the page table of the unpacked rows, in which a page's id is its
+        number within its group; 0 behind the request's last page."""
         self.groups = groups
 
     @classmethod
@@ -95,9 +95,9 @@ class ContextPages:
         ``max_pages``: columns of the page table. ``most_pages``: pages that the memory holds, no fewer than
         any request has.
         """
-        numbers = np.zeros((len(page_ids), max_pages), np.int32)
+        page_table = np.zeros((len(page_ids), max_pages), np.int32)
         groups = [Group(slice(0, 0), slice(0, 0))]
-        for row, ids, num_tokens in zip(numbers, page_ids, num_new_tokens, strict=True):
+        for row, ids, num_tokens in zip(page_table, page_ids, num_new_tokens, strict=True):
             tokens, pages = groups[-1]
             if pages.stop - pages.start + len(ids) > most_pages:
                 tokens, pages = slice(tokens.stop, tokens.stop), slice(pages.stop, pages.stop)
@@ -107,7 +107,7 @@ class ContextPages:
                 slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + len(ids))
             )
         all_ids = torch.cat([ids.to(torch.int32) for ids in page_ids]).to(device)
-        return cls(all_ids, torch.from_numpy(numbers).to(device), groups)
+        return cls(all_ids, torch.from_numpy(page_table).to(device), groups)
 
     @classmethod
     def padding(
@@ -126,9 +126,9 @@ class ContextPages:
         num_pages = len(others.page_ids)
         self.page_ids[:num_pages] = others.page_ids
         self.page_ids[num_pages:] = -1
-        num_requests, max_pages = others.numbers.shape
-        self.numbers[:num_requests, :max_pages] = others.numbers
+        num_requests, max_pages = others.page_table.shape
+        self.page_table[:num_requests, :max_pages] = others.page_table
 
     def first_slots(self, page_size: int) -> Tensor:
         """Return where each request's position 0 lies in the memory: int32 [num_requests]."""
-        return self.numbers[:, 0] * page_size
+        return self.page_table[:, 0] * page_size

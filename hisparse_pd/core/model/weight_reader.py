@@ -230,24 +230,24 @@ def read_weights(
                 done, running = wait(running, REPORT_INTERVAL_SECS, FIRST_EXCEPTION)
                 for thread in done:
                     thread.result()
-                on_progress(reading.num_done, reading.num_bytes)
+                on_progress(reading.done_bytes, reading.num_bytes)
                 if (now := time.monotonic()) >= next_log_at:
                     next_log_at = now + LOG_INTERVAL_SECS
-                    log.info("%s", describe(reading.num_done, reading.num_bytes, now - started))
+                    log.info("%s", describe(reading.done_bytes, reading.num_bytes, now - started))
         finally:
             reading.stop()
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
-    log.info("%s", describe(reading.num_done, reading.num_bytes, time.monotonic() - started))
+    log.info("%s", describe(reading.done_bytes, reading.num_bytes, time.monotonic() - started))
 
 
-def describe(num_done: int, num_bytes: int, secs: float) -> str:
+def describe(done_bytes: int, num_bytes: int, secs: float) -> str:
     """Return one line of progress, after ``secs`` of reading."""
-    rate = num_done / max(secs, 1e-9)
-    line = f"read {num_done / 1e9:.1f} of {num_bytes / 1e9:.1f} GB of weights in {secs:.0f} s"
-    if num_done == num_bytes:
+    rate = done_bytes / max(secs, 1e-9)
+    line = f"read {done_bytes / 1e9:.1f} of {num_bytes / 1e9:.1f} GB of weights in {secs:.0f} s"
+    if done_bytes == num_bytes:
         return f"{line}, {rate / 1e9:.2f} GB/s"
-    left = f"{(num_bytes - num_done) / rate:.0f} s left" if num_done else "nothing yet"
+    left = f"{(num_bytes - done_bytes) / rate:.0f} s left" if done_bytes else "nothing yet"
     return f"{line}, {rate / 1e9:.2f} GB/s, {left}"
 
 
@@ -261,7 +261,7 @@ class Reading:
     def __init__(self, placements: Sequence[Placement], device: torch.device, *, pinned: bool) -> None:
         in_order = sorted(placements, key=lambda placement: (placement.stored.path, placement.stored.offset))
         self.num_bytes = sum(placement.stored.num_bytes for placement in in_order)
-        self.num_done = 0
+        self.done_bytes = 0
         self._pieces = _pieces(in_order)
         self._device = device
         self._is_pinned = pinned
@@ -291,7 +291,7 @@ class Reading:
                         copied.synchronize()
                     copied = _read_through(piece, buffer)
                 with self._lock:
-                    self.num_done += piece.num_bytes
+                    self.done_bytes += piece.num_bytes
         except BaseException:
             self.stop()
             raise
@@ -312,8 +312,8 @@ def _pieces(placements: Sequence[Placement]) -> Iterator[_Piece]:
 
 
 def _read_through(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
-    """Read a piece through ``buffer``. Returns an event at which the copy out of the buffer is over; None if
-    it is over already."""
+    """Read a piece into ``buffer``, and convert and copy it to its target. Returns the event after which the
+    buffer can be reused, or None if it is free at once."""
     placement, target = piece.placement, piece.target
     stored = placement.stored
     staged = buffer[: piece.num_bytes].view(stored.dtype).view(target.shape)

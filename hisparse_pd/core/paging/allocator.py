@@ -96,8 +96,8 @@ class ExtentAllocator:
         """Return ``extents`` with at least ``num_slots`` more slots, as many as possible right behind the
         last extent.
 
-        The result replaces ``extents``. Raises PoolExhausted (and ExtentError for extents that
-        are not allocated); nothing has changed then.
+        The result replaces ``extents``. Raises PoolExhausted, or ExtentError for extents that are not
+        allocated, having changed nothing.
         """
         self._check_allocated(extents)
         num_needed = self._rounded_if_free(num_slots)

@@ -115,8 +115,8 @@ def as_slots(values: ArrayLike) -> SlotArray:
 
 
 def ranges_around(starts: SlotArray, ends: SlotArray, addrs: SlotArray, num_bytes: SlotArray) -> SlotArray:
-    """Return the number of the range ``[starts, ends)`` that contains each ``[addrs[i], addrs[i] +
-    num_bytes[i])``.
+    """Return for each interval ``[addrs[i], addrs[i] + num_bytes[i])`` the number of the range ``[starts[n],
+    ends[n])`` that contains it.
 
     ``starts`` is sorted, and the ranges do not overlap. The number is -1 for an empty interval, and for one
     that no single range contains.
@@ -124,6 +124,6 @@ def ranges_around(starts: SlotArray, ends: SlotArray, addrs: SlotArray, num_byte
     if starts.size == 0:
         return np.full(addrs.size, -1, np.int64)
     nearest = np.searchsorted(starts, addrs, side="right") - 1
-    # No end is computed: numpy wraps around silently.
+    # Lengths are compared instead of ends, because ``addrs + num_bytes`` could overflow, which numpy ignores.
     is_inside = (nearest >= 0) & (num_bytes >= 1) & (num_bytes <= ends[nearest] - addrs)
     return np.where(is_inside, nearest, -1)

@@ -24,11 +24,11 @@ from hisparse_pd.protocol.messages import Extent, Room
 
 
 class PoolKind(StrEnum):
-    """The pools of a node. HOST, DEVICE, INDEX and LOOKUP have token slots, AUX has aux records, and REQ_ROW
-    has rows of the per-request tables.
+    """The pools of a node.
 
-    LOOKUP slots are entries of the tables that find tokens in hot buffers. A prefill node has AUX and DEVICE,
-    whose pages are those of its KV pool and of its index pool alike.
+    HOST and DEVICE have token slots for KV, INDEX for indexer keys, and LOOKUP for entries of the tables that
+    find tokens in hot buffers. AUX has aux records, and REQ_ROW rows of the per-request tables. A prefill
+    node has AUX and DEVICE, whose pages are those of its KV pool and of its index pool alike.
     """
 
     HOST = "host"
@@ -41,6 +41,8 @@ class PoolKind(StrEnum):
 
 TOKEN_POOLS: Final = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 """The pools of token slots, which are handed out in pages."""
+_NO_ROOM: Final = Room(0)
+"""The room of a page that was free when it was set aside."""
 
 
 class Stage(StrEnum):
@@ -218,7 +220,7 @@ class Pools:
         start = slot // self.page_size * self.page_size
         page = Extent(start, self.page_size)
         if self._allocators[kind].take(page):
-            self._add_set_aside(Room(0), kind, page)
+            self._add_set_aside(_NO_ROOM, kind, page)
         elif (kind, start) not in self._set_aside:
             self._condemned.add((kind, start))
         return start

@@ -3,14 +3,14 @@
 Both nodes' schedulers use it: ``find`` looks a prompt up, ``use`` and ``let_go`` count a request as a user,
 ``share`` and ``hold`` put a request's pages in, and ``make_room`` evicts before a reservation.
 
-A ``Prefix`` is a run of whole pages that continues its ``parent``, so that runs form a tree; with its
-ancestors it is the beginning of a sequence. A page is found by its key (``prompt_keys.py``). A request that
-begins like a prefix in its pools reads the prefix's pages in place and owns only the slots behind them. Pages
-in the tree are never written again: the caller adds a page once all of its bytes are there and no remote
-write can land in it.
+A ``Prefix``, here also called a run, has some whole pages and continues its ``parent``, so that runs form a
+tree. A run's chain is the run and its ancestors; their pages are the beginning of a sequence. A page is found
+by its key (``prompt_keys.py``). A request that begins like a prefix in its pools reads the prefix's pages in
+place and owns only the slots behind them. Pages in the tree are never written again: the caller adds a page
+once all of its bytes are there and no remote write can land in it.
 
-A request uses a prefix and all of its ancestors, and is counted in each of them. ``make_room`` evicts
-prefixes without users before a reservation fails, from the ends of the least recently used ones.
+A request that uses a run is counted as a user of its whole chain. ``make_room`` evicts runs without users
+before a reservation fails, from the ends of the least recently used ones.
 
 A run is split where a request uses only part of it. A run and its only child are merged when the same
 requests use both, or last used both: a conversation that grew by a page a turn is one run. A sequence has at
@@ -34,8 +34,7 @@ from hisparse_pd.core.paging.prefix import Kinds, Match, Prefix, end_of
 from hisparse_pd.core.paging.prompt_keys import PageKey
 
 MAX_RUNS: Final = 64
-"""Most runs of one sequence: in every turn of a conversation, each run costs some microseconds of the loop.
-"""
+"""Most runs of one sequence; each costs the loop some microseconds in every turn of a conversation."""
 MAX_SIBLINGS: Final = 4
 """Most side branches that are evicted at once so that two runs can be merged."""
 
@@ -47,10 +46,11 @@ class PrefixTree:
         self._pools = pools
         self._prefixes: dict[Prefix, None] = {}
         self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
-        """The prefix that has a page. If a page is in it, all pages before that page are, too."""
+        """The run that has each page. Where a page is in it, so are all pages before it: ``find`` bisects."""
         self._idle: OrderedDict[Prefix, None] = OrderedDict()
         """Prefixes without users, least recently used first; descendants come before their ancestors."""
         self._num_idle_pages: Counter[Kinds] = Counter()
+        """Pages of the prefixes in ``_idle``."""
         self._num_events = 0
         """How often pages were added or let go of: the clock of ``Prefix.last_used``."""
         self.num_evicted_tokens = 0
@@ -110,11 +110,11 @@ class PrefixTree:
         *,
         keeps_copies: bool = False,
     ) -> Prefix | None:
-        """``hold`` the pages of a request that uses ``before``, and count it as a user of all held pages of
-        ``keys``.
+        """Do ``hold`` for the pages of a request, and count the request as a user of all held pages
+        of ``keys``.
 
-        Returns the prefix that the request uses from now on, in the place of ``before``. ``keeps_copies``:
-        see ``hold``.
+        ``before``: the prefix that the request has used until now. Returns the one that it uses from now on.
+        ``keeps_copies``: see ``hold``.
         """
         num_held = self.hold(holding, keys, kinds, end_of(before), keeps_copies=keeps_copies)
         prefix = self.use(keys[:num_held], kinds) if num_held else None
@@ -131,12 +131,12 @@ class PrefixTree:
         *,
         keeps_copies: bool = False,
     ) -> int:
-        """Move pages from ``holding`` into the tree: its first ones in ``kinds``, which have the keys
-        ``keys[num_before:]``. The pages of ``keys[:num_before]`` must be held.
+        """Move the first pages of ``holding`` in ``kinds``, whose keys are ``keys[num_before:]``, into the
+        tree. The pages of ``keys[:num_before]`` must be held.
 
-        Where the tree has a page already, the holding's copy of it is freed, or with ``keeps_copies`` left in
-        the holding. Returns how many of ``keys`` are held then: all of them, or ``num_before`` where the
-        sequence would get too many runs. Raises PoolIntegrityError.
+        Where the tree has a page already, the holding's copy of it is freed, or with ``keeps_copies``, for
+        writes in flight that read it, left in the holding. Returns how many of ``keys`` are held then: all
+        of them, or ``num_before`` where the sequence would get too many runs. Raises PoolIntegrityError.
         """
         if len(keys) <= num_before:
             return len(keys)
@@ -147,7 +147,7 @@ class PrefixTree:
         if num_found < num_before:
             raise PoolIntegrityError(f"room {holding.room}: the pages before its own are not held")
         parent = self._prefix_ending_with(keys[:num_found], kinds) if num_found else None
-        copies = self._split_pages(holding, kinds, num_found - num_before)
+        copies = self._split_pages(holding, kinds, num_found - num_before)  # of pages in the tree
         added = self._split_pages(holding, kinds, len(keys) - num_found)
         self._num_events += 1
         last = parent
@@ -174,13 +174,14 @@ class PrefixTree:
         page_size = self._pools.page_size
         while True:
             free = self._pools.free
-            short = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
-            if max(short.values()) <= 0:
+            missing_pages = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
+            if max(missing_pages.values()) <= 0:
                 return
-            victim = next((one for one in self._idle if any(short[kind] > 0 for kind in one.kinds)), None)
+            helpful = (run for run in self._idle if any(missing_pages[kind] > 0 for kind in run.kinds))
+            victim = next(helpful, None)
             if victim is None:
                 return
-            num_pages = min(len(victim.keys), max(short[kind] for kind in victim.kinds))
+            num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.kinds))
             self.num_evicted_tokens += num_pages * page_size
             self._evict(victim, num_pages)
 
@@ -191,8 +192,9 @@ class PrefixTree:
             self._evict(prefix, len(prefix.keys))
 
     def drop(self, kind: PoolKind, slot: int) -> None:
-        """Make the prefix that has ``slot``, and its descendants, impossible to find."""
-        owner = next((one for one in self._prefixes if has_slot(one.holding[kind], slot)), None)
+        """Make the prefix that has ``slot``, and its descendants, impossible to find, because the slot's
+        bytes are wrong."""
+        owner = next((run for run in self._prefixes if has_slot(run.holding[kind], slot)), None)
         if owner is None or owner.is_dropped:
             return
         subtree = [owner]
@@ -275,7 +277,7 @@ class PrefixTree:
             self._num_idle_pages[prefix.kinds] += len(prefix.keys)
 
     def _touch_chain(self, prefix: Prefix) -> None:
-        """Make the idle prefixes of a chain the most recently used, ancestors after their descendants."""
+        """Make the idle runs of a chain the most recently used, in the order that ``_idle`` keeps."""
         for part in prefix.chain():
             if part in self._idle:
                 self._idle.move_to_end(part)
@@ -290,8 +292,8 @@ class PrefixTree:
             self._idle[prefix] = None
 
     def _prefix_ending_with(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
-        """Return the prefix that ends with the last of ``keys``. A run that continues behind it is split
-        there."""
+        """Return the run that ends with the last page of ``keys``. A run that goes on behind this page is
+        split: the new first part is returned, and the second part stays the run that its users refer to."""
         second = self._by_key[kinds][keys[-1]]
         num_first = len(keys) - second.start_page
         if num_first == len(second.keys):
@@ -324,7 +326,7 @@ class PrefixTree:
             part = part.parent
 
     def _merge(self, first: Prefix, second: Prefix) -> None:
-        """Move the pages of ``first`` into its child ``second``, the one that requests refer to."""
+        """Move the pages of ``first`` into its child ``second``, which is the one that requests refer to."""
         if not first.is_dropped:
             self._by_key[first.kinds].update(dict.fromkeys(first.keys, second))
         self._pools.join(first.holding, second.holding)
@@ -365,9 +367,10 @@ class PrefixTree:
             del self._by_key[prefix.kinds][key]
 
     def _fit_one_more_run(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
-        """Evict side branches of ``keys`` until one more run behind what is held of them fits MAX_RUNS.
+        """Evict side branches of the chain that holds ``keys`` until it can get one more run within MAX_RUNS.
 
-        The branches used longest ago go first. Returns whether the run fits.
+        Without its side branches a run is merged with its parent. The branches used longest ago go first.
+        Returns whether the run fits.
         """
         while (found := self.find(keys, kinds)) is not None:
             chain = list(found.prefix.chain())
@@ -377,14 +380,15 @@ class PrefixTree:
             branches = [siblings for part in chain if (siblings := self._evictable_siblings(part))]
             if not branches:
                 return False
-            for sibling in min(branches, key=lambda siblings: max(one.last_used for one in siblings)):
+            for sibling in min(branches, key=lambda siblings: max(run.last_used for run in siblings)):
                 self._evict(sibling, len(sibling.keys))
         return True
 
     def _evictable_siblings(self, part: Prefix) -> list[Prefix]:
-        """Return all siblings of ``part`` if all can be evicted and it is merged with its parent then."""
+        """Return the siblings of ``part`` if all can be evicted, so that ``part`` and its parent are merged;
+        otherwise return none."""
         parent = part.parent
         if parent is None or len(parent.children) > 1 + MAX_SIBLINGS or not part.is_mergeable_with_parent():
             return []
         siblings = [child for child in parent.children if child is not part]
-        return siblings if all(one in self._idle and not one.children for one in siblings) else []
+        return siblings if all(run in self._idle and not run.children for run in siblings) else []

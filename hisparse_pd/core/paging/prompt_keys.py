@@ -3,9 +3,9 @@
 A decode node's front computes the root for a request (``root_of``). Both nodes' engines compute the keys of
 the prompt's pages from it and look them up in their prefixes (``prefix_tree.py``).
 
-A chain of keys begins at a root; each key is a hash of the key before it and of its own block. Equal keys
-therefore mean equal tokens from the beginning and the same root. The root is a hash of the request's
-isolation key: prompts with different isolation keys have no key in common and share nothing.
+A chain of keys begins at a root; each key is a hash of the key before it and of its own block of tokens,
+which for an engine is a page. Equal keys therefore mean equal tokens from the beginning and the same root.
+The root is a hash of the request's isolation key: prompts with different isolation keys share nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def root_of(cache_salt: str | None = None, extra_key: str | None = None) -> Page
 
 
 NO_ISOLATION: Final = root_of()
+"""The root of requests without an isolation key."""
 
 
 def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[PageKey]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 class BlockKind(Enum):
@@ -18,7 +19,7 @@ class BlockKind(Enum):
 
 
 class Change(Enum):
-    """What happened to a block."""
+    """The kinds of changes of a block."""
 
     OPENED = auto()
     GREW = auto()
@@ -46,6 +47,14 @@ class Block:
         return self.pieces[0]
 
 
+class BlockChange(NamedTuple):
+    """What happened to one block, and the text that it grew by."""
+
+    change: Change
+    block: Block
+    text: str
+
+
 class BlockList:
     """The blocks of one answer. Only the last one may be open."""
 
@@ -55,6 +64,7 @@ class BlockList:
         self.num_of: Counter[BlockKind] = Counter()
         """Number of blocks of each kind."""
         self._changes: list[tuple[Change, Block, list[str]]] = []
+        """Changes that were not taken yet, each with the pieces of text that the block grew by."""
 
     def add(self, kind: BlockKind, text: str) -> None:
         """Add reasoning or text to the open block if that is of this ``kind``, else to a new one."""
@@ -93,8 +103,8 @@ class BlockList:
         """End the answer. ``is_cut``: whether it would have gone on. An open call is cut in any case."""
         self.close(is_cut=is_cut or (self._open is not None and self._open.kind is BlockKind.CALL))
 
-    def take(self) -> list[tuple[Change, Block, str]]:
-        """Return the changes since the last call, in order, each with the text that the block grew by."""
-        taken = [(change, block, "".join(pieces)) for change, block, pieces in self._changes]
+    def take(self) -> list[BlockChange]:
+        """Return the changes since the last call, in order."""
+        taken = [BlockChange(change, block, "".join(pieces)) for change, block, pieces in self._changes]
         self._changes.clear()
         return taken

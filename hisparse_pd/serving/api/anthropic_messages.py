@@ -42,13 +42,13 @@ def parse_messages(body: AnthropicConversation) -> ChatPrompt:
         messages.append({"role": "system", "content": text})
     items = message_items("messages", body.messages)
     decoded = list(limit_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
-    num_answered = max(
+    last_answer = max(
         (i for i, item in enumerate(decoded) if isinstance(item, parts.AssistantMessage)), default=0
     )
     first_thinking = _first_thinking(decoded, body.context_management)
     for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):
         messages += _messages_of(
-            name, item, is_answered=index < num_answered, keeps_thinking=index >= first_thinking
+            name, item, is_answered=index < last_answer, keeps_thinking=index >= first_thinking
         )
     last = messages[-1]
     is_continued = last["role"] == "assistant"
@@ -125,7 +125,7 @@ def _messages_of(
                 turn.call(block.name, block.input, block.id)
             case parts.ToolResult():
                 if turn.texts:
-                    yield turn.message() | role
+                    yield turn.message() | role  # the user's words before the result
                     turn = Turn()
                 has_results, call_id = True, block.tool_use_id
                 yield result_message(f"{place}.content", block.content, call_id, is_answered=is_answered)

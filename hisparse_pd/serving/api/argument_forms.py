@@ -170,6 +170,7 @@ class SchemaReader:
             branches = as_list(schema.get(combiner))
             if branches and (words == {combiner} or self._is_lenient):
                 combined = self._combine(schema, combiner, branches, depth)
+                # Where branches allow any string, the schema's own types say more.
                 if words == {combiner} or ANY_STRING not in combined.strings or not types_of(schema):
                     return combined
         types = types_of(schema)

@@ -1,8 +1,9 @@
 """Declarations of all endpoints' bodies: every field with its type and bounds.
 
 Parsing (``declared_decoding.py``), its errors and the OpenAPI document come from these declarations. Plain
-classes are groups of fields; classes under ``declared`` are whole objects. ``schemas.py`` adds defaults and
-checks fields against each other. ``BODIES`` has the body of each path.
+classes are groups of fields; classes under ``declared`` are whole objects. A ``Raw`` field stays JSON until
+its reader takes it apart. ``schemas.py`` adds defaults and checks fields against each other. ``BODIES`` has
+the body of each path.
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ class OneSampleOnly:
 
 
 class OpenAI(GeneratingBody, SamplingFields, MinTokensAndSeed, VllmFormat, SglangFormat, RefusedFields):
+    """Fields of completions and of chats."""
+
     max_tokens: parts.Minimum | None
     max_completion_tokens: parts.Minimum | None
     prompt_logprobs: parts.NumLogprobs | None

@@ -198,6 +198,7 @@ class _Glm(_WithArguments):
         if forms.is_anything:
             return self._bare(ANY)
         if forms.whole is not None:
+            # A reader that took quoted strings for bare ones would keep their quotes.
             if self._schemas.to_json(tool.name, name, '"x"') != '"x"':
                 raise NotWritable(
                     "mixes strings with values that this model's calls cannot tell from strings"
@@ -206,6 +207,7 @@ class _Glm(_WithArguments):
         texts = [text for text in forms.texts if self._is_read_back(tool.name, name, text)]
         strings = reader.regexes(forms)
         if strings:
+            # Beside strings, only null, objects and arrays are read as JSON. No string may begin like these.
             if forms.takes_null:
                 texts.append("null")
             forms = forms.structures()
@@ -223,6 +225,7 @@ class _Glm(_WithArguments):
         return self._lark.until(self._markup.end_of_value, text, (self._markup.call_end,))
 
     def _is_read_back(self, tool: str, name: str, text: str) -> bool:
+        """Whether ``text``, written bare, is read as this very string."""
         if self._markup.call_end in text or self._markup.end_of_value in text:
             return False
         return bool(msgspec.json.decode(self._schemas.to_json(tool, name, text)) == text)

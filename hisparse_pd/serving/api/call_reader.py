@@ -78,10 +78,14 @@ class CallReader:
         """Read the calls to their end. Returns the mark that ended them where the caller has to read it:
         another opening, or one of ``marks_beside_name``, which show that what looked like a name is none."""
         markup, ends, mark = self._markup, self._ends, ""
-        before = markup.end_of_name or markup.key
-        marks_of_name = (*([before] if before else []), *ends, *(() if markup.call else markup.openings))
+        behind_name = markup.end_of_name or markup.key
+        marks_of_name = (
+            *([behind_name] if behind_name else []),
+            *ends,
+            *(() if markup.call else markup.openings),
+        )
         while mark != markup.closing:
-            if markup.call:
+            if markup.call:  # the mark before each name
                 mark = yield from self._read_gap((markup.call, markup.closing))
                 if mark == markup.closing:
                     break
@@ -90,14 +94,17 @@ class CallReader:
             name, ends_call = name.strip(), mark in ends
             if mark in (*marks_beside_name, *markup.openings) or not (mark or markup.call):
                 return mark  # the opening was none, for no call followed
+            is_cut_short = ends_call and bool(markup.end_of_name)  # before the mark that must follow a name
             if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
+                # The "name" is the whole call.
                 self._begin_call(whole.name)
                 self._end_call(bytes(whole.arguments).decode(), mark)
-            elif not name and ends_call and not markup.end_of_name:
+            elif not name and ends_call and not is_cut_short:
                 break  # an opening and its closing, and nothing else
-            elif name and mark and not markup.is_json and not (ends_call and markup.end_of_name):
+            elif name and mark and not markup.is_json and not is_cut_short:
                 mark = yield from self._read_call(name, mark)
             else:
+                # No call: content up to the mark that would end it.
                 self._show_content(mark)
                 if not ends_call:
                     mark = yield from self._read_content(ends)

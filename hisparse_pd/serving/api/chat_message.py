@@ -13,7 +13,7 @@ import re
 from functools import cache
 
 from hisparse_pd.base.vocabulary import FinishReason
-from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, BlockList, Change
+from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind, BlockList
 from hisparse_pd.serving.api.call_reader import CallReader, Marks, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.serving.api.detokenizer import overlap
@@ -71,7 +71,7 @@ class MessageParser:
     def blocks(self) -> list[Block]:
         return self._blocks.blocks
 
-    def feed(self, text: str, finish: FinishReason | None = None) -> list[tuple[Change, Block, str]]:
+    def feed(self, text: str, finish: FinishReason | None = None) -> list[BlockChange]:
         """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
         this reason."""
         text, self._withheld = self._withheld + text, ""
@@ -135,13 +135,14 @@ class MessageParser:
             while text in self._openings and self._markup is not None:
                 self._is_reasoning_open |= self._in_reasoning
                 calls = self._calls = CallReader(self._markup, self._schemas, text, self._blocks)
+                # ``text`` becomes the mark that ended the calls and is to be read here, or "".
                 text = yield from calls.read((self._think.closing,) if self._is_reasoning_open else ())
                 if calls.is_over:
                     self._in_reasoning, self._skips_space = False, True
                     self._calls = None
                 else:
                     self._show_as_text(calls)
-            if text:
+            if text:  # the end of reasoning, or of calls for the second time
                 self._is_reasoning_open &= text != self._think.closing
                 self._in_reasoning, self._skips_space = False, True
 
@@ -152,9 +153,12 @@ class MessageParser:
             return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
         if markup is None:
             return ()
-        # GLM sometimes writes the end of its calls twice: the second one is no content.
-        ends = (*([markup.closing] * self.has_calls), *([closing] * self._is_reasoning_open))
-        return (*self._openings, *ends)
+        marks = [*self._openings]
+        if self.has_calls:  # GLM sometimes writes the end of its calls twice: the second one is no content
+            marks.append(markup.closing)
+        if self._is_reasoning_open:
+            marks.append(closing)
+        return tuple(marks)
 
     def _show_as_text(self, calls: CallReader) -> None:
         """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
@@ -178,6 +182,7 @@ class MessageParser:
             withheld = self._leave_start() + withheld
         elif self._calls is not None:
             if is_cut or self._calls.is_in_call:
+                # In some markup the answer's end is the last call's, too.
                 if self._markup is not None and self._markup.ends_with_answer and not is_cut:
                     self._send(self._markup.call_end, is_mark=True)
                 return
@@ -188,11 +193,13 @@ class MessageParser:
 
 
 def _match_openings(text: str, think: ThinkMarks) -> str:
+    """Return the white space and opening marks of reasoning that ``text`` begins with."""
     found = re.match(rf"\s*({re.escape(think.opening)}\s*)*", text)
     return found.group() if found is not None else ""
 
 
 def search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
+    """Find the first of ``marks`` in ``text`` from index ``at`` on."""
     return _pattern(marks).search(text, at) if marks else None
 
 

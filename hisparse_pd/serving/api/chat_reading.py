@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hisparse_pd.base.vocabulary import FinishReason
-from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
+from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_format import MARKUPS, ThinkMarks
 from hisparse_pd.serving.api.chat_message import MessageParser
@@ -67,8 +67,8 @@ class ChatReading:
         parser = self._parser
         return parser.has_calls and not parser.is_in_call and finish.reason is FinishReason.STOP
 
-    def feed(self, output: SampleOutput, delta: Delta) -> list[tuple[Change, Block, str]]:
-        """Take in ``delta``, and return the changes in order, each with the text that the block grew by."""
+    def feed(self, output: SampleOutput, delta: Delta) -> list[BlockChange]:
+        """Take in ``delta``, and return the changes of blocks in order."""
         self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
         return self._parser.feed(delta.text, delta.finish.reason if delta.finish is not None else None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Raw
@@ -52,8 +53,12 @@ _TEMPLATE_ARGUMENTS = {
 """Arguments of ``apply_chat_template`` itself, which clients may not set."""
 
 
-def message_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
-    """Split a list of messages, each with its path for errors. Raises ApiError 400."""
+Item: TypeAlias = tuple[str, Raw]
+"""The path of a message or a tool in the request, for errors, and its JSON."""
+
+
+def message_items(field: str, value: Raw | None) -> list[Item]:
+    """Split a list of messages. Raises ApiError 400."""
     items = [] if value is None else split(field, value, MAX_MESSAGES)
     if not items:
         raise InvalidField(field, None if value is None else [], "must be a list with at least one message")
@@ -75,8 +80,8 @@ def template_arguments(body: TemplateFields, effort: str | None) -> dict[str, ob
     return arguments
 
 
-def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
-    """Split a list of tools' descriptions, each with its path for errors. Raises ApiError 400."""
+def tool_items(field: str, value: Raw | None) -> list[Item]:
+    """Split a list of tools' descriptions. Raises ApiError 400."""
     if value is None:
         return []
     check_size(field, value)
@@ -86,9 +91,9 @@ def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
 _hosted = re.compile(HOSTED_TOOL)
 
 
-def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]], tuple[LeftOutTool, ...]]:
+def without_hosted(items: list[Item]) -> tuple[list[Item], tuple[LeftOutTool, ...]]:
     """Return the tools without those that a server of the API's vendor runs, and the latter."""
-    usable: list[tuple[str, Raw]] = []
+    usable: list[Item] = []
     hosted: list[LeftOutTool] = []
     for name, item in items:
         kind = decode(ItemKind, item, name).type

@@ -164,6 +164,7 @@ def _refusal(declaration: _Declaration, text: Json, name: str, error: msgspec.Va
             return InvalidField(name, decode_item(name, Raw(bytes(text))), "must be an object")
         return ApiError(400, f"the body must be a JSON object: {error}", code="invalid_json")
     complaint = Complaint.of(error)
+    # Only the fields that the explanation needs are decoded.
     needed = declaration.tag_fields.union(map(str, complaint.steps[:1]))
     given = {field: value for field, value in declaration.given_fields(text).items() if field in needed}
     fields = {field: decode_item(field_path(name, field), value) for field, value in given.items()}

@@ -154,9 +154,11 @@ def _is_whole_double(value: Number) -> bool:
 def lets_its_bound_pass(bounds: Mapping[str, object]) -> bool:
     """Whether llguidance would admit an integer that a bound excludes. It does where the other bound comes
     before the next integer."""
-    low, high = _tightest(bounds, "inimum", max), _tightest(bounds, "aximum", min)
+    low = _tightest(bounds, "minimum", "exclusiveMinimum", max)
+    high = _tightest(bounds, "maximum", "exclusiveMaximum", min)
     if low is None or high is None:
         return False
+    # Each bound in turn is the near one; negated, an upper bound is a lower one.
     for (near, is_excluded), (far, _) in ((low, high), ((-high[0], high[1]), (-low[0], low[1]))):
         if is_excluded and near >= 0 and near == math.floor(near) == math.floor(far):
             return True
@@ -164,10 +166,10 @@ def lets_its_bound_pass(bounds: Mapping[str, object]) -> bool:
 
 
 def _tightest(
-    bounds: Mapping[str, object], end: str, choose: Callable[..., tuple[float, bool]]
+    bounds: Mapping[str, object], word: str, exclusive_word: str, choose: Callable[..., tuple[float, bool]]
 ) -> tuple[float, bool] | None:
-    """Return the tightest bound at one ``end``, and whether it is excluded; None for no bound."""
-    given = ((bounds.get(f"{name}{end}"), name != "m") for name in ("m", "exclusiveM"))
+    """Return the tightest bound of two keywords, and whether it is excluded; None for no bound."""
+    given = ((bounds.get(word), False), (bounds.get(exclusive_word), True))
     found = [(float(value), is_excluded) for value, is_excluded in given if is_number(value)]
     return choose(found, key=lambda bound: bound[0]) if found else None
 

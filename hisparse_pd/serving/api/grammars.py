@@ -73,11 +73,12 @@ def write_grammar(
             return lark.text(
                 sequence(_thoughts(lark, think, reasoning), f"({_answer(lark, answer, excluded)})")
             )
-        markup = MARKUPS[chat_format.markup]
-        writer = CALL_WRITERS[chat_format.markup](markup, lark, tools, Steps())
-        interrupts = markup.ends_reasoning
-        reads_calls = interrupts or not separates_reasoning
-        thoughts = _thoughts(lark, think, reasoning, [writer.opening] if reads_calls else ())
+        writer = CALL_WRITERS[chat_format.markup](MARKUPS[chat_format.markup], lark, tools, Steps())
+        may_interrupt = MARKUPS[chat_format.markup].ends_reasoning  # whether a call may end reasoning
+        # Where such text is read as a call, reasoning must not have it.
+        marks = [writer.opening] if may_interrupt or not separates_reasoning else []
+        thoughts = _thoughts(lark, think, reasoning, marks)
+        # Behind reasoning comes the answer in its format, or calls, or text in which a call may begin.
         parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
         called = writer.behind_opening(
             list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one
@@ -85,7 +86,8 @@ def write_grammar(
         is_text_allowed = answer is None and not calls.is_forced
         parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
         alternatives = [sequence(thoughts, f"({' | '.join(parts)})")]
-        if interrupts and reasoning is not ReasoningStart.NONE:
+        # Or a call ends reasoning.
+        if may_interrupt and reasoning is not ReasoningStart.NONE:
             interrupted = _thoughts_until(lark, think, reasoning, writer.opening, [think.closing])
             alternatives.append(f"{interrupted} {called}")
         return lark.text(" | ".join(f"({way})" for way in alternatives))

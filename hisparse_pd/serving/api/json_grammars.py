@@ -63,6 +63,7 @@ def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = F
 
 
 def _by_llguidance(schema: Schema, is_lenient: bool) -> str:
+    """Return the expression that leaves a whole schema to llguidance."""
     options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
     if is_lenient:
         options["lenient"] = True
@@ -87,7 +88,8 @@ class _Writer:
         """Names of rules by the schema's id; a rule is named before it is written, so that it may recur."""
 
     def rule_of(self, schema: object, place: str) -> str:
-        """Return the rule of ``schema``. Raises NotWritable."""
+        """Return the rule of ``schema``, which stands at ``place`` of the document. Raises NotWritable, whose
+        message has the place."""
         if not self._numbers.concern(schema):
             return self._by_llguidance_alone(schema)
         assert isinstance(schema, dict)
@@ -109,7 +111,7 @@ class _Writer:
         return _by_llguidance(self._reader.document(schema), self._is_lenient)
 
     def _expansion(self, schema: Schema, place: str) -> str:
-        """Return what a rule of ``schema`` expands to, by the kind of schema that its keywords make it."""
+        """Return what the rule of ``schema`` expands to. Its keywords decide which method writes it."""
         words = set(schema) - ANNOTATIONS - {"nullable"}
         if "const" in words or "enum" in words:
             self._check_words(words, {"const", "enum", "type"}, place)
@@ -254,6 +256,7 @@ class _Writer:
                 first = sequence(member, behind)
                 begin = f"({first} | {begin})" if begin else f"({first})?"
                 behind = sequence(f"({self._comma} {member})?", behind)
+            # Both contain the former ``behind``: as texts, not names of rules, they would double each time.
             begin, behind = (
                 self._lark.rule(alternative) if alternative else "" for alternative in (begin, behind)
             )
@@ -281,18 +284,18 @@ class _Writer:
             most = len(prefix) if most is None else min(most, len(prefix))
         if most is not None and most < least:
             raise NotWritable(f"has an array at {place:.200} of at least {least} and at most {most} items")
-        kinds = [self.rule_of(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix[:most])]
-        behind = ""
-        if most is None or most > len(kinds):
+        firsts = [self.rule_of(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix[:most])]
+        behind = ""  # what may follow another item, built from the last item to the first as for objects
+        if most is None or most > len(firsts):
             more = self.rule_of(items, f"{place}/items")
-            if not kinds:
-                kinds = [more]
-            low, high = max(0, least - len(kinds)), "" if most is None else most - len(kinds)
+            if not firsts:
+                firsts = [more]
+            low, high = max(0, least - len(firsts)), "" if most is None else most - len(firsts)
             behind = f"({self._comma} {more}){{{low},{high}}}" if high != 0 else ""
-        for index in range(len(kinds) - 1, 0, -1):
-            alternative = sequence(self._comma, kinds[index], behind)
+        for index in range(len(firsts) - 1, 0, -1):
+            alternative = sequence(self._comma, firsts[index], behind)
             behind = self._lark.rule(alternative if index < least else f"({alternative})?")
-        begin = sequence(kinds[0], behind) if kinds else ""
+        begin = sequence(firsts[0], behind) if firsts else ""
         begin = begin if least or not begin else f"({begin})?"
         return sequence(literal("["), self._gap, begin, self._gap, literal("]"))
 

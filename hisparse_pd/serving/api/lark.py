@@ -72,6 +72,7 @@ class Lark:
             ended = self.terminal(sequence(free, literal(before)))
             return self.rule(sequence(ended, token, literal(behind)))
         free = f"({text} & {without(*excluded)})" if excluded else text
+        # A lazy rule ends with the first mark.
         return self._named("r", "[lazy]", self.terminal(sequence(free, literal(mark))))
 
     def _named(self, kind: str, attributes: str, expression: str) -> str:
@@ -141,6 +142,7 @@ def search_regex(pattern: str) -> str:
 
 
 _ESCAPED = re.compile(r"\\.|/", re.DOTALL)
+"""An escape, which may be of a slash, or a bare slash, which would end the terminal."""
 
 
 def _with_slash_escaped(found: re.Match[str]) -> str:
@@ -174,3 +176,4 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 _STRUCTURE = re.compile(r"\\.|[\[\]()|]", re.DOTALL)
+"""An escape, which is skipped, a bracket or a bar."""

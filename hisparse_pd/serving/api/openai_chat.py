@@ -1,4 +1,7 @@
-"""Reads the conversation of OpenAI's chat completions into the form that chat templates take."""
+"""Reads the conversation of OpenAI's chat completions into the form that chat templates take.
+
+``schemas.py`` calls ``parse_chat_prompt`` for a chat that is answered, ``tokens.py`` for one to tokenize.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from hisparse_pd.serving.api import responses_parts as parts
 from hisparse_pd.serving.api.bodies import ResponsesBody
 from hisparse_pd.serving.api.body_parts import MAX_TOOLS, ItemKind
 from hisparse_pd.serving.api.conversations import (
+    Item,
     Turn,
     joined_text,
     may_call_tools,
@@ -56,6 +57,7 @@ _INPUT = "input"
 """Name of a custom tool's only argument, as the model is shown it."""
 
 _ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
+"""Fields that the answer repeats as they are."""
 
 Message = dict[str, object]
 
@@ -101,8 +103,9 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
         return
     turn = Turn()
     items = _items(message_items("input", value))
-    num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0)
+    last_answer = max((i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0)
     for index, (name, item) in enumerate(items):
+        # A turn ends before an item of another role, and before the first item of the next answer.
         begins_next_answer = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
             turn.calls or turn.texts
         )
@@ -126,13 +129,13 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
             case parts.InputMessage():
                 yield {"role": item.role, "content": joined_text(item.content)}
             case parts.CallOutput():
-                is_answered = index < num_answered
+                is_answered = index < last_answer
                 yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
     if not turn.is_empty:
         yield turn.message()
 
 
-def _items(given: list[tuple[str, Raw]]) -> list[tuple[str, Any]]:
+def _items(given: list[Item]) -> list[tuple[str, Any]]:
     """Return the items with their paths, and references replaced by the items that they name.
 
     An item that is named more than once stands only at the first place.
@@ -212,7 +215,8 @@ class ResponseTools:
     def _add(
         self, name: str, item: Raw, kind: str | None, namespace: str | None = None, about: str = ""
     ) -> None:
-        """Add one function or custom tool, of ``namespace`` if it is in one. Raises ApiError 400."""
+        """Add one function or custom tool, of ``namespace`` if it is in one. ``about``: text that precedes
+        its description. Raises ApiError 400."""
         match kind:
             case "function":
                 decode(parts.ResponsesTool, item, name)

@@ -1,7 +1,11 @@
-"""Reads prompts that are text or token ids from the fields of bodies."""
+"""Reads prompts that are text or token ids from the fields of bodies.
+
+``schemas.py`` reads the prompts of completions and ``/generate`` with it, ``tokens.py`` those to tokenize.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -41,10 +45,8 @@ class PlainPrompts(NamedTuple):
 def parse_prompts(field: str, value: Raw | None) -> PlainPrompts:
     """Read the prompts in ``field``. Raises ApiError 400."""
     takes_text, takes_ids = field != "input_ids", field != "text"
-    shapes = ["a string", "a list of strings"] * takes_text + [
-        "a list of token ids",
-        "a list of such lists",
-    ] * takes_ids
+    shapes = ["a string", "a list of strings"] if takes_text else []
+    shapes += ["a list of token ids", "a list of such lists"] if takes_ids else []
     if value is None:
         raise FieldRefused(field, "the field is needed", code="missing_field")
     match first_chars(value):
@@ -54,13 +56,17 @@ def parse_prompts(field: str, value: Raw | None) -> PlainPrompts:
             raise InvalidField(field, [], "must not be empty")
         case b"[", first if takes_ids and first in _INTEGER_BEGINS:
             return PlainPrompts(False, (_packed_ids(field, value),))
-        case b"[", (b'"' | b"[") as first if takes_text if first == b'"' else takes_ids:
-            parse = _text if first == b'"' else _packed_ids
-            items = split(field, value, parts.MAX_PROMPTS)
-            prompts = (parse(f"{field}[{index}]", item) for index, item in enumerate(items))
-            return PlainPrompts(True, tuple(prompts))
+        case b"[", b'"' if takes_text:
+            return _batch(field, value, _text)
+        case b"[", b"[" if takes_ids:
+            return _batch(field, value, _packed_ids)
         case _:
             raise InvalidField(field, decode_item(field, value), f"must be {' or '.join(shapes)}")
+
+
+def _batch(field: str, value: Raw, parse: Callable[[str, Raw], Prompt]) -> PlainPrompts:
+    items = split(field, value, parts.MAX_PROMPTS)
+    return PlainPrompts(True, tuple(parse(f"{field}[{i}]", item) for i, item in enumerate(items)))
 
 
 _INTEGER_BEGINS = tuple(bytes((char,)) for char in b"-0123456789tf")

@@ -22,6 +22,7 @@ from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.http.http_errors import ApiError
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg"}
+"""Beginnings of items' ids, by kind; a call's depends on its tool."""
 _GROWING = {
     BlockKind.REASONING: ("reasoning_text", "text"),
     BlockKind.TEXT: ("output_text", "text"),

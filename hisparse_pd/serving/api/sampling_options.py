@@ -30,9 +30,12 @@ from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http.http_errors import InvalidField
 
 COMPLETIONS_DEFAULT_TOKENS = 16
+"""OpenAI's default for the tokens of a text completion."""
 GENERATE_DEFAULT_TOKENS = 128
+"""SGLang's default for the tokens of ``/generate``."""
 
 SEED_MASK = 2**63 - 1
+"""The bits of an engine's seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class SampleOptions:
     sampling: SamplingParams
     """The engine's parameters, but for the number of tokens. The seed is the first sample's."""
     n: int = 1
+    """Number of samples."""
     max_new_tokens: int | None = None
     """None for ``default_new_tokens``, or as many as there is room for."""
     default_new_tokens: int | None = None

@@ -84,6 +84,7 @@ class SchemaNumbers:
                     open_schemas.append((part_place, part))
 
     def _parts(self, place: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
+        """Yield the schemas that ``schema`` contains or refers to, each after its place in the document."""
         found: list[tuple[str, object]] = [(f"{place}/{word}", schema.get(word)) for word in _KEYWORDS_OF_ONE]
         for word in _KEYWORDS_OF_LISTS:
             found += [(f"{place}/{word}/{i}", part) for i, part in enumerate(as_list(schema.get(word)))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,13 @@ from hisparse_pd.serving.api.json_schemas import NotWritable, Steps, TooManyStep
 
 _MAX_STEPS = 2048
 """Most steps for a parameter, which is read once: some milliseconds, in which the front does nothing else."""
+
+
+class _Beginnings(NamedTuple):
+    """How texts begin that are read as JSON: their first characters, or all of them."""
+
+    chars: tuple[str, ...]
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,11 @@ class _Values:
         )
 
     @property
-    def json_beginnings(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """First characters, and whole words, of the texts that ``to_json`` takes for JSON."""
+    def json_beginnings(self) -> _Beginnings:
+        """How texts begin that ``to_json`` takes for JSON."""
         if not self.any_string:
-            return tuple('{["-0123456789'), ("null", "true", "false")
-        return (tuple("{["), ("null",)) if self.schemas else ((), ())
+            return _Beginnings(tuple('{["-0123456789'), ("null", "true", "false"))
+        return _Beginnings(tuple("{["), ("null",)) if self.schemas else _Beginnings((), ())
 
 
 class ToolSchemas:
@@ -94,8 +102,8 @@ class ToolSchemas:
 
         ``head`` begins behind white space. False is final, whatever follows.
         """
-        firsts, words = self._values_of(tool, parameter).json_beginnings
-        return head.startswith(firsts) or any(word.startswith(head.rstrip()) for word in words)
+        known = self._values_of(tool, parameter).json_beginnings
+        return head.startswith(known.chars) or any(word.startswith(head.rstrip()) for word in known.words)
 
     def _values_of(self, tool: str, parameter: str) -> _Values:
         key = (tool, parameter)

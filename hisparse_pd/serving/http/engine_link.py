@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, TypeAlias, assert_never
 
 import msgspec
 
@@ -46,6 +46,10 @@ from hisparse_pd.serving.http.rank_link import RankLink
 from hisparse_pd.serving.http.sample_group import SampleEvent, SampleGroup
 
 log = logging.getLogger(__name__)
+
+
+_Share: TypeAlias = tuple[RankLink, GenerateGroup]
+"""A rank, and a prompt with those of its samples that the rank gets."""
 
 
 class _SampleInFlight(NamedTuple):
@@ -205,10 +209,11 @@ class EngineLink:
 
     def _count_or_refuse(
         self,
-        shares: Sequence[tuple[RankLink, GenerateGroup]],
+        shares: Sequence[_Share],
         samples: Sequence[tuple[RankLink, Generate]],
     ) -> None:
-        """Count a request's samples as in flight. Raises QueueFull or ApiError if they do not fit."""
+        """Count a request's samples, which are counted on their ranks already, as in flight. Raises QueueFull
+        or ApiError if they do not fit, and takes all counts back."""
         num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
         self.counts.add(len(samples), num_prompt_tokens)
         try:
@@ -219,9 +224,8 @@ class EngineLink:
                 self.counts.unassign(rank.rank, sample.num_prompt_tokens)
             raise
 
-    def _split_by_rank(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
-        """Choose a rank for each sample and count it there. Returns the prompt for each rank that has
-        samples."""
+    def _split_by_rank(self, prompt: GenerateGroup) -> list[_Share]:
+        """Choose a rank for each sample and count it there."""
         shares: dict[int, list[Generate]] = {}
         for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
             self.counts.assign(rank.rank, sample.num_prompt_tokens)

@@ -32,7 +32,9 @@ _MAX_BEGUN_A_TURN = 4
 """Limit of handshakes that begin in one turn; a signature with an RSA key of 2048 bits takes 0.6 ms."""
 
 _RECORD_HEAD_BYTES = 5
+"""Bytes before the content of a TLS record: its type, two of the version, and two of the length."""
 _HANDSHAKE_RECORD = 22
+"""The type of records of handshakes."""
 _MAX_RECORD_BYTES = 1 << 14
 
 

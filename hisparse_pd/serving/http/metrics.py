@@ -11,6 +11,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,6 +26,9 @@ _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.5, 1, 2, 5, 10)
 _PHASE_BUCKETS = (0.001, 0.002, 0.005, *_TTFT_BUCKETS)
 _E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+
+_SampleKey: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
+"""A sample's name and its labels, each with its value."""
 
 _LABELLED = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
@@ -211,8 +215,9 @@ class _Sums(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the families of all processes. A sample is the sum, and ``_created`` the earliest time."""
         families: dict[str, Metric] = {}
-        values: defaultdict[str, defaultdict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = (
-            defaultdict(lambda: defaultdict(list))
+        # A sample's values in all processes, by the name of its family.
+        values: defaultdict[str, defaultdict[_SampleKey, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
         )
         for packed in self._packed:
             for family in pickle.loads(packed):

@@ -50,6 +50,7 @@ class RankLink:
         self._on_lost = on_lost
         self._crossing = crossing
         self.outbox: deque[tuple[ToEngine | None, Callable[[], None]]] = deque()
+        """Messages to send, in order, each with what to call once it is sent; see ``put``."""
         self._socket: FrontSocket | None = None
         self._next_turn: asyncio.Handle | None = None
         self.last_stats_at = self.last_progress_at = time.monotonic()

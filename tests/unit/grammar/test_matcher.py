@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, GrammarError, fill_masks, without_ending
+from hisparse_pd.core.grammar.matcher import (
+    ALL_ALLOWED,
+    GrammarError,
+    OutputMasks,
+    fill_masks,
+    without_ending,
+)
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
 from tests.unit.grammar.tries import (
     EOS,
@@ -73,7 +79,7 @@ def test_masks_behind_drafts_are_those_of_an_output_that_has_them() -> None:
             one.advance(token_id)
             other.advance(token_id)
         masks = np.zeros((6, trie().num_words), dtype=np.int32)
-        fill_masks(masks, [(one, 1, drafts)])
+        fill_masks(masks, [OutputMasks(one, 1, drafts)])
         assert not masks[0].any()
         for number in range(len(drafts) + 1):
             assert allowed(masks[1 + number]) == next_tokens(other), (start, number)
@@ -85,7 +91,9 @@ def test_masks_behind_drafts_are_those_of_an_output_that_has_them() -> None:
 def test_behind_a_draft_that_is_not_allowed_anything_may_come() -> None:
     one, other = matcher('start: "abc"'), matcher('start: "x" /[0-9]+/')
     masks = np.zeros((7, trie().num_words), dtype=np.int32)
-    fill_masks(masks, [(one, 0, [ord("a"), ord("z"), ord("c")]), (other, 4, [ord("x"), EOS])])
+    fill_masks(
+        masks, [OutputMasks(one, 0, [ord("a"), ord("z"), ord("c")]), OutputMasks(other, 4, [ord("x"), EOS])]
+    )
     assert [allowed(mask) for mask in masks[:2]] == [{ord("a")}, {ord("b")}]
     assert (masks[2:4] == ALL_ALLOWED).all()
     assert [allowed(mask) for mask in masks[4:6]] == [{ord("x")}, set(range(48, 58))]
@@ -96,7 +104,7 @@ def test_behind_a_draft_that_is_not_allowed_anything_may_come() -> None:
 def test_drafts_go_past_the_end_of_a_grammar() -> None:
     one = matcher('start: "a"', ignore_eos=True)
     masks = np.zeros((4, trie().num_words), dtype=np.int32)
-    fill_masks(masks, [(one, 0, [ord("a"), EOS, ord("a")])])
+    fill_masks(masks, [OutputMasks(one, 0, [ord("a"), EOS, ord("a")])])
     assert [allowed(mask) for mask in masks[:2]] == [{ord("a")}, ENDS]
     assert one.error == ""
     assert next_tokens(one) == {ord("a")}
@@ -105,7 +113,7 @@ def test_drafts_go_past_the_end_of_a_grammar() -> None:
 def test_many_outputs_at_once_have_their_own_masks() -> None:
     grammars = [f'start: "{letter}"' for letter in "abcdefgh"]
     masks = np.zeros((16, trie().num_words), dtype=np.int32)
-    fill_masks(masks, [(matcher(text), 2 * row, ()) for row, text in enumerate(grammars)])
+    fill_masks(masks, [OutputMasks(matcher(text), 2 * row, ()) for row, text in enumerate(grammars)])
     assert [allowed(mask) for mask in masks[::2]] == [{ord(letter)} for letter in "abcdefgh"]
     assert not masks[1::2].any()
 
@@ -114,7 +122,7 @@ def test_many_outputs_at_once_have_their_own_masks() -> None:
 def test_rows_outside_are_an_error(row: int, drafts: list[int]) -> None:
     masks = np.zeros((2, trie().num_words), dtype=np.int32)
     with pytest.raises(ValueError, match="row"):
-        fill_masks(masks, [(matcher('start: "a"'), row, drafts)])
+        fill_masks(masks, [OutputMasks(matcher('start: "a"'), row, drafts)])
 
 
 def test_a_token_that_may_not_come_ends_the_output_and_masks_allow_all() -> None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from hisparse_pd.core.grammar.matcher import Bits, Matcher, fill_masks
+from hisparse_pd.core.grammar.matcher import Bits, Matcher, OutputMasks, fill_masks
 from hisparse_pd.core.grammar.token_trie import TokenTrie
 from tools.checkpoints.files import SPECIAL_TOKENS, byte_characters
 
@@ -55,7 +55,7 @@ def allowed(mask: Bits) -> set[int]:
 
 def next_tokens(matcher: Matcher) -> set[int]:
     masks = np.zeros((1, trie().num_words), dtype=np.int32)
-    fill_masks(masks, [(matcher, 0, ())])
+    fill_masks(masks, [OutputMasks(matcher, 0, ())])
     return allowed(masks[0])
 
 

@@ -182,13 +182,11 @@ def test_what_is_rounded(device: str, dtype: torch.dtype, is_fp8: bool, expected
 
 
 def test_tiles_of_few_rows_have_one_size() -> None:
-    """Otherwise a row would be added up in another order in a larger batch."""
     for num_tokens in (1, 60, 3000):
         _, expert_ids, weights, *_ = draw(num_tokens)
-        rounded = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=True)
-        assert rounded.tile_rows == FEW_TILE_ROWS
-        in_bfloat16 = Routing.plan(expert_ids, weights, NUM_EXPERTS, in_bfloat16=True)
-        assert in_bfloat16.tile_rows == (MANY_TILE_ROWS if num_tokens == 3000 else FEW_TILE_ROWS)
+        expected = MANY_TILE_ROWS if num_tokens == 3000 else FEW_TILE_ROWS
+        for kind in ("is_rounded", "in_bfloat16"):
+            assert Routing.plan(expert_ids, weights, NUM_EXPERTS, **{kind: True}).tile_rows == expected
 
 
 def interpret_cases() -> None:
@@ -219,13 +217,14 @@ def compile_kernel() -> None:
     from hisparse_pd.kernels.triton_experts import (
         NARROW_BFLOAT16_TILING,
         NARROW_TILING,
-        ROUNDED_TILING,
+        ROUNDED_TILINGS,
         TILINGS,
         _product_kernel,
     )
 
     result = {}
-    cases = [("fp8e4nv", FEW_TILE_ROWS, tiling, False) for tiling in (ROUNDED_TILING, NARROW_TILING)]
+    cases = [("fp8e4nv", rows, tiling, False) for rows, tiling in ROUNDED_TILINGS.items()]
+    cases += [("fp8e4nv", FEW_TILE_ROWS, NARROW_TILING, False)]
     for tile_rows, tiling in (*TILINGS.items(), (FEW_TILE_ROWS, NARROW_BFLOAT16_TILING)):
         half = replace(tiling, block_rows=tiling.block_rows // 2)
         cases += [("bf16", tile_rows, half, True), ("bf16", tile_rows, tiling, False)]

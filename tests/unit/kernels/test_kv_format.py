@@ -162,3 +162,13 @@ def test_wrong_arguments_are_named() -> None:
         kv_format.store(pool, slots.int(), items)
     with pytest.raises(KernelArgumentError, match=r"rows: expected uint8 \[\.\.\., 12\], got .*\[3, 11\]"):
         kv_format.load(pool[:, :11])
+
+
+def test_queries_of_fp8_keys_are_rounded_as_keys_are() -> None:
+    key_format = IndexKeyFormat("fp8_e4m3", 16)
+    queries = torch.randn(5, 3, 16).bfloat16() * torch.tensor([1e-20, 1.0, 3e20])[:, None].bfloat16()
+    pool = torch.zeros((15, key_format.item_bytes), dtype=torch.uint8)
+    key_format.store(pool, torch.arange(15), queries.flatten(0, 1))
+    assert torch.equal(key_format.round_queries(queries), key_format.load(pool).view(5, 3, 16))
+    assert torch.equal(key_format.round_queries(queries.float()), queries.float())
+    assert torch.equal(IndexKeyFormat("bfloat16", 16).round_queries(queries), queries)

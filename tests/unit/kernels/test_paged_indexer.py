@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
+from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.indexer import index_logits, index_topk
 from hisparse_pd.kernels.paged_indexer import IndexerScratch, paged_index_topk
 from hisparse_pd.kernels.selection import ABSENT, select_topk
@@ -60,15 +61,25 @@ def test_the_best_are_chosen_and_of_equal_ones_the_lowest(
     assert chosen(scores, num_seen, top_k) == expected
 
 
-@pytest.mark.parametrize("key_format", ["float32", "bfloat16", "fp8_e4m3"])
-def test_paged_selection_is_that_of_contiguous_keys(key_format: str) -> None:
-    batch = Batch(3, key_format, num_heads=8, head_dim=16, page_size=4, lens=(40, 3, 17, 40), top_k=8)
+@pytest.mark.parametrize(
+    ("key_format", "q_dtype"),
+    [
+        ("float32", torch.float32),
+        ("bfloat16", torch.float32),
+        ("fp8_e4m3", torch.float32),
+        ("fp8_e4m3", torch.bfloat16),
+    ],
+)
+def test_paged_selection_is_that_of_contiguous_keys(key_format: str, q_dtype: torch.dtype) -> None:
+    batch = Batch(
+        3, key_format, num_heads=8, head_dim=16, page_size=4, lens=(40, 3, 17, 40), top_k=8, q_dtype=q_dtype
+    )
     batch.weights.abs_()  # few zeros at the top, because the other side does not define their order
     selected = batch.call()
     for token, (row, position) in enumerate(zip(batch.rows, batch.query_positions.tolist(), strict=True)):
         keys = batch.keys(row, position + 1)
         expected = index_topk(
-            batch.q_index[token : token + 1].float(), batch.weights[token : token + 1], keys,
+            batch.query(token).float(), batch.weights[token : token + 1], keys,
             torch.tensor([position]), batch.top_k,
         )  # fmt: skip
         assert sorted(selected[token].tolist()) == sorted(expected[0].tolist())
@@ -190,7 +201,7 @@ def check_logits(batch: Batch, token: int, logits: Tensor, max_len: int = 384) -
     num_seen = min(int(batch.query_positions[token]) + 1, max_len)
     one = slice(token, token + 1)
     keys = batch.keys(batch.rows[token], num_seen)
-    expected = index_logits(batch.q_index[one], batch.weights[one], keys)[0]
+    expected = index_logits(batch.query(token), batch.weights[one], keys)[0]
     torch.testing.assert_close(logits[:num_seen], expected, rtol=1e-5, atol=1e-4)
     assert logits[num_seen:].isnan().all(), "positions that the query does not see were written"
 
@@ -213,9 +224,9 @@ def compile_logits_kernel() -> None:
         }  # fmt: skip
         constants = {
             "KEY_STRIDE": stride, "SCALE_STRIDE": 33, "PAGE_SIZE": 64, "NUM_HEADS": 64, "BLOCK_HEADS": 64,
-            "HEAD_DIM": 128, "BLOCK_DIM": 128, "TILE": TUNING[key_format].tile, "IS_FLOAT32": False,
-            "IS_FP8": key_format == "fp8_e4m3", "MIN_TILES": 4, "NUM_STAGES": TUNING[key_format].num_stages,
-            "OVERLAPS": True,
+            "HEAD_DIM": 128, "BLOCK_DIM": 128, "QUERIES": 1, "TILE": TUNING[key_format].tile,
+            "IS_FLOAT32": False, "IS_FP8": key_format == "fp8_e4m3", "FP8_MAX": FP8_MAX, "MIN_TILES": 4,
+            "OVERLAPS": True, "NUM_STAGES": TUNING[key_format].num_stages,
         }  # fmt: skip
         result[key_format] = compiled_for_hopper(
             _logits_kernel, pointers | {"score_scale": "fp32"}, constants, [*pointers, "logits_stride"],
@@ -227,14 +238,15 @@ def compile_logits_kernel() -> None:
 @needs_triton
 def test_keys_reach_the_tensor_cores_without_detours(tmp_path: Path) -> None:
     """Keys are loaded by asynchronous copies as wide as their rows' alignment allows and multiplied on
-    Hopper's tensor cores; fp8 keys are converted two at a time on the way."""
+    Hopper's tensor cores, fp8 keys as they are."""
     output = output_of(compile_logits_kernel, TRITON_CACHE_DIR=str(tmp_path))
     compiled = json.loads(output.splitlines()[-1])
     for key_format, width in (("fp8_e4m3", "0x4"), ("bfloat16", "0x10")):
         lines = compiled[key_format]["ptx"].splitlines()
-        assert any("wgmma.mma_async" in line for line in lines), key_format
+        products = [line for line in lines if "wgmma.mma_async" in line]
+        assert products, key_format
+        assert all(".f32.e4m3.e4m3" in line for line in products) == (key_format == "fp8_e4m3")
         assert any("cp.async" in line and f"], {width}" in line for line in lines), key_format
-        assert any("cvt.rn.f16x2.e4m3x2" in line for line in lines) == (key_format == "fp8_e4m3")
         assert 2 * compiled[key_format]["shared_bytes"] <= 227 << 10, "two programs fit a multiprocessor"
 
 

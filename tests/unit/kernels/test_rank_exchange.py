@@ -78,7 +78,7 @@ class Meeting:
 def memories(num_ranks: int) -> list[RankMemory]:
     found = [RankMemory(CPU, rank, num_ranks) for rank in range(num_ranks)]
     for rank, memory in enumerate(found):
-        memory.connect({other: (each.gpu, each.handle) for other, each in enumerate(found) if other != rank})
+        memory.connect({other: each.offer for other, each in enumerate(found) if other != rank})
     return found
 
 

@@ -108,7 +108,7 @@ def compare_experts(group: RankGroup, rank: int, size: int) -> tuple[int, list[i
                 assert torch.equal(found, alone(hidden, ids, weights)), (is_fp8, number)
                 num_equal += 1
             else:
-                together.forward_of_others(hidden, TOP_K)
+                together.join_forward(hidden, TOP_K)
     return num_equal, list(together.experts)
 
 

@@ -304,8 +304,8 @@ def test_ranks_draft_what_one_drafts_to_the_last_bit(drafter: Drafter, variant: 
         rank.step_tokens = len(PROMPT)
 
     def take_part() -> None:
-        spread[1].model.forward_of_others()
-        spread[1].model.draft_of_others()
+        spread[1].model.join_forward()
+        spread[1].model.join_draft()
 
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(take_part)

@@ -118,7 +118,7 @@ def test_where_pages_lie() -> None:
     pages = [torch.tensor([7, 3]), torch.tensor([1]), torch.tensor([4, 5, 6]), torch.tensor([2])]
     found = ContextPages.of(pages, [5, 1, 9, 2], max_pages=3, most_pages=3, device=CPU)
     assert found.page_ids.tolist() == [7, 3, 1, 4, 5, 6, 2]
-    assert found.numbers.tolist() == [[0, 1, 0], [2, 0, 0], [0, 1, 2], [0, 0, 0]]
+    assert found.page_table.tolist() == [[0, 1, 0], [2, 0, 0], [0, 1, 2], [0, 0, 0]]
     assert found.groups == [
         Group(slice(0, 6), slice(0, 3)),
         Group(slice(6, 15), slice(3, 6)),

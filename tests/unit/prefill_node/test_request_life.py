@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from hisparse_pd.prefill_node import request_life
-from hisparse_pd.prefill_node.push import MAX_PENDING_SHARE, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
+from hisparse_pd.prefill_node.push import PENDING_DIVISOR, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillState
@@ -35,7 +35,7 @@ ITEM_BYTES, NUM_LAYERS = 64 << 10, 4
 TOKEN_BYTES = (NUM_LAYERS + 1) * ITEM_BYTES
 SHORT = SLICE_BYTES // TOKEN_BYTES
 MAX_QUEUED = 20
-MAX_PENDING = NUM_SLOTS // MAX_PENDING_SHARE
+MAX_PENDING = NUM_SLOTS // PENDING_DIVISOR
 """Tokens of long prompts that may be pending for a node before the next has to wait."""
 
 

@@ -18,7 +18,7 @@ from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane import Lane
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.lane_host import SharedMemory
-from hisparse_pd.transfer.lane_memory import PIECE_BYTES, RUN_BYTES
+from hisparse_pd.transfer.lane_memory import LONG_BYTES, PIECE_BYTES
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, Network, Pair, pair_of
 from tests.waiting import WAIT_SECS, wait_until
 
@@ -78,7 +78,7 @@ class FakeGpu:
     def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> FakeCopying:
         self.num_runs, self.num_pieces = runs[0].size, pieces[0].size
         self.num_started += 1
-        assert (runs[2] >= RUN_BYTES).all()
+        assert (runs[2] >= LONG_BYTES).all()
         assert (pieces[2] <= PIECE_BYTES).all()
         return FakeCopying(self, runs, pieces)
 
@@ -99,9 +99,9 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
     with pair_with_gpu() as (pair, gpu):
         assert pair.register().kind == "shm"
         assert pair.lanes.take_decided() == [SESSION]
-        lengths = [RUN_BYTES + 1, 3 * PIECE_BYTES, 100]
-        src = [0, RUN_BYTES + 1, 50]  # the second source continues the first, but its destination does not
-        dst = [0, RUN_BYTES + 7, RUN_BYTES + 4 * PIECE_BYTES]
+        lengths = [LONG_BYTES + 1, 3 * PIECE_BYTES, 100]
+        src = [0, LONG_BYTES + 1, 50]  # the second source continues the first, but its destination does not
+        dst = [0, LONG_BYTES + 7, LONG_BYTES + 4 * PIECE_BYTES]
         expected = pair.memory[0].copy()
         for start, to, length in zip(src, dst, lengths, strict=True):
             expected[to : to + length] = pair.network.source[start : start + length]
