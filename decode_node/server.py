@@ -1,7 +1,7 @@
 """The decode node's front: it answers clients in text, whole or streamed, with the prompt's logprobs.
 
 ``hisparse-pd decode`` calls ``run``. ``serving/api/app.py`` turns a body into ``Work``; here its samples go
-to the engine, and what comes back becomes deltas of text, until all have finished or one fails.
+to the engine, and what comes back becomes deltas, until all have finished or one fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import assert_never
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -21,7 +20,7 @@ from starlette.routing import Route
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, RankPlace
-from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
+from hisparse_pd.engine.messages import RequestFailed, Tokens
 from hisparse_pd.serving.api.answering import streamed, whole_body
 from hisparse_pd.serving.api.app import DecodeContext, Work, create_app
 from hisparse_pd.serving.api.frame import HttpAnswer
@@ -29,11 +28,10 @@ from hisparse_pd.serving.api.models import json_response
 from hisparse_pd.serving.api.node import run_front
 from hisparse_pd.serving.api.node_app import NodeContext
 from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.prompt_scores import Scores, with_lists, write_lists
+from hisparse_pd.serving.api.prompt_scores import scored_prompts
 from hisparse_pd.serving.api.requests import engine_groups
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http.http_errors import RequestFailedError
-from hisparse_pd.serving.http.off_loop import off_loop
 from hisparse_pd.serving.http.rank_choice import ByPrefix
 
 
@@ -67,20 +65,10 @@ def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankP
 
 def create_decode_app(context: DecodeContext) -> Starlette:
     async def decode(work: Work) -> HttpAnswer:
-        scores = {
-            sample.prompt_index: Scores() for sample in work.samples if sample.wanted_scores is not None
-        }
-
-        def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
-            return _deltas(context, work, outputs, scores)
-
+        deltas = partial(_deltas, context, work)
         if work.request.stream:
             return await HttpAnswer.stream(streamed(context, work, deltas))
-        body = await whole_body(context, work, deltas)
-        if scores:
-            written = await write_lists(work, scores, context.codec.token_bytes)
-            body = await off_loop(with_lists, work, body, written)
-        return HttpAnswer(body)
+        return HttpAnswer(await whole_body(context, work, deltas))
 
     app = create_app(context, decode)
     app.router.routes.append(Route("/drain", partial(_drain, context), methods=["POST"]))
@@ -98,14 +86,15 @@ async def _drain(context: DecodeContext, request: Request) -> Response:
 
 
 async def _deltas(
-    context: DecodeContext, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
+    context: DecodeContext, work: Work, outputs: Sequence[SampleOutput]
 ) -> AsyncGenerator[Delta, None]:
-    """Run the samples, and yield their deltas until all have finished. Fills ``scores``, by prompt.
+    """Run the samples, and yield their deltas until all have finished.
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
     clock = _TokenClock(context, work)
     by_request_id = {_request_id(output): output for output in outputs}
+    prompts = scored_prompts(outputs)
     num_live = sum(output.finish is None for output in outputs)
     journal = work.request.journal
     may_move = journal is not None and journal.may_move
@@ -116,25 +105,25 @@ async def _deltas(
             output = by_request_id[event.request_id]
             if output.finish is not None:
                 continue  # sent before the engine knew of the stop string
-            match event:
-                case PromptScores():
-                    scores[output.sample.prompt_index].add(event)
+            if isinstance(event, RequestFailed):
+                work.timeline.note_failed(output.index, event.phases, event.error)
+                raise RequestFailedError(event.status, event.error, code=event.code or None)
+            for due in prompts[output.sample.prompt_index].due(event):
+                if isinstance(due, Delta):
+                    yield due
                     continue
-                case RequestFailed():
-                    work.timeline.note_failed(output.index, event.phases, event.error)
-                    raise RequestFailedError(event.status, event.error, code=event.code or None)
-                case Tokens():
-                    work.timeline.note_phases(output.index, event.phases, event.stats, event.prefill)
-                case _:
-                    assert_never(event)
-            delta = output.feed(_shown(output, event))
-            output.is_behind = group.has_more_tokens(event.request_id)
-            clock.note(output.index, delta.last_token - delta.first_token)
-            if delta.finish is not None:
-                work.timeline.note_finished(output.index, len(output.token_ids), delta.finish.reason)
-                num_live -= 1
-                group.finish(event.request_id)  # the engine does not know of stop strings
-            yield delta
+                output = by_request_id[due.request_id]
+                if output.finish is not None:
+                    continue
+                work.timeline.note_phases(output.index, due.phases, due.stats, due.prefill)
+                delta = output.feed(_shown(output, due))
+                output.is_behind = group.has_more_tokens(due.request_id)
+                clock.note(output.index, delta.last_token - delta.first_token)
+                if delta.finish is not None:
+                    work.timeline.note_finished(output.index, len(output.token_ids), delta.finish.reason)
+                    num_live -= 1
+                    group.finish(due.request_id)  # the engine does not know of stop strings
+                yield delta
 
 
 def _request_id(output: SampleOutput) -> str:

@@ -56,6 +56,8 @@ class StreamEnded(NodeFailed):
         why = f": {error.get('message')}" if isinstance(error, dict) else ""
         super().__init__(502, f"the decode node ended the stream before its end{why}")
         self.last_words = last_words
+        self.node_code = error.get("code") if isinstance(error, dict) else None
+        """The ``code`` in the node's error, as in ``base/vocabulary.py``."""
 
 
 class LocalFault(RouterError):

@@ -40,9 +40,6 @@ class Fleet:
         by_id = {model["id"]: model for models in lists for model in models or ()}
         return show_models(request, list(by_id.values()))
 
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": VERSION})
-
     async def server_info(self, request: Request) -> Response:
         """Answer with what each node says of itself, or with the reason why it says nothing, by kind."""
         nodes = self._pool.nodes

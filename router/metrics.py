@@ -17,9 +17,6 @@ from hisparse_pd.router.nodes import NodePool
 from hisparse_pd.router.route import Failure
 from hisparse_pd.router.stream_journal import JournalBudget
 
-CLIENT_GONE = 499
-"""Status under which a request is counted if its client left before the answer was complete."""
-
 _PREFIX = "hisparse_pd:router_"
 _SECS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 

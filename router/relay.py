@@ -5,9 +5,9 @@ the pair's prefill node, and the decode node has that compute the KV which it la
 prefill node nothing, and learns from the decode node's error that it failed.
 
 A request whose client has nothing yet goes to another pair when its decode node cannot be reached, is not
-ready or has a full queue, or when its prefill node failed: computing a prompt twice does no harm. When its
-decode node is lost or shuts down, a request goes to another pair whatever the client has. A stream resumes
-behind what its journal says was shown; any other answer begins anew.
+ready or has a full queue: computing a prompt twice does no harm. When its prefill node failed, or its decode
+node is lost or shuts down, a request goes to another pair whatever the client has. A stream resumes behind
+what its journal says was shown; any other answer begins anew.
 """
 
 from __future__ import annotations
@@ -225,9 +225,8 @@ class RelayedRequest:
         """Continue a stream at another pair: the attempt ended in ``error``. Raises RouterError."""
         journal = self._journal
         assert journal is not None, "only journaled streams resume"
-        error.node_headers = attempt.pair.headers
         attempt.close()
-        self._leave_decode_node(attempt, error, is_leaving=journal.is_leaving or attempt.was_moved)
+        self._note_failure(attempt, error)
         journal.next_node()
         resumed = await self._first_to_answer()
         if not resumed.answer.is_journaled:
@@ -241,27 +240,21 @@ class RelayedRequest:
 
     def _note_failure(self, attempt: Attempt, error: RouterError) -> None:
         """Prepare another try. Raises RouterError if none is due."""
-        pair, failure = attempt.pair, Failure.of(error)
+        pair, journal, failure = attempt.pair, self._journal, Failure.of(error)
         error.node_headers = pair.headers
+        num_records = 0 if journal is None else journal.num_records
+        if journal is not None and num_records and not journal.is_kept:
+            raise error  # a part of what the client has is not known any more
         if failure in (Failure.DECODE_LOST, Failure.DECODE_LEAVING):
             is_leaving = attempt.was_moved or failure is Failure.DECODE_LEAVING
-            self._leave_decode_node(attempt, error, is_leaving=is_leaving)
+            is_leaving = is_leaving or (journal is not None and journal.is_leaving)
+            self._route.leave_decode_node(error, pair.decode, is_leaving=is_leaving, num_records=num_records)
             return
         self._route.retry(error, failure, pair)
         log.warning("%s: %s; trying another pair", self._endpoint, error)
         self._relay.metrics.count_retry(failure)
         if self._span is not None:
             self._span.event("retry", {"exception.message": str(error), **_node_attributes(pair)})
-
-    def _leave_decode_node(self, attempt: Attempt, error: RouterError, *, is_leaving: bool) -> None:
-        """Begin the search for another pair, or continue it. Raises RouterError if the request ends."""
-        journal = self._journal
-        num_records = 0 if journal is None else journal.num_records
-        if journal is not None and num_records and not journal.is_kept:
-            raise error  # a part of what the client has is not known any more
-        self._route.leave_decode_node(
-            error, attempt.pair.decode, is_leaving=is_leaving, num_records=num_records
-        )
 
     def _note_success(self, attempt: Attempt) -> None:
         """Report the search that ends with this attempt, if there was one."""

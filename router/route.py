@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
-from hisparse_pd.router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from hisparse_pd.router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError, StreamEnded
 from hisparse_pd.router.nodes import LEAVING, Node, NodePool, Pair
 
 MAX_LOSSES = 3
@@ -50,6 +50,8 @@ class Failure(Enum):
         match error:
             case NodeUnreachable():
                 return cls.DECODE_UNREACHABLE
+            case StreamEnded() if error.node_code == PREFILL_NODE_FAILED:
+                return cls.PREFILL_FAILED
             case NodeFailed():
                 return cls.DECODE_LOST
             case NodeRefused():

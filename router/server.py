@@ -34,7 +34,7 @@ from hisparse_pd.router.errors import RouterError, StreamEnded
 from hisparse_pd.router.fleet import Fleet
 from hisparse_pd.router.health import LOADING, HealthWatch
 from hisparse_pd.router.live_page import PAGE_PATHS, page_routes
-from hisparse_pd.router.metrics import CLIENT_GONE, RouterMetrics
+from hisparse_pd.router.metrics import RouterMetrics
 from hisparse_pd.router.node_calls import NodeAnswer, NodeCalls
 from hisparse_pd.router.nodes import NodeKind, NodePool
 from hisparse_pd.router.relay import Relay
@@ -43,12 +43,12 @@ from hisparse_pd.router.status import StatusBoard
 from hisparse_pd.router.stream_journal import JournalBudget
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.keys import RequireKey, load_api_keys
-from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response
-from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response, show_version
+from hisparse_pd.serving.api.openapi import OPENAPI_PATH, show_openapi
 from hisparse_pd.serving.api.pages import GuardFromPages
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
 from hisparse_pd.serving.http.off_loop import parse_body
-from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
+from hisparse_pd.serving.http.receiving import CLIENT_LEFT, read_body, unless_client_leaves
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import RequestSpan
@@ -125,8 +125,8 @@ class _RouterParts:
             "/liveness": _liveness,
             "/metrics": self._show_metrics,
             "/status": self._status.answer,
-            "/version": fleet.version,
-            OPENAPI_PATH: _openapi,
+            "/version": show_version,
+            OPENAPI_PATH: show_openapi,
             MODELS_PATH: fleet.models,
             MODEL_PATH: fleet.models,
             "/server_info": fleet.server_info,
@@ -169,10 +169,6 @@ async def _liveness(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-async def _openapi(request: Request) -> Response:
-    return Response(openapi_document(), media_type="application/json")
-
-
 class RelayEndpoint:
     """ASGI application of one relayed path. An Endpoint's requests go to a pair, a TokenPath's to a decode
     node."""
@@ -213,7 +209,7 @@ class RelayEndpoint:
                 request.receive, self._relay(request, body, reply, span), lambda: reply.is_complete
             )
         except ClientDisconnect:
-            return CLIENT_GONE
+            return CLIENT_LEFT
         except ApiError as error:
             return await self._send_error(request, send, error, span)
 

@@ -28,6 +28,7 @@ _PIECE_BYTES = 1 << 10
 """Bytes by which a journal's share of the budget grows, so that not every record has to take from it."""
 _LINE = b"\n" + MARK
 _PINGS = frozenset(PINGS.values())
+_MAX_PING_BYTES = max(map(len, _PINGS))
 
 
 @dataclass
@@ -70,8 +71,10 @@ class StreamJournal:
         """False once it was given up for lack of room; the stream cannot resume then."""
         self.is_over = False
         """Whether the client has the end of the stream."""
-        self.unshown = b""
-        """What the present node sent after its last line. If it ends there, this is its error."""
+        self._unshown = bytearray()
+        """What the present node sent after its last line."""
+        self._num_searched = 0
+        """Bytes of that in which no line begins."""
         self.is_leaving = False
         """Whether the present node said that it shuts down."""
         self._grow(num_body_bytes)
@@ -82,22 +85,30 @@ class StreamJournal:
         records = b",".join(b"[" + block[:-1] + b"]" for block in self._blocks)
         return {"journal": head, "journal_records": Raw(b"[" + records + b"]")}
 
+    @property
+    def unshown(self) -> bytes:
+        """What the present node sent after its last line. If it ends there, this is its error."""
+        return bytes(self._unshown)
+
     def next_node(self) -> None:
         """Continue with another node. What the old one sent after its last line is never shown."""
-        self.unshown, self.is_leaving = b"", False
+        self._unshown.clear()
+        self._num_searched = 0
+        self.is_leaving = False
 
     def feed(self, chunk: bytes) -> bytes:
         """Read a chunk of a node's stream, which may be cut anywhere. Returns what the client may have
         now."""
         if self.is_over:
             return b""
-        data = self.unshown + chunk if self.unshown else chunk
-        shown = b""
-        start = 0
-        while (mark := _next_line(data, start)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
-            content = data[mark + len(MARK) : end]
-            shown = shown + data[start:mark] if shown else data[start:mark]
-            start = end + 2
+        data = self._unshown
+        data += chunk
+        shown = bytearray()
+        start, searched = 0, self._num_searched
+        while (mark := _next_line(data, start, searched)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
+            content = bytes(data[mark + len(MARK) : end])
+            shown += data[start:mark]
+            start = searched = end + 2
             if content == OVER:
                 self.is_over = True
                 break
@@ -105,10 +116,15 @@ class StreamJournal:
                 self.is_leaving = True
             elif content.startswith(b"["):  # a record; other lines are of a later release
                 self._add(content)
-        self.unshown = data[start:]
-        if self.unshown and self.unshown in _PINGS:
-            shown, self.unshown = shown + self.unshown, b""
-        return shown
+        if mark < 0:
+            searched = max(searched, len(data) - len(_LINE) + 1)
+        del data[:start]  # moves nothing
+        self._num_searched = searched - start
+        if len(data) <= _MAX_PING_BYTES and bytes(data) in _PINGS:
+            shown += data
+            data.clear()
+            self._num_searched = 0
+        return bytes(shown)
 
     def _add(self, record: bytes) -> None:
         self.num_records += 1
@@ -150,12 +166,12 @@ class StreamJournal:
         return True
 
 
-def _next_line(data: bytes, start: int) -> int:
+def _next_line(data: bytearray, start: int, searched: int) -> int:
     """Return where the next line of the journal begins, or -1.
 
-    ``start``: where to look from; an event or a line begins there.
+    An event or a line begins at ``start``. No line begins behind that and before ``searched``.
     """
     if data.startswith(MARK, start):
         return start
-    before = data.find(_LINE, start)
+    before = data.find(_LINE, searched)
     return before + 1 if before >= 0 else -1

@@ -99,7 +99,10 @@ def _choices(chunks: Sequence[Json]) -> Json:
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     answer: Json = {"choices": {}}
     for chunk in chunks:
-        answer |= {name: chunk[name] for name in ("usage", "prompt_token_ids") if name in chunk}
+        if "usage" in chunk:
+            answer["usage"] = chunk["usage"]
+        about_prompt = chunk.keys() & {"prompt_token_ids", "prompt_logprobs"}
+        _grow(answer, {name: chunk[name] for name in about_prompt})
         for choice in chunk["choices"]:
             held = answer["choices"].setdefault(choice["index"], {"index": choice["index"]})
             if (message := choice.pop("delta", None)) is not None:

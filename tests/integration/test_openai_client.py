@@ -100,6 +100,26 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert max(top.values()) == pytest.approx(chosen, abs=1e-5)  # greedy picks the likeliest
 
 
+def test_a_stream_echoes_its_prompt_with_logprobs(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"echo": True, "logprobs": 2, "extra_body": {"prompt_logprobs": 20}}
+    (whole,) = complete(client, **asked).choices
+    text = ""
+    logprobs: list[Any] = []
+    prompt_logprobs: list[Any] = []
+    stream = client.completions.create(**ASKED, **asked, stream=True)
+    for choice in [choice for chunk in stream for choice in chunk.choices]:
+        text += choice.text
+        logprobs.append(choice.logprobs)
+        prompt_logprobs += choice.model_dump().get("prompt_logprobs") or []
+    assert text == whole.text
+    assert text.startswith(PROMPT)
+    assert whole.logprobs is not None
+    for name, entries in whole.logprobs.model_dump().items():
+        assert [entry for each in logprobs for entry in getattr(each, name)] == entries
+    assert prompt_logprobs == whole.model_dump()["prompt_logprobs"]
+    assert len(prompt_logprobs) == len(PROMPT.encode())
+
+
 def test_n_and_seed(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 20}
     first, second = complete(client, **options), complete(client, **options)

@@ -90,11 +90,17 @@ def messages(**fields: Any) -> Case:
 
 CASES: dict[str, Case] = {
     "completions-sampled-n2": completions(max_tokens=20, n=2, **SAMPLED, **USAGE),
+    "completions-echo-n4": completions(
+        max_tokens=4, n=4, echo=True, logprobs=0, prompt_logprobs=20, **SAMPLED
+    ),
     "completions-schema": completions(max_tokens=30, json_schema=SCHEMA, hisparse=False, temperature=0),
     "chat-hisparse": chat(hisparse=True, **FREE, **USAGE),
     "chat-auto-n2": chat(max_tokens=20, n=2, hisparse="auto", logprobs=True, **PENALIZED),
     "generate-logprobs": generate(
-        {"temperature": 0.7, "sampling_seed": 9}, return_logprob=True, top_logprobs_num=2
+        {"temperature": 0.7, "sampling_seed": 9},
+        return_logprob=True,
+        logprob_start_len=3,
+        top_logprobs_num=2,
     ),
     "generate-regex-list": generate({"regex": "([ab]{3}-){4}", "temperature": 0}, text=["one", TEXT]),
     "responses-penalized-reasoning": responses(**PENALIZED | REASONING),

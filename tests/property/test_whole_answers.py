@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
-from hisparse_pd.engine.messages import RequestStats, Tokens
+from hisparse_pd.engine.messages import Generate, PromptScores, RequestStats, Tokens
+from hisparse_pd.protocol.prompt_scores import score_dtype
+from hisparse_pd.serving.api import prompt_scores
 from hisparse_pd.serving.api.answering import streamed, whole_body
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.api.prompt_scores import scored_prompts
 from hisparse_pd.serving.api.request_journal import Identity
 from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
@@ -27,6 +30,7 @@ from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.metrics import FrontMetrics
 from tests.stream_events import answer_in, events_in, input_in, without
 from tests.unit.api.recording_codec import RecordingCodec
+from tests.unit.api.scored_prompts import rows_of
 from tests.unit.api.support import MINIMAL
 
 CODEC = RecordingCodec.make()
@@ -54,13 +58,16 @@ OPTIONS: dict[Endpoint, list[dict[str, Any]]] = {
     Endpoint.COMPLETIONS: [
         *({"prompt": ["ab", "c€"]}, {"n": 3}, {"logprobs": 2}, {"echo": True}, {"stop": ["END", "hm"]}),
         *({"return_token_ids": True}, {"return_tokens_as_token_ids": True}, {"stop_token_ids": [10]}),
+        {"prompt_logprobs": 1},
     ],
     Endpoint.CHAT: [
         *({"tools": TOOLS[Endpoint.CHAT]}, {"n": 3}, {"logprobs": True, "top_logprobs": 2}),
         *({"stop": ["END", "hm"]}, {"return_token_ids": True}, {"separate_reasoning": False}),
+        {"prompt_logprobs": 2},
     ],
     Endpoint.GENERATE: [
         *({"text": ["a", "b"], "bootstrap_room": [1, 2]}, {"return_logprob": True, "top_logprobs_num": 2}),
+        {"return_logprob": True, "logprob_start_len": 1, "return_text_in_logprobs": True},
         {"sampling_params": {"max_new_tokens": 2048, "stop": ["END", "hm"]}},
     ],
     Endpoint.MESSAGES: [
@@ -69,7 +76,7 @@ OPTIONS: dict[Endpoint, list[dict[str, Any]]] = {
     ],
     Endpoint.RESPONSES: [{"tools": TOOLS[Endpoint.RESPONSES]}, {"instructions": "be"}],
 }
-Said = list[tuple[int, Tokens]]
+Said = list[tuple[int, PromptScores | Tokens]]
 """Messages of the engine, with the number of their sample."""
 
 
@@ -103,9 +110,21 @@ def messages_of(data: st.DataObject, num_logprobs: int | None) -> Iterator[Token
         yield Tokens("", part, logprobs, finish, matched, stats)
 
 
+def scores_of(data: st.DataObject, generate: Generate) -> Iterator[PromptScores]:
+    """What the engine says of the prompt of one sample."""
+    if generate.scores is not None:
+        rows, num_top = rows_of(generate), generate.scores.num_top
+        cut = data.draw(st.sampled_from([0, 1, 2])) * score_dtype(num_top).itemsize
+        for part in (rows[:cut], rows[cut:]):
+            yield PromptScores("", num_top, part)
+
+
 def said_of(data: st.DataObject, work: Work) -> Said:
-    """The samples' messages in any order among each other."""
-    left = [list(messages_of(data, s.options.sampling.num_logprobs)) for s in work.samples]
+    """The samples' messages in any order among each other; the prompt's logprobs come before tokens."""
+    left: list[list[PromptScores | Tokens]] = [
+        [*scores_of(data, s.generate), *messages_of(data, s.options.sampling.num_logprobs)]
+        for s in work.samples
+    ]
     order = data.draw(st.randoms(use_true_random=True))
     said: Said = []
     while live := [index for index, messages in enumerate(left) if messages]:
@@ -116,9 +135,16 @@ def said_of(data: st.DataObject, work: Work) -> Said:
 
 async def answers(context: DecodeContext, whole: Work, stream: Work, said: Said) -> tuple[bytes, str]:
     async def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
+        prompts = scored_prompts(outputs)
+        by_id = {output.sample.generate.request_id: output for output in outputs}
         for index, message in said:
-            if outputs[index].finish is None:
-                yield outputs[index].feed(message)
+            sample = outputs[index].sample
+            sent = msgspec.structs.replace(message, request_id=sample.generate.request_id)
+            for due in prompts[sample.prompt_index].due(sent):
+                if isinstance(due, Delta):
+                    yield due
+                elif by_id[due.request_id].finish is None:
+                    yield by_id[due.request_id].feed(due)
 
     body = await whole_body(context, whole, deltas)
     return body, b"".join([piece async for piece in streamed(context, stream, deltas)]).decode()
@@ -129,7 +155,8 @@ def in_order(value: dict[str, Any]) -> dict[str, Any]:
     names = (
         *("id", "object", "created", "model", "choices", "usage", "index", "text"),
         *("role", "reasoning_content", "tool_calls", "content", "refusal", "message"),
-        *("logprobs", "finish_reason", "matched_stop", "prompt_token_ids", "token_ids"),
+        *("logprobs", "finish_reason", "matched_stop"),
+        *("prompt_token_ids", "token_ids", "prompt_logprobs"),
     )
     return {name: value[name] for name in sorted(value, key=names.index)}
 
@@ -158,7 +185,9 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodeContext]
     metrics = FrontMetrics()
     link = EngineLink([f"ipc://{directory}/engine.ipc"], 60.0, metrics.update)
     node = DecodeSettings(model_path=directory, served_model_name="tiny")
-    yield DecodeContext(role="decode", settings=node, link=link, metrics=metrics, codec=CODEC)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prompt_scores, "_PIECE_ENTRIES", 4)  # a character may be cut
+        yield DecodeContext(role="decode", settings=node, link=link, metrics=metrics, codec=CODEC)
     link.close()
 
 
@@ -172,8 +201,6 @@ def test_a_whole_answer_is_what_its_stream_makes(
     body = dict(MINIMAL[endpoint])
     for options in data.draw(st.lists(st.sampled_from(OPTIONS[endpoint]), max_size=4)):
         body |= options
-    if "echo" in body:
-        body.pop("logprobs", None)  # those of the prompt are for whole answers alone
     streams: dict[str, Any] = {"stream": True}
     if endpoint in OPENAI:
         every = data.draw(st.booleans())

@@ -10,6 +10,8 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -19,14 +21,17 @@ from hisparse_pd.serving.api.anthropic_answers import MessagesDialect
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.dialect import Dialect, Json
-from hisparse_pd.serving.api.frame import sse
 from hisparse_pd.serving.api.generate_answers import GenerateDialect
 from hisparse_pd.serving.api.openai_answers import ChatDialect, CompletionsDialect
 from hisparse_pd.serving.api.output import Delta, SampleOutput
-from hisparse_pd.serving.api.request_journal import RequestJournal
+from hisparse_pd.serving.api.request_journal import JournalRecord, RequestJournal
 from hisparse_pd.serving.api.responses_answers import ResponsesDialect
-from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, RequestFailedError
+from hisparse_pd.serving.http.events import sse
+from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
+from hisparse_pd.serving.http.off_loop import off_loop
+
+T = TypeVar("T")
 
 FeedOutputs = Callable[[Sequence[SampleOutput]], AsyncGenerator[Delta, None]]
 """A function that feeds outputs with the engine's messages and yields what each message added, until all
@@ -35,86 +40,77 @@ outputs have finished. Raises RequestFailedError."""
 _RECORDS_BETWEEN_YIELDS = 16
 """Journal records that are replayed before other tasks of the event loop get a turn."""
 
+_INLINE_LOGPROBS = 256
+"""Most logprobs of a prompt that are written on the event loop."""
+
 
 async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> bytes:
     """Return the body of a whole answer."""
-    outputs, dialect = _outputs(context, work), _dialect(context, work)
+    outputs, dialect = _prepare(context, work)
     choices: dict[int, Raw] = {}
     async with aclosing(feed_outputs(outputs)) as deltas:
         async for delta in deltas:
-            dialect.keep(outputs[delta.index], delta)
+            await _beside_loop(dialect.keep, outputs[delta.index], delta)
             if delta.finish is not None:
                 choices[delta.index] = dialect.choice(outputs[delta.index])
     return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
 
 
-def streamed(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> AsyncGenerator[bytes, None]:
-    """Return the server-sent events of a stream, with journal lines if a router keeps a journal."""
-    outputs, dialect = _outputs(context, work), _dialect(context, work)
-    if (journal := work.request.journal) is not None:
-        return _journaled_stream(context, work, journal, dialect, outputs, feed_outputs)
-    return _event_stream(dialect, outputs, feed_outputs)
-
-
-async def _event_stream(
-    dialect: Dialect, outputs: Sequence[SampleOutput], feed_outputs: FeedOutputs
+async def streamed(
+    context: DecodeContext, work: Work, feed_outputs: FeedOutputs
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream without a journal."""
-    try:
-        async with aclosing(feed_outputs(outputs)) as deltas:
-            async for delta in deltas:
-                for event in dialect.events(outputs[delta.index], delta):
-                    yield _encode_event(event)
-    except RequestFailedError as error:
-        if (last := dialect.failed(error)) is None:
-            raise
-        yield _encode_event(last)
-        return
-    for event in dialect.last_events(outputs):
-        yield _encode_event(event)
-    if dialect.end:
-        yield dialect.end
+    """Yield the server-sent events of a stream.
 
-
-async def _journaled_stream(
-    context: DecodeContext,
-    work: Work,
-    journal: RequestJournal,
-    dialect: Dialect,
-    outputs: Sequence[SampleOutput],
-    feed_outputs: FeedOutputs,
-) -> AsyncGenerator[bytes, None]:
-    """Yield the events that the journal does not have yet, in units that each end with a record.
-
-    The stream ends with the line OVER, unless it fails with an error after which another node may go on with
-    it. The first unit written after this node has begun to leave is followed by the line LEAVING.
+    If a router keeps a journal, these are the events that it does not have yet, in units that each end with a
+    record. The stream ends with the line OVER, unless it fails with an error after which another node may go
+    on with it.
     """
-    for number, record in enumerate(journal.records, 1):
-        output = outputs[record.sample]
-        dialect.replay(output, output.feed(record.message))
-        if number % _RECORDS_BETWEEN_YIELDS == 0:
-            await asyncio.sleep(0)
-    units = _UnitWriter(outputs)
-    has_begun = has_said_leaving = False
+    outputs, dialect = _prepare(context, work)
+    units, over = None, b""
+    if (journal := work.request.journal) is not None:
+        await _replay(journal, outputs, dialect)
+        units, over = _UnitWriter(context, outputs), journal_line(OVER)
+    write, has_begun = partial(_events, dialect), False
     try:
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
-                events = b"".join(map(_encode_event, dialect.events(output, delta)))
-                if unit := units.write(output, delta, events):
+                events = await _beside_loop(write, output, delta) if delta.scored else write(output, delta)
+                if units is not None:
+                    events = units.write(output, delta, events)
+                if events:
                     has_begun = True
-                    if context.link.is_leaving and not has_said_leaving:
-                        has_said_leaving = True
-                        unit += journal_line(LEAVING)
-                    yield unit
+                    yield events
     except ApiError as error:
-        if not has_begun:
-            raise
-        line = journal_line(OVER) if error.status < 500 else b""
         last = dialect.failed(error)
-        yield (_encode_event(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))) + line
+        if not has_begun or (journal is None and last is None):
+            raise
+        event = _encode_event(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))
+        yield event + (over if error.status < 500 else b"")
         return
-    yield b"".join(map(_encode_event, dialect.last_events(outputs))) + dialect.end + journal_line(OVER)
+    yield b"".join(map(_encode_event, dialect.last_events(outputs))) + dialect.end + over
+
+
+async def _replay(journal: RequestJournal, outputs: Sequence[SampleOutput], dialect: Dialect) -> None:
+    """Feed the outputs and the dialect with what the client has."""
+    for number, record in enumerate(journal.records, 1):
+        output = outputs[record.sample]
+        scored = output.replay_scored(record.num_scored) if record.num_scored else None
+        dialect.replay(output, scored or output.feed(record.message))
+        if scored or number % _RECORDS_BETWEEN_YIELDS == 0:
+            await asyncio.sleep(0)
+
+
+async def _beside_loop(write: Callable[[SampleOutput, Delta], T], output: SampleOutput, delta: Delta) -> T:
+    """Return what ``write`` makes of ``delta``, in a thread where that takes a millisecond or two."""
+    num_logprobs = len(delta.scored) * (1 + len(delta.scored[-1].top)) if delta.scored else 0
+    if num_logprobs > _INLINE_LOGPROBS:
+        return await off_loop(write, output, delta)
+    return write(output, delta)
+
+
+def _events(dialect: Dialect, output: SampleOutput, delta: Delta) -> bytes:
+    return b"".join(map(_encode_event, dialect.events(output, delta)))
 
 
 def _encode_event(event: Json) -> bytes:
@@ -122,21 +118,35 @@ def _encode_event(event: Json) -> bytes:
 
 
 class _UnitWriter:
-    """Writes units of a journaled stream: a delta's events, then a record of all tokens not recorded yet."""
+    """Writes units of a journaled stream: a delta's events, then a record of all tokens not recorded yet.
 
-    def __init__(self, outputs: Sequence[SampleOutput]) -> None:
+    The first unit written after the node has begun to leave is followed by the line LEAVING.
+    """
+
+    def __init__(self, context: DecodeContext, outputs: Sequence[SampleOutput]) -> None:
         """``outputs`` have been fed with the journal's records."""
+        self._link = context.link
+        self._has_said_leaving = False
         self._num_recorded = Counter({output.index: len(output.token_ids) for output in outputs})
         self._logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         """Logprobs of tokens that are not recorded yet, by sample."""
 
     def write(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
         """Return the unit of ``delta``. It is b"" without ``events``; the next record has its tokens, too."""
-        index = output.index
         if delta.logprobs:
-            self._logprobs[index] += delta.logprobs
+            self._logprobs[output.index] += delta.logprobs
         if not events:
             return b""
+        line = journal_line(msgspec.json.encode(self._record(output, delta)))
+        if self._link.is_leaving and not self._has_said_leaving:
+            self._has_said_leaving = True
+            line += journal_line(LEAVING)
+        return events + line
+
+    def _record(self, output: SampleOutput, delta: Delta) -> object:
+        index = output.index
+        if delta.scored:
+            return JournalRecord(index, (), num_scored=len(delta.scored))
         record: list[object] = [index, output.token_ids[self._num_recorded[index] : delta.last_token]]
         self._num_recorded[index] = delta.last_token
         if delta.finish is not None or delta.logprobs:
@@ -144,7 +154,7 @@ class _UnitWriter:
         if (finish := delta.finish) is not None:
             matched = finish.matched if isinstance(finish.matched, int) else None
             record += [finish.reason, matched, output.stats]
-        return events + journal_line(msgspec.json.encode(record))
+        return record
 
 
 _DIALECTS: Mapping[Endpoint, type[Dialect]] = {
@@ -156,10 +166,8 @@ _DIALECTS: Mapping[Endpoint, type[Dialect]] = {
 }
 
 
-def _dialect(context: DecodeContext, work: Work) -> Dialect:
-    return _DIALECTS[work.request.endpoint](context, work)
-
-
-def _outputs(context: DecodeContext, work: Work) -> list[SampleOutput]:
+def _prepare(context: DecodeContext, work: Work) -> tuple[list[SampleOutput], Dialect]:
+    """Return the outputs of the samples, and the dialect that writes them."""
     token_bytes = context.codec.token_bytes
-    return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]
+    outputs = [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]
+    return outputs, _DIALECTS[work.request.endpoint](context, work)

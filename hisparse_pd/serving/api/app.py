@@ -24,7 +24,7 @@ from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond
 from hisparse_pd.serving.api.models import json_response
 from hisparse_pd.serving.api.node_app import GetHandler, NodeContext, create_node_app, model_info
-from hisparse_pd.serving.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.serving.api.openapi import OPENAPI_PATH, show_openapi
 from hisparse_pd.serving.api.request_journal import Identity
 from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, plan_samples
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
@@ -123,7 +123,7 @@ def create_app(context: DecodeContext, handler: Handler) -> Starlette:
     }
     count = context.metrics.count_request
     get_handlers: dict[str, GetHandler] = {
-        OPENAPI_PATH: _openapi,
+        OPENAPI_PATH: show_openapi,
         "/model_info": partial(_model_info, context),
         "/get_model_info": partial(_model_info, context),
         "/tokenizer_info": partial(_tokenizer_info, context),
@@ -183,10 +183,6 @@ async def _answer_about_tokens(
 
 
 # --- information -------------------------------------------------------------------------------------
-
-
-async def _openapi(request: Request) -> Response:
-    return Response(openapi_document(), media_type="application/json")
 
 
 async def _model_info(context: DecodeContext, request: Request) -> Response:

@@ -15,8 +15,8 @@ from typing import Any
 from msgspec import Raw
 
 from hisparse_pd.serving.api.app import DecodeContext, Work
-from hisparse_pd.serving.api.frame import SSE_DONE
 from hisparse_pd.serving.api.output import Delta, SampleOutput
+from hisparse_pd.serving.http.events import SSE_DONE
 from hisparse_pd.serving.http.http_errors import ApiError
 
 Json = dict[str, Any]

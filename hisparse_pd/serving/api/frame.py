@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hisparse_pd.serving.http.http_connection import INTERIM_EXTENSION, INTERIM_HEADER
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape
-from hisparse_pd.serving.http.receiving import read_body, unless_client_leaves
+from hisparse_pd.serving.http.receiving import CLIENT_LEFT, read_body, unless_client_leaves
 from hisparse_pd.serving.http.wait_timer import WaitTimer
 
 if TYPE_CHECKING:
@@ -38,19 +38,17 @@ BODY_TIMEOUT_SECS = 30.0
 _PIECES_BETWEEN_YIELDS = 16
 """Pieces of an answer sent before other tasks get a turn; a piece takes some 20 us."""
 
-_JSON = "application/json"
-_EVENT_STREAM = "text/event-stream; charset=utf-8"
+_JSON = b"application/json"
+_EVENT_STREAM = b"text/event-stream; charset=utf-8"
 """The charset is given because some clients take text without one for ISO-8859-1."""
-_CLIENT_LEFT = 499
-"""Status that is counted where the client left before its answer began."""
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A complete body or, with ``rest``, the first piece of a stream and the generator of the others."""
+    """A complete JSON body or, with ``rest``, the first piece of a stream of events and the generator of the
+    others."""
 
     body: bytes
-    content_type: str = _JSON
     rest: AsyncGenerator[bytes, None] | None = None
 
     @classmethod
@@ -58,23 +56,9 @@ class HttpAnswer:
         return cls(msgspec.json.encode(value))
 
     @classmethod
-    def events(cls, body: bytes) -> HttpAnswer:
-        """Return a complete stream of server-sent events."""
-        return cls(body, _EVENT_STREAM)
-
-    @classmethod
     async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> HttpAnswer:
         """Return a stream of events. Raises an error before the first one: it can still have a status."""
-        return cls(await anext(pieces), _EVENT_STREAM, pieces)
-
-
-def sse(value: object, name: str = "") -> bytes:
-    """Return one server-sent event with ``value`` as JSON."""
-    event = b"event: %s\n" % name.encode() if name else b""
-    return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-SSE_DONE = b"data: [DONE]\n\n"
+        return cls(await anext(pieces), pieces)
 
 
 PING_SECS = 15.0
@@ -164,7 +148,7 @@ class FramedEndpoint:
             reply.keep_alive(scope)
             await unless_client_leaves(receive, self._respond(body, arrived_at, reply))
         except ClientDisconnect:
-            reply.status = _CLIENT_LEFT
+            reply.status = CLIENT_LEFT
         except ApiError as error:
             await reply.fail(error)
         except Exception:
@@ -188,8 +172,8 @@ class Reply:
         self.request_headers = request_headers
         self.span = span
         self._has_begun = False
-        self.status = _CLIENT_LEFT
-        """Status of the answer; _CLIENT_LEFT where the handler is cancelled before it has answered."""
+        self.status = CLIENT_LEFT
+        """Status of the answer; CLIENT_LEFT where the handler is cancelled before it has answered."""
         self._keep_alive: KeepAlive | None = None
 
     def keep_alive(self, scope: Scope) -> None:
@@ -204,11 +188,11 @@ class Reply:
     async def send_answer(self, answer: HttpAnswer, headers: Headers = ()) -> None:
         """Send ``answer`` with ``headers`` besides those that describe its body."""
         if answer.rest is None:
-            await self._begin(200, answer.content_type, len(answer.body), headers)
+            await self._begin(200, len(answer.body), headers)
             await self._piece(answer.body, last=True)
             return
         async with aclosing(answer.rest) as pieces:
-            await self._begin(200, answer.content_type, None, headers)
+            await self._begin(200, None, headers)
             await self._piece(answer.body)
             num_sent = 0
             async for piece in pieces:
@@ -229,18 +213,16 @@ class Reply:
             return
         body = error.body(self._error_shape)
         headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        await self._begin(error.status, _JSON, len(body), headers)
+        await self._begin(error.status, len(body), headers)
         await self._piece(body, last=True)
 
-    async def _begin(
-        self, status: int, content_type: str, num_bytes: int | None = None, further: Headers = ()
-    ) -> None:
-        headers = [(b"content-type", content_type.encode()), *further]
+    async def _begin(self, status: int, num_bytes: int | None, further: Headers) -> None:
+        """Send the head of an answer; ``num_bytes`` is its length, None for a stream."""
         if num_bytes is None:
-            headers.append((b"cache-control", b"no-cache"))
+            headers = [(b"content-type", _EVENT_STREAM), *further, (b"cache-control", b"no-cache")]
         else:
             self.close()
-            headers.append((b"content-length", b"%d" % num_bytes))
+            headers = [(b"content-type", _JSON), *further, (b"content-length", b"%d" % num_bytes)]
         self.status = status
         self._has_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -100,13 +100,10 @@ def write_grammar(
 
 def _thoughts(lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
     """Return reasoning with its end, and without ``excluded`` marks in it; "" where there is none."""
-    match reasoning:
-        case ReasoningStart.NONE:
-            return ""
-        case ReasoningStart.BEGUN:
-            return f"{_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP}"
-        case ReasoningStart.MAY_BEGIN:
-            return f"({_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP})?"
+    if reasoning is ReasoningStart.NONE:
+        return ""
+    thoughts = f"{_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP}"
+    return thoughts if reasoning is ReasoningStart.BEGUN else f"({thoughts})?"
 
 
 def _thoughts_until(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,7 +33,9 @@ class GrownObject:
                 case list() if name == "tool_calls":
                     fields.setdefault(name, GrownObject()).add({call["index"]: call for call in value})
                 case list():
-                    fields.setdefault(name, []).extend(encoded(value))
+                    pieces = fields.setdefault(name, [])
+                    if value:
+                        pieces.append(msgspec.json.encode(value)[1:-1])
                 case str() if name in _TEXTS:
                     fields.setdefault(name, []).append(value)
                 case _ if fields.get(name) is None:
@@ -55,13 +57,3 @@ class GrownObject:
                 case _:
                     shown[name] = value
         return shown
-
-
-def encoded(entries: Sequence[object]) -> list[bytes]:
-    """Return the JSON of a list's ``entries`` without brackets, as a list of one piece, or of none."""
-    return [msgspec.json.encode(entries)[1:-1]] if entries else []
-
-
-def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
-    """Return the lists as JSON, joined from the pieces of ``encoded``."""
-    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}

@@ -114,16 +114,16 @@ class _Writer:
         """Return what the rule of ``schema`` expands to. Its keywords decide which method writes it."""
         words = set(schema) - ANNOTATIONS - {"nullable"}
         if "const" in words or "enum" in words:
-            self._check_words(schema, words, {"const", "enum", "type"}, place)
+            self._check_words(words, {"const", "enum", "type"}, place)
             return self._values(schema)
         if "$ref" in words:
-            self._check_words(schema, words, {"$ref"}, place)
+            self._check_words(words, {"$ref"}, place)
             return self.rule_of(self._numbers.target(schema["$ref"]), str(schema["$ref"]))
         for word in ("anyOf", "oneOf", "allOf"):
             if word in words:
                 return self._alternatives(schema, words, word, place)
         known = _OBJECT_WORDS | _ARRAY_WORDS | _SCALAR_WORDS | {"type"}
-        self._check_words(schema, words, known, place)
+        self._check_words(words, known, place)
         types = types_of(schema) if "type" in schema else list(_TYPES)
         alternatives = []
         if "object" in types:
@@ -135,7 +135,7 @@ class _Writer:
             alternatives.append(_by_llguidance({**said, "type": rest}, self._is_lenient))
         return " | ".join(f"({alternative})" for alternative in alternatives)
 
-    def _check_words(self, schema: Schema, words: set[str], known: set[str], place: str) -> None:
+    def _check_words(self, words: set[str], known: set[str], place: str) -> None:
         """Raises NotWritable for a keyword that the rules written here cannot enforce."""
         others = sorted(words - known)
         if others and not (self._is_lenient and not set(others) & _ENFORCED):
@@ -188,9 +188,9 @@ class _Writer:
     def _alternatives(self, schema: Schema, words: set[str], word: str, place: str) -> str:
         """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``word`` is."""
         branches = as_list(schema[word])
-        self._check_words(schema, words, {word}, place)
+        self._check_words(words, {word}, place)
         if word == "allOf" and len(branches) != 1:
-            self._check_words(schema, words, set(), place)
+            self._check_words(words, set(), place)
         if word == "oneOf" and not self._is_lenient:
             for index, branch in enumerate(branches):
                 self._steps.spend(index)

@@ -1,5 +1,5 @@
-"""Answers ``/v1/models`` of nodes and the router, in OpenAI's form or, for Anthropic's client, in
-Anthropic's."""
+"""Answers ``/version``, and ``/v1/models`` in OpenAI's form or, for Anthropic's client, in Anthropic's, for
+nodes and the router."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
 
 MODELS_PATH = "/v1/models"
@@ -61,6 +62,11 @@ def _anthropic_page(models: Sequence[Mapping[str, object]]) -> dict[str, object]
         "first_id": ids[0] if ids else None,
         "last_id": ids[-1] if ids else None,
     }
+
+
+async def show_version(request: Request) -> Response:
+    """Answer ``/version``."""
+    return json_response({"version": VERSION})
 
 
 def json_response(value: object, status: int = 200) -> Response:

@@ -25,7 +25,7 @@ from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.protocol.channels import load_control_keys
 from hisparse_pd.serving.api.keys import load_api_keys
 from hisparse_pd.serving.api.node_app import NodeContext
-from hisparse_pd.serving.http.board import Board, make_board
+from hisparse_pd.serving.http.board import Board
 from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.descriptors import raise_limit
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, samples_at_work
@@ -138,7 +138,7 @@ def run_front(
     # What this front shares with the others, and its own part.
     num_fronts = settings.num_fronts
     listeners[0].share(num_fronts)
-    board = make_board(settings.dp_size, num_fronts)
+    board = Board(settings.dp_size, num_fronts)
     plan = _NodePlan(settings, role, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)

@@ -24,7 +24,7 @@ from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.protocol.channels import ControlKeys
 from hisparse_pd.serving.api.keys import ApiKeys, RequireKey
-from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response, show_models
+from hisparse_pd.serving.api.models import MODEL_PATH, MODELS_PATH, json_response, show_models, show_version
 from hisparse_pd.serving.api.pages import GuardFromPages
 from hisparse_pd.serving.api.quarantine_routes import quarantine_routes
 from hisparse_pd.serving.http.engine_link import EngineLink
@@ -81,7 +81,6 @@ def create_node_app(
         "/health": _health,
         "/health_generate": _health,
         "/liveness": _liveness,
-        "/version": _version,
         "/server_info": _server_info,
         "/get_server_info": _server_info,
         "/get_load": _load,
@@ -90,7 +89,8 @@ def create_node_app(
         MODEL_PATH: _models,
         "/metrics": _metrics,
     }
-    all_get_handlers = {path: partial(answer, context) for path, answer in own.items()} | dict(get_handlers)
+    all_get_handlers: dict[str, GetHandler] = {path: partial(answer, context) for path, answer in own.items()}
+    all_get_handlers |= {"/version": show_version, **get_handlers}
     routes: list[BaseRoute] = [
         Route(path, handler, methods=["POST"]) for path, handler in post_handlers.items()
     ]
@@ -136,10 +136,6 @@ async def _liveness(context: NodeContext, request: Request) -> Response:
     if stall is None:
         return json_response({"status": "ok"})
     return json_response({"status": "unavailable", "reason": stall}, 503)
-
-
-async def _version(context: NodeContext, request: Request) -> Response:
-    return json_response({"version": VERSION})
 
 
 async def _server_info(context: NodeContext, request: Request) -> Response:

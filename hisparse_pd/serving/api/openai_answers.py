@@ -6,23 +6,27 @@ A whole answer is joined from the same chunks that a stream would have (``GrownO
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import msgspec
 from msgspec import Raw
 
-from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_reading import ChatReading, chat_readings
+from hisparse_pd.serving.api.completion_logprobs import Echo, OutputLogprobs
 from hisparse_pd.serving.api.dialect import Dialect, Json, usage
 from hisparse_pd.serving.api.grown_json import GrownObject
 from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
+from hisparse_pd.serving.api.prompt_scores import vllm_entry
 from hisparse_pd.serving.api.schemas import StreamedUsage
-from hisparse_pd.serving.api.token_names import TextOffsets, TokenNames, by_id, finite
+from hisparse_pd.serving.api.token_names import TokenNames, by_id, finite
+
+_ABOUT_PROMPT = ("prompt_token_ids", "prompt_logprobs")
+"""Fields that chats have beside their choices."""
 
 
 class _OpenAiDialect(Dialect):
@@ -38,6 +42,10 @@ class _OpenAiDialect(Dialect):
         self._id = work.identity.name(f"{self.id_prefix}-", 12)
         self._grown: defaultdict[int, GrownObject] = defaultdict(GrownObject)
         """Choices of a whole answer, by sample."""
+        self._beside_choices = GrownObject()
+        """Fields about the prompt that a whole answer has beside its choices."""
+        self._begun: set[int] = set()
+        """Samples whose first chunk is written."""
         self._shows_ids = work.request.returns_token_ids
         self._names_by_id = work.request.names_tokens_by_id
         self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
@@ -47,12 +55,14 @@ class _OpenAiDialect(Dialect):
         for event in self.events(output, delta):
             (choice,) = event["choices"]
             self._grown[output.index].add(choice)
+            self._beside_choices.add({name: event[name] for name in _ABOUT_PROMPT if name in event})
 
     def choice(self, output: SampleOutput) -> Raw:
         return Raw(msgspec.json.encode(self._whole_choice(self._grown.pop(output.index).show())))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
-        return self._envelope(self.whole_object, choices) | {"usage": self._usage_object(outputs)}
+        answer = self._envelope(self.whole_object, choices) | {"usage": self._usage_object(outputs)}
+        return answer | self._beside_choices.show()
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> Iterator[Json]:
         if self._usage is not StreamedUsage.NONE:
@@ -87,6 +97,13 @@ class _OpenAiDialect(Dialect):
             self._encoded_prompts[prompt_index] = Raw(msgspec.json.encode(token_ids))
         return {"prompt_token_ids": self._encoded_prompts[prompt_index]}
 
+    def _prompt_logprobs(self, output: SampleOutput, delta: Delta) -> Json:
+        """Return vLLM's field with the prompt's logprobs that the delta has, where they are asked for."""
+        num_top = output.sample.options.num_prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": [vllm_entry(self._token_bytes, token, num_top) for token in delta.scored]}
+
     def _ids(self, output: SampleOutput, first: int, last: int) -> Json:
         """Return vLLM's field with the answer's token ids in [first, last), where they are asked for."""
         return {"token_ids": output.token_ids[first:last]} if self._shows_ids else {}
@@ -106,9 +123,9 @@ class _OpenAiDialect(Dialect):
             "choices": choices,
         }
 
-    @abstractmethod
     def _whole_choice(self, grown: Json) -> Json:
         """Return the choice of a whole answer. ``grown`` is joined from the choices of its chunks."""
+        return grown
 
     @abstractmethod
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
@@ -123,73 +140,31 @@ class CompletionsDialect(_OpenAiDialect):
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         super().__init__(context, work)
-        self._names = TokenNames(context.codec.token_bytes, are_ids=self._names_by_id)
-        self._shown: dict[int, _ShownTokens] = {}
-        """Tokens whose logprobs may be shown, by sample; samples without logprobs have no entry."""
-        self._echoed: set[int] = set()
-        """Samples whose first event, which has the echoed prompt, is written."""
+        names = TokenNames(context.codec.token_bytes, are_ids=self._names_by_id)
+        self._echoes = [Echo(sample, names) for sample in work.samples]
+        self._output_logprobs = [OutputLogprobs(sample, names) for sample in work.samples]
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
-        text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
-        self._echoed.add(output.index)
-        finish = delta.finish
-        if text or finish or self._shows_tokens(output, delta):
+        echo, finish = self._echoes[output.index], delta.finish
+        is_first = output.index not in self._begun
+        logprobs = echo.logprobs(delta.scored) if delta.scored else self._new_logprobs(output, delta)
+        text = echo.next_text() + delta.text if is_first or delta.scored else delta.text
+        if text or finish or delta.scored or self._shows_tokens(output, delta):
+            self._begun.add(output.index)
             choice = {
                 "index": output.index,
                 "text": text,
-                "logprobs": self._new_logprobs(output, delta),
+                "logprobs": logprobs,
                 "finish_reason": finish and finish.reason,
                 "matched_stop": finish and finish.matched,
+                **(self._prompt_ids(output.sample.prompt_index) if is_first else {}),
                 **self._ids(output, delta.first_token, delta.last_token),
-                **(self._prompt_ids(output.sample.prompt_index) if delta.first_token == 0 else {}),
+                **(self._prompt_logprobs(output, delta) if delta.scored else {}),
             }
             yield self._chunk(output, choice)
 
-    def _whole_choice(self, grown: Json) -> Json:
-        if self._shows_ids:
-            grown["token_ids"] = grown.pop("token_ids")  # moves them behind those of the prompt
-        return grown
-
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Json:
-        """Return the logprobs of the tokens whose text is shown. A token within what may be a stop string has
-        to wait: its text may never be shown."""
-        sample = output.sample
-        shown = self._shown.get(output.index)
-        if shown is None:
-            skips = sample.options.skip_special_tokens
-            offsets = TextOffsets(self._token_bytes, len(sample.echo), skip_special_tokens=skips)
-            shown = self._shown[output.index] = _ShownTokens(offsets, len(sample.echo))
-        certain = shown.feed(delta)
-        entries = [entry for _, entry in certain]
-        return {
-            "tokens": [self._names.of(entry.token_id) for entry in entries],
-            "token_logprobs": [finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                self._names.likeliest(entry.token_id, entry.logprob, entry.top) for entry in entries
-            ],
-            "text_offset": [offset for offset, _ in certain],
-        }
-
-
-class _ShownTokens:
-    """The tokens of one sample whose logprobs may be shown: those whose text is shown, in order."""
-
-    def __init__(self, offsets: TextOffsets, num_chars: int) -> None:
-        self._offsets = offsets
-        self._num_chars = num_chars
-        """Length of the shown text."""
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()
-        """Entries that are not shown yet, with the offsets of their texts."""
-
-    def feed(self, delta: Delta) -> list[tuple[int, TokenLogprob]]:
-        """Return the entries to show with the delta: they begin in the shown text, or at its end."""
-        self._num_chars += len(delta.text)
-        self._waiting += ((self._offsets.next(entry.token_id), entry) for entry in delta.logprobs)
-        found = []
-        while self._waiting and (delta.finish or self._waiting[0][0] <= self._num_chars):
-            offset, entry = self._waiting.popleft()
-            found.append((min(offset, self._num_chars), entry))
-        return found
+        return self._output_logprobs[output.index].feed(delta)
 
 
 class ChatDialect(_OpenAiDialect):
@@ -204,12 +179,18 @@ class ChatDialect(_OpenAiDialect):
         self._readings = chat_readings(context, work)
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
-        reading = self._readings[output.index]
-        if delta.first_token == 0:
-            role: Json = {"role": "assistant", "content": ""}
+        is_first = output.index not in self._begun
+        self._begun.add(output.index)
+        if is_first or delta.scored:
+            role: Json = {"role": "assistant", "content": ""} if is_first else {}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
-            yield self._chunk(output, choice, **(self._prompt_ids(0) if output.index == 0 else {}))
-        finish = delta.finish
+            about_prompt = self._prompt_ids(0) if is_first and output.index == 0 else {}
+            if delta.scored:
+                about_prompt |= self._prompt_logprobs(output, delta)
+            yield self._chunk(output, choice, **about_prompt)
+        if delta.scored:
+            return
+        reading, finish = self._readings[output.index], delta.finish
         changes = reading.feed(output, delta)
         shown = [part for change in changes if (part := self._shown_change(output.index, *change))]
         if not shown and (finish or self._shows_tokens(output, delta)):
@@ -242,9 +223,6 @@ class ChatDialect(_OpenAiDialect):
 
     def _usage_object(self, outputs: Sequence[SampleOutput]) -> Json:
         return usage(outputs, sum(self._readings[output.index].num_reasoning_tokens for output in outputs))
-
-    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
-        return super().whole(outputs, choices) | self._prompt_ids(0)
 
     def _whole_choice(self, grown: Json) -> Json:
         message = grown.pop("delta")

@@ -73,13 +73,14 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
     effort = body.reasoning.effort if body.reasoning is not None else None
+    text_format = body.text.format if body.text is not None else None
     echo: dict[str, object] = {field: getattr(body, field) for field in _ECHOED} | {
         "metadata": None if body.metadata is None else decode_item("metadata", body.metadata),
         "tools": tools.described,
         "tool_choice": decode_item("tool_choice", body.tool_choice) if body.tool_choice else "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": effort, "summary": None},
-        "text": {"format": _text_format(body.text)},
+        "text": {"format": {"type": "text"} if text_format is None else text_format},
     }
     prompt = ChatPrompt(
         tuple(messages),
@@ -91,12 +92,6 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
         left_out=tools.left_out,
     )
     return prompt, echo
-
-
-def _text_format(text: parts.TextOptions | None) -> object:
-    if text is None or text.format is None:
-        return {"type": "text"}
-    return text.format
 
 
 def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:

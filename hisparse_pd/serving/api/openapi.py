@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hisparse_pd.base.vocabulary import VERSION
 from hisparse_pd.serving.api import anthropic_parts, bodies, body_parts, openai_parts, responses_parts
@@ -57,6 +59,11 @@ def openapi_document() -> bytes:
         "components": {"schemas": schemas | _ERRORS},
     }
     return msgspec.json.encode(document)
+
+
+async def show_openapi(request: Request) -> Response:
+    """Answer with the document."""
+    return Response(openapi_document(), media_type="application/json")
 
 
 def _operation(path: str, body: str) -> dict[str, Any]:

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,8 +27,19 @@ class Finish:
     """The stop string or stop token that ended the sample."""
 
 
+class PromptToken(NamedTuple):
+    """A token of a prompt, with the likeliest tokens in its place and their logprobs."""
+
+    token_id: int
+    logprob: float | None = None
+    """None for the first token shown, which has no logprob."""
+    rank: int = 0
+    top: Sequence[tuple[int, float]] = ()
+
+
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine message added to sample ``index``: tokens in [first_token, last_token), and text."""
+    """What one engine message added to sample ``index``: tokens in [first_token, last_token), and text; or
+    ``scored``, the next tokens of its prompt with their logprobs."""
 
     index: int
     text: str
@@ -35,6 +48,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish: Finish | None
     logprobs: tuple[TokenLogprob, ...] = ()
     """One entry a token where logprobs are asked for. They are not kept: a dialect encodes them at once."""
+    scored: Sequence[PromptToken] = ()
 
 
 class SampleOutput:
@@ -46,6 +60,8 @@ class SampleOutput:
         self.index = index
         self.sample = sample
         self.token_ids: list[int] = []
+        self.num_scored = 0
+        """Tokens of the prompt that deltas had with their logprobs."""
         self.finish: Finish | None = None
         self.stats: RequestStats | None = None
         """The engine's latest statistics; None before the first ones, and where no engine took part."""
@@ -88,6 +104,16 @@ class SampleOutput:
     def num_accepted(self) -> int:
         """Drafted tokens that became output."""
         return self.stats.num_accepted if self.stats else 0
+
+    def score(self, tokens: Sequence[PromptToken]) -> Delta:
+        """Take in the next tokens of the prompt that are shown with logprobs, and return what they add."""
+        self.num_scored += len(tokens)
+        return Delta(self.index, "", 0, 0, None, scored=tokens)
+
+    def replay_scored(self, num_tokens: int) -> Delta:
+        """Take in the next tokens of the prompt whose logprobs the client has."""
+        token_ids = self.sample.scored_ids[self.num_scored :][:num_tokens]
+        return self.score([PromptToken(token_id) for token_id in token_ids.tolist()])
 
     def feed(self, message: Tokens) -> Delta:
         """Take in one engine message of a sample that has not finished, and return what it adds.

@@ -1,173 +1,108 @@
-"""Logprobs of a prompt's own tokens, as completions, chats and ``/generate`` show them.
+"""Logprobs of a prompt's own tokens, on their way from the engine to the samples that show them.
 
-The handler in ``decode_node/server.py`` collects the engine's ``Scores``, has ``write_lists`` encode them
-once for each prompt, in pieces, and puts them into a finished answer by ``with_lists``. The lists of one
-answer have up to 40 MB, so they are never decoded again.
+The handler in ``decode_node/server.py`` has a ``ScoredPrompt`` for each prompt. It turns the engine's rows
+into deltas, which the dialects of completions, chats and ``/generate`` write like any other.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
-from hisparse_pd.engine.messages import PromptScores, unpack_token_ids
+from hisparse_pd.engine.messages import PromptScores, Tokens
 from hisparse_pd.protocol.prompt_scores import score_dtype
-from hisparse_pd.serving.api.app import Work
-from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.detokenizer import TokenBytes
-from hisparse_pd.serving.api.generate_answers import sglang_token
-from hisparse_pd.serving.api.grown_json import encoded, shown_lists
-from hisparse_pd.serving.api.requests import SampleRequest
-from hisparse_pd.serving.api.token_names import EchoOffsets, TokenNames, finite
+from hisparse_pd.serving.api.output import Delta, PromptToken, SampleOutput
+from hisparse_pd.serving.api.token_names import finite
 from hisparse_pd.serving.http.http_errors import RequestFailedError
-from hisparse_pd.serving.http.off_loop import off_loop
 
 _PIECE_ENTRIES = 2048
-"""Logprobs encoded at a time, which takes a millisecond or two in which no other thread runs."""
+"""Logprobs in one delta, whose JSON takes a millisecond or two to write."""
 
-_INLINE_BYTES = 16 << 10
-_INLINE_PROMPTS = 64
-"""Most bytes of rows, and prompts, that are written on the event loop, which takes no longer than a piece."""
+_NO_ROWS = np.empty(0, score_dtype(0))
 
 
-class Scores(Struct):
-    """Logprobs of one prompt as the engine sends them. ``rows`` are of ``score_dtype(num_top)``."""
-
-    num_top: int = 0
-    rows: list[bytes] = []
-
-    def add(self, piece: PromptScores) -> None:
-        """Add the next piece."""
-        self.num_top = piece.num_top
-        self.rows.append(piece.rows)
+def scored_prompts(outputs: Sequence[SampleOutput]) -> dict[int, ScoredPrompt]:
+    """Return a ``ScoredPrompt`` for each prompt, by the prompt's index."""
+    by_prompt: defaultdict[int, list[SampleOutput]] = defaultdict(list)
+    for output in outputs:
+        by_prompt[output.sample.prompt_index].append(output)
+    return {index: ScoredPrompt(samples) for index, samples in by_prompt.items()}
 
 
-class PromptLists(NamedTuple):
-    """The JSON lists of one prompt by field, each in pieces without brackets."""
+class ScoredPrompt:
+    """A prompt's logprobs, and the messages of its samples, which wait for the logprobs.
 
-    choice: defaultdict[str, list[bytes]]
-    """Fields of each choice."""
-    logprobs: defaultdict[str, list[bytes]]
-    """Fields of a choice's ``logprobs``, whose lists begin with these."""
-    meta_info: defaultdict[str, list[bytes]]
-    """Fields of SGLang's ``meta_info``."""
+    Samples on other ranks than the one whose prompt is scored may have tokens first.
+    """
 
+    def __init__(self, outputs: Sequence[SampleOutput]) -> None:
+        """``outputs``: those of the prompt's samples."""
+        self._outputs = [each for each in outputs if len(each.sample.scored_ids) and each.finish is None]
+        self._token_ids = self._outputs[0].sample.scored_ids if self._outputs else np.empty(0, np.int32)
+        self._num_read = min((output.num_scored for output in self._outputs), default=0)
+        """Tokens that all samples have with their logprobs."""
+        generates = [output.sample.generate for output in outputs]
+        self._scored_id = next((each.request_id for each in generates if each.scores is not None), None)
+        """Request id of the sample whose prompt the engine scores; None if no row is needed."""
+        self._waiting: list[Tokens] = []
+        assert self._scored_id is not None or self._num_lacking <= 1, "or the samples would wait for ever"
 
-async def write_lists(
-    work: Work, scores: Mapping[int, Scores], token_bytes: TokenBytes
-) -> dict[int, PromptLists]:
-    """Write the lists of each prompt in ``scores``, both by prompt index. Raises RequestFailedError where the
-    engine left out positions."""
-    written: dict[int, PromptLists] = {}
-    names = TokenNames(token_bytes, are_ids=work.request.names_tokens_by_id)
-    sample_by_prompt = {sample.prompt_index: sample for sample in work.samples}
-    is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES
-    for index, prompt_scores in scores.items():
-        written[index] = lists = PromptLists(defaultdict(list), defaultdict(list), defaultdict(list))
-        writing = _write(sample_by_prompt[index], prompt_scores, names, lists)
-        if is_short and len(scores) <= _INLINE_PROMPTS:
-            deque(writing, maxlen=0)
-        else:
-            while await off_loop(next, writing, False):
-                pass
-    return written
+    def due(self, event: PromptScores | Tokens) -> Iterable[Delta | Tokens]:
+        """Return what samples show now that ``event`` is here: logprobs of the prompt first, then tokens.
 
+        Raises RequestFailedError where the engine left out positions.
+        """
+        if isinstance(event, PromptScores):
+            return self._with_waiting(np.frombuffer(event.rows, score_dtype(event.num_top)))
+        if not self._num_lacking:
+            return (event,)
+        if event.request_id == self._scored_id:
+            num_rows, num_tokens = max(0, self._num_read - 1), len(self._token_ids)
+            raise RequestFailedError(500, f"the engine sent {num_rows} logprobs for {num_tokens} tokens")
+        self._waiting.append(event)
+        # A prompt's only token has no row.
+        return self._with_waiting(_NO_ROWS) if self._scored_id is None else ()
 
-def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> bytes:
-    """Put the lists of its prompts into the whole answer ``body``."""
-    answer: Any = msgspec.json.decode(body)
-    prompts = [written[sample.prompt_index] for sample in work.samples]
-    if work.request.endpoint is Endpoint.GENERATE:
-        for entry, lists in zip(answer if isinstance(answer, list) else [answer], prompts, strict=True):
-            entry["meta_info"] |= shown_lists(lists.meta_info)
-    elif work.request.endpoint is Endpoint.CHAT:
-        answer |= shown_lists(prompts[0].choice)
-    else:
-        for choice, lists in zip(answer["choices"], prompts, strict=True):
-            choice |= shown_lists(lists.choice)
-            if lists.logprobs:
-                output = {name: encoded(entries) for name, entries in choice["logprobs"].items()}
-                both = {name: [*lists.logprobs[name], *pieces] for name, pieces in output.items()}
-                choice["logprobs"] = shown_lists(both)
-    return msgspec.json.encode(answer)
+    def _with_waiting(self, rows: npt.NDArray[np.void]) -> Iterator[Delta | Tokens]:
+        """Yield what the next rows add and, behind the last one, the messages that waited for it."""
+        yield from self._read(rows)
+        if not self._num_lacking:
+            yield from self._waiting
+            self._waiting.clear()
 
+    @property
+    def _num_lacking(self) -> int:
+        return len(self._token_ids) - self._num_read
 
-def _write(sample: SampleRequest, scores: Scores, names: TokenNames, lists: PromptLists) -> Iterator[bool]:
-    """Append the entries of the prompt's fields to ``lists``, and yield True after each piece."""
-    options, wanted = sample.options, sample.wanted_scores
-    assert wanted is not None
-    token_bytes = names.token_bytes
-    token_ids = unpack_token_ids(sample.prompt)[wanted.first - 1 :]
-    rows = np.frombuffer(b"".join(scores.rows), score_dtype(scores.num_top))
-    if len(rows) != max(0, len(token_ids) - 1):
-        raise RequestFailedError(500, f"the engine sent {len(rows)} logprobs for {len(token_ids)} tokens")
-    choice, logprobs, meta = lists
-    num_logprobs = options.sampling.num_logprobs
-    num_shown = num_logprobs or 0
-    offsets = None
-    if options.echo and num_logprobs is not None:
-        offsets = EchoOffsets(names.token_bytes, sample.echo)
-    first = 1
-    """Index of the piece's first token with a logprob."""
-    for piece in _pieces(token_ids, rows, scores.num_top):
-        unknown, known = [None] * first, piece[first:]
-        if options.num_prompt_logprobs is not None:
-            by_id = [_vllm_entry(token_bytes, token, options.num_prompt_logprobs) for token in known]
-            choice["prompt_logprobs"] += encoded([*unknown, *by_id])
-        if offsets is not None:
-            logprobs["tokens"] += encoded([names.of(token.token_id) for token in piece])
-            logprobs["text_offset"] += encoded([offsets.next(token.token_id) for token in piece])
-            logprobs["token_logprobs"] += encoded([*unknown, *(finite(token.logprob) for token in known)])
-            likeliest = [
-                names.likeliest(token.token_id, token.logprob, token.top[:num_shown]) for token in known
-            ]
-            logprobs["top_logprobs"] += encoded([*unknown, *likeliest])
-        if options.logprob_start is not None:
-            # SGLang shows no logprob of the token at which it starts.
-            with_text = options.text_in_logprobs
-            entries: list[tuple[int, float | None]] = [(token.token_id, None) for token in piece[:first]]
-            entries += [(token.token_id, token.logprob) for token in known]
-            shown = [sglang_token(token_bytes, *entry, with_text) for entry in entries]
-            meta["input_token_logprobs"] += encoded(shown)
-            if num_shown:
-                tops = [
-                    [sglang_token(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
-                    for token in known
-                ]
-                meta["input_top_logprobs"] += encoded([*unknown, *tops])
-        first = 0
-        yield True
-
-
-class _Token(NamedTuple):
-    """A token of the prompt, with the likeliest tokens in its place and their logprobs."""
-
-    token_id: int
-    logprob: float = 0.0
-    rank: int = 0
-    top: Sequence[tuple[int, float]] = ()
+    def _read(self, rows: npt.NDArray[np.void]) -> Iterator[Delta]:
+        """Yield what the next rows add to each sample. The engine also scores output that is resumed."""
+        unread = self._token_ids[self._num_read :]
+        num_without_row = 0 if self._num_read else 1
+        head = [PromptToken(token_id) for token_id in unread[:num_without_row].tolist()]
+        for piece in _pieces(head, unread[num_without_row:], rows):
+            self._num_read += len(piece)
+            for output in self._outputs:
+                num_new = self._num_read - output.num_scored
+                if num_new > 0:
+                    yield output.score(piece[-num_new:])
 
 
 def _pieces(
-    token_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.void], num_top: int
-) -> Iterator[list[_Token]]:
-    """Yield all tokens in pieces. The first token has no row."""
-    if not len(token_ids):
-        return
-    head = [_Token(int(token_ids[0]))]
+    head: list[PromptToken], token_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.void]
+) -> Iterator[list[PromptToken]]:
+    """Yield the tokens that have a row, in pieces, with ``head`` before the first one."""
+    num_top = rows.dtype["top_ids"].shape[0]
     step = max(1, _PIECE_ENTRIES // (1 + num_top))
-    for start in range(0, max(1, len(rows)), step):
+    for start in range(0, max(len(head), min(len(rows), len(token_ids))), step):
         part = rows[start : start + step]
         tops = zip(part["top_ids"].tolist(), part["top_logprobs"].tolist(), strict=True)
         tokens = map(
-            _Token,
-            token_ids[1 + start : 1 + start + step].tolist(),
+            PromptToken,
+            token_ids[start : start + step].tolist(),
             part["logprob"].tolist(),
             part["rank"].tolist(),
             [tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in tops],
@@ -176,8 +111,10 @@ def _pieces(
         head = []
 
 
-def _vllm_entry(token_bytes: TokenBytes, token: _Token, num_top: int) -> dict[str, object]:
-    """Return vLLM's entry for a prompt's token: itself, then the likeliest ones."""
+def vllm_entry(token_bytes: TokenBytes, token: PromptToken, num_top: int) -> dict[str, object] | None:
+    """Return vLLM's entry for a prompt's token: itself, then the likeliest ones; None without a logprob."""
+    if token.logprob is None:
+        return None
     ranked = [(token.token_id, token.logprob, token.rank)]
     ranked += [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.top[:num_top], 1)]
     return {

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
 from hisparse_pd.engine.messages import RequestStats, Tokens
@@ -42,7 +43,7 @@ class Identity:
 
 
 class JournalRecord(msgspec.Struct, array_like=True, frozen=True):
-    """One engine message of a sample, or several joined. Its fields are those of ``Tokens``."""
+    """One engine message of a sample, or several joined: the fields of ``Tokens``, or ``num_scored``."""
 
     sample: int
     token_ids: tuple[TokenId, ...]
@@ -50,6 +51,8 @@ class JournalRecord(msgspec.Struct, array_like=True, frozen=True):
     finish_reason: FinishReason | None = None
     matched_stop_token: int | None = None
     stats: RequestStats | None = None
+    num_scored: Annotated[int, Meta(ge=0)] = 0
+    """Further tokens of the prompt that were shown with their logprobs."""
 
     @property
     def message(self) -> Tokens:
@@ -97,10 +100,14 @@ class RequestJournal:
     def resumed(self) -> dict[int, Resumed]:
         """Return the output so far of each sample that has begun."""
         found: dict[int, list[int]] = {}
+        num_scored: Counter[int] = Counter()
         for record in self.records:
             found.setdefault(record.sample, []).extend(record.token_ids)
+            num_scored[record.sample] += record.num_scored
         over = {record.sample for record in self.records if record.finish_reason is not None}
-        return {sample: Resumed(tuple(ids), sample in over) for sample, ids in found.items()}
+        return {
+            sample: Resumed(tuple(ids), sample in over, num_scored[sample]) for sample, ids in found.items()
+        }
 
 
 class Resumed(NamedTuple):
@@ -109,6 +116,8 @@ class Resumed(NamedTuple):
     token_ids: tuple[int, ...] = ()
     is_over: bool = False
     """Whether the sample has all its tokens."""
+    num_scored: int = 0
+    """Tokens of the prompt that the client has with their logprobs."""
 
 
 NOT_RESUMED = Resumed()

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
@@ -21,8 +23,10 @@ from hisparse_pd.engine.messages import (
     num_packed_tokens,
     pack_token_ids,
     request_prefix,
+    unpack_token_ids,
 )
 from hisparse_pd.protocol.prompt_scores import WantedScores
+from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.body_parts import MAX_SAMPLES_PER_PROMPT
 from hisparse_pd.serving.api.chat_format import ReasoningStart
 from hisparse_pd.serving.api.constraints import Constraint
@@ -32,12 +36,10 @@ from hisparse_pd.serving.api.request_journal import NOT_RESUMED, Resumed
 from hisparse_pd.serving.api.sampling_options import SEED_MASK, SampleOptions
 from hisparse_pd.serving.api.schemas import ApiRequest
 from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.api.wanted_scores import check_logprob_start, check_num_scores, lacking_scores
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, InvalidField
 from hisparse_pd.serving.http.off_loop import off_loop
 
-MAX_SCORES = 1 << 19
-"""Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
-As JSON they have up to 40 MB."""
 MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 """Most characters of grammars in one HTTP request; each sample is sent to its engine with its own copy."""
 
@@ -87,7 +89,8 @@ class SampleRequest:
     root: PageKey = NO_ISOLATION
     """Root of the prompt's page keys."""
     wanted_scores: WantedScores | None = None
-    """Wanted logprobs of the prompt's tokens; the prompt's first sample has them computed for all."""
+    """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples has them computed
+    for all (``generate.scores``)."""
     echo: str = ""
     """The prompt's text, where it is shown before the output's."""
     resumed: Resumed = NOT_RESUMED
@@ -100,6 +103,13 @@ class SampleRequest:
         """Whether no token is asked for. The prompt is computed, scored and kept; one token is drawn, not
         shown."""
         return self.options.max_new_tokens == 0
+
+    @property
+    def scored_ids(self) -> npt.NDArray[np.int32]:
+        """Ids of the prompt's tokens that are shown with logprobs. The first of them has none."""
+        if self.wanted_scores is None:
+            return np.empty(0, np.int32)
+        return unpack_token_ids(self.prompt)[self.wanted_scores.first - 1 :]
 
 
 async def plan_samples(
@@ -117,6 +127,7 @@ async def plan_samples(
     all_options = await _options_with_grammars(request, prompts, codec)
     all_resumed = {} if request.journal is None else request.journal.resumed()
     num_resumes = 0 if request.journal is None else request.journal.num_resumes
+    is_chat = request.endpoint is Endpoint.CHAT
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
     for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
@@ -128,16 +139,17 @@ async def plan_samples(
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
         wanted = options.wanted_scores()
         if wanted is not None:
-            _check_logprob_start(name, num_prompt_tokens, options)
+            check_logprob_start(name, num_prompt_tokens, options)
             num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
-            _check_num_scores(request.prompt_field, num_scores)
+            check_num_scores(request, num_scores)
+        resumed_of_prompt = [all_resumed.get(len(samples) + i, NOT_RESUMED) for i in range(options.n)]
+        scores = lacking_scores(request.endpoint, wanted, num_prompt_tokens, resumed_of_prompt)
         echo = ""
         if options.echo:
             given = request.prompts[prompt_index]
             echo = given if isinstance(given, str) else await codec.text_of(prompt)
-        for sample_index in range(options.n):
+        for sample_index, resumed in enumerate(resumed_of_prompt):
             number = len(samples)
-            resumed = all_resumed.get(number, NOT_RESUMED)
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
             generate = Generate(
                 request_id=f"{prefix}-{number}",
@@ -148,15 +160,17 @@ async def plan_samples(
                 bootstrap_port=request.rendezvous[number].bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
-                scores=wanted if sample_index == 0 and _has_scores(wanted, num_prompt_tokens) else None,
+                scores=None if resumed.is_over else scores,
             )
+            if not resumed.is_over:
+                scores = None  # computed once, for all samples of the prompt
             sample = SampleRequest(
                 generate,
                 prompt,
                 prompt_index,
                 options,
                 root=request.roots[prompt_index],
-                wanted_scores=wanted,
+                wanted_scores=wanted if sample_index == 0 or not is_chat else None,
                 echo=echo,
                 resumed=resumed,
                 num_resumes=num_resumes,
@@ -235,7 +249,7 @@ def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []
-    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed)):
+    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed.token_ids)):
         group = list(alike)
         prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
         groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
@@ -261,28 +275,6 @@ def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) ->
             field,
             f"prompt tokens times samples are at least {num_tokens}; one request may have "
             f"{limits.request_tokens}: lower n or split it",
-        )
-
-
-def _check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
-    if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
-        raise FieldRefused(
-            "logprob_start_len",
-            f"{options.logprob_start} is behind the end of {name}, which has {num_prompt_tokens} tokens",
-        )
-
-
-def _has_scores(wanted: WantedScores | None, num_prompt_tokens: int) -> bool:
-    """Whether the prompt has a token whose logprob is wanted."""
-    return wanted is not None and wanted.first < num_prompt_tokens
-
-
-def _check_num_scores(field: str, num_scores: int) -> None:
-    if num_scores > MAX_SCORES:
-        raise FieldRefused(
-            field,
-            f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
-            f"tokens included; {MAX_SCORES} fit in one answer: split the request, or ask for fewer a token",
         )
 
 

@@ -118,11 +118,6 @@ class ApiRequest:
         (prompt, *_) = self.prompts
         return prompt if isinstance(prompt, ChatPrompt) else None
 
-    @property
-    def wants_scores(self) -> bool:
-        """Whether logprobs of a prompt's own tokens are asked for."""
-        return any(options.wanted_scores() is not None for options in self.options)
-
 
 def parse_request(
     endpoint: Endpoint, content: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
@@ -140,7 +135,7 @@ def parse_request(
             f"at most {MAX_SAMPLES} fit in one request",
         )
     labels = _labels(body)
-    parsed = ApiRequest(
+    return ApiRequest(
         endpoint=endpoint,
         prompts=given.prompts,
         prompt_field=given.field,
@@ -161,9 +156,6 @@ def parse_request(
         omits_thinking=_omits_thinking(body),
         journal=RequestJournal.of(body, num_samples),
     )
-    if body.stream and parsed.wants_scores:
-        raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
-    return parsed
 
 
 class _GivenPrompts(NamedTuple):

@@ -66,6 +66,11 @@ class TextOffsets:
         self._num_chars = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def end(self) -> int:
+        """Offset of the end of the last whole character so far."""
+        return self._num_chars
+
     def next(self, token_id: int) -> int:
         """Return the offset of the next token."""
         spelled = self._token_bytes.of(token_id, skip_special=self._skips_special)
@@ -92,6 +97,11 @@ class EchoOffsets:
         self._echo = echo
         self._offsets = TextOffsets(token_bytes)
         self._has_begun = False
+
+    @property
+    def end(self) -> int:
+        """Offset of the end of the last whole character so far."""
+        return min(self._offsets.end, len(self._echo)) if self._has_begun else 0
 
     def next(self, token_id: int) -> int:
         """Return the offset of the next token."""

@@ -44,11 +44,10 @@ class Instruction(IntEnum):
 class Board:
     """A row of numbers and a region for metrics for each front; in shared memory if there are several."""
 
-    def __init__(self, num_columns: int, num_fronts: int = 1) -> None:
-        """``num_columns``: length of a front's row of numbers."""
+    def __init__(self, num_ranks: int, num_fronts: int = 1) -> None:
         self.num_fronts = num_fronts
-        self._num_columns = num_columns
-        size = 1 + num_fronts * num_columns
+        self._num_columns = _FIRST_RANK_COLUMN + 2 * num_ranks
+        size = 1 + num_fronts * self._num_columns
         self._numbers = multiprocessing.RawArray("q", size) if num_fronts > 1 else [0] * size
         """The instruction, then a row for each front."""
         num_regions = num_fronts if num_fronts > 1 else 0
@@ -91,11 +90,6 @@ class Board:
             if zlib.crc32(packed) == checksum:
                 self._last_metrics[number] = packed
         return [packed for packed in self._last_metrics if packed]
-
-
-def make_board(num_ranks: int, num_fronts: int = 1) -> Board:
-    """Make a board with columns for ``num_ranks`` ranks."""
-    return Board(_FIRST_RANK_COLUMN + 2 * num_ranks, num_fronts)
 
 
 class InFlightCounts:

@@ -38,7 +38,7 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.engine.sockets import Crossing
-from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
+from hisparse_pd.serving.http.board import Board, InFlightCounts
 from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable
 from hisparse_pd.serving.http.queue_limits import NO_LIMITS, QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
@@ -112,7 +112,7 @@ class EngineLink:
         self.health_timeout_secs = health_timeout_secs
         self.state = LinkState.LOADING
         self.front_number = front_number
-        self.counts = InFlightCounts(board or make_board(len(endpoints)), front_number)
+        self.counts = InFlightCounts(board or Board(len(endpoints)), front_number)
         self.ranks = [
             RankLink(
                 rank,

@@ -18,7 +18,10 @@ from enum import Enum, auto
 from http import HTTPStatus
 
 import msgspec
+from msgspec import Raw
 from starlette.responses import Response
+
+from hisparse_pd.serving.http.events import sse
 
 _MAX_SHOWN_CHARS = 80
 
@@ -91,15 +94,10 @@ class ApiError(Exception):
 
     def event(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
         """Return the server-sent event that ends a stream."""
-        match shape:
-            case ErrorShape.OPENAI:
-                return b"data: " + self.body() + b"\n\n"
-            case ErrorShape.RESPONSES:  # its own fields, and the ``error`` that clients read in streams
-                event: dict[str, object] = {"type": "error", "code": self.code, "message": self.message}
-                body = msgspec.json.encode(event | {"param": self.param} | self.to_dict())
-                return b"event: error\ndata: " + body + b"\n\n"
-            case ErrorShape.ANTHROPIC:
-                return b"event: error\ndata: " + self.body(shape) + b"\n\n"
+        if shape is ErrorShape.RESPONSES:  # its own fields, and the ``error`` that clients read in streams
+            own = {"type": "error", "code": self.code, "message": self.message, "param": self.param}
+            return sse(own | self.to_dict(), "error")
+        return sse(Raw(self.body(shape)), "error" if shape is ErrorShape.ANTHROPIC else "")
 
     def response(
         self, headers: Mapping[str, str] | None = None, shape: ErrorShape = ErrorShape.OPENAI

@@ -34,9 +34,8 @@ def block_keys(prompt: bytes | memoryview, root: PageKey = NO_ISOLATION) -> list
 class PrefixIndex(Generic[R]):
     """Knows to which rank each block went last."""
 
-    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+    def __init__(self) -> None:
         self._rank_of: OrderedDict[bytes, R] = OrderedDict()
-        self._max_keys = max_keys
 
     def find(self, keys: Sequence[bytes]) -> R | None:
         """Return the rank that had the longest beginning of a prompt, None if no rank had its first block."""
@@ -52,7 +51,7 @@ class PrefixIndex(Generic[R]):
         for key in reversed(keys):  # the beginning counts as used last, and is forgotten last
             self._rank_of[key] = rank
             self._rank_of.move_to_end(key)
-        while len(self._rank_of) > self._max_keys:
+        while len(self._rank_of) > MAX_KEYS:
             self._rank_of.popitem(last=False)
 
     def forget(self, ranks: Collection[R]) -> None:

@@ -14,6 +14,9 @@ from hisparse_pd.serving.http.http_errors import ApiError, shown
 
 T = TypeVar("T")
 
+CLIENT_LEFT = 499
+"""Status that is counted for a request whose client left before its answer was complete."""
+
 
 async def read_body(request: Request, timeout_secs: float) -> bytes:
     """Return the whole body. Raises ApiError 415, 413 or 408, or ClientDisconnect."""

@@ -490,10 +490,11 @@ async def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path
             yield b"data: {}\n\n"
 
     async def answer(work: Work) -> HttpAnswer:
-        return HttpAnswer(b"data: {}\n\n", "text/event-stream", backlog())
+        return HttpAnswer(b"data: {}\n\n", backlog())
 
     front = socketless_context(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
     sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
+    assert sent[0]["status"] == 200
     assert len(sent) < 100
 
 

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
+from hisparse_pd.protocol.prompt_scores import WantedScores
+from hisparse_pd.serving.api import prompt_scores
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.http.http_errors import ApiError
 from tests.stream_events import said_in
+from tests.unit.api.scored_prompts import scores
 from tests.unit.api.scripted_engine import say, stops_after
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, parse, serving
 from tests.waiting import until
@@ -148,6 +151,41 @@ async def test_a_stream_says_the_same_wherever_it_is_cut(tmp_path: Path, case: s
             assert said_in(path, text) == undisturbed, records[:number]
 
 
+SCORED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "h€llo", "echo": True, "logprobs": 1, "n": 2, "max_tokens": 3},
+    "/v1/chat/completions": {"messages": MESSAGES, "prompt_logprobs": 2, "n": 2, "max_tokens": 3},
+    "/generate": NATIVE | {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 1},
+}
+
+
+@pytest.mark.parametrize("path", SCORED)
+async def test_what_was_shown_of_the_prompts_logprobs_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The lists of all events together would be longer. Each event of /generate repeats what was shown."""
+    monkeypatch.setattr(prompt_scores, "_PIECE_ENTRIES", 4)
+    body = {**SCORED[path], **ROOM, "stream": True, "journal": HEAD}
+    async with serving(scores, tmp_path) as node:
+        whole = units((await node.post(path, **body)).text)
+        records = [record for _, record in whole if isinstance(record, list)]
+        undisturbed = said_in(path, "".join(events for events, _ in whole))
+        begun = node.engine.generates[0]
+        assert begun.scores is not None
+        for number in range(1, len(records)):
+            num_asked = len(node.engine.generates)
+            rest = units((await node.post(path, **body, journal_records=[records[:number]])).text)
+            text = "".join(events for events, _ in [*whole[:number], *rest])
+            assert said_in(path, text) == undisturbed, records[:number]
+            shown = [0, 0]
+            for record in records[:number]:
+                shown[record[0]] += record[6] if len(record) == 7 else 0
+            first = max(begun.scores.first, min(shown) if path == "/v1/completions" else shown[0])
+            lacks = first < begun.num_prompt_tokens
+            wanted = [generate.scores for generate in node.engine.generates[num_asked:]]
+            assert wanted[0] == (WantedScores(first, begun.scores.num_top) if lacks else None)
+            assert not any(wanted[1:]), "one sample has them computed for all"
+
+
 async def test_a_sample_goes_on_behind_its_prompt_and_its_output_so_far(tmp_path: Path) -> None:
     records = [[[0, [97]], [1, [98, 99]], [2, [100], [], "stop", 100, None]]]
     async with serving(say("zz"), tmp_path) as node:
@@ -206,6 +244,7 @@ async def test_a_node_that_leaves_says_so_in_streams_and_ends_what_may_begin_ane
         ([[[0, [97], [], "stop"], [0, [97]]]], "one that has not ended"),
         ([[[0, [-1]]]], "journal_records"),
         ([[["a"]]], "journal_records"),
+        ([[[0, [], [], None, None, None, -1]]], "journal_records"),
         ([{}], "journal_records"),
         ({}, "must be a list"),
         ([[]] * 257, "at most 256"),

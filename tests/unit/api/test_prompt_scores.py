@@ -10,8 +10,10 @@ import pytest
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, FinishReason, SamplingParams
 from hisparse_pd.engine.messages import PromptScores, RequestFailed, Tokens
 from hisparse_pd.protocol.prompt_scores import score_dtype
+from hisparse_pd.serving.api import prompt_scores
 from tests.unit.api.scored_prompts import scores
 from tests.unit.api.scripted_engine import plays, say
+from tests.unit.api.streams import whole_and_streamed
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving
 
 pytestmark = pytest.mark.anyio
@@ -56,6 +58,8 @@ async def test_a_prompt_alone(tmp_path: Path) -> None:
             "matched_stop": None,
             "prompt_logprobs": BY_ID,
         }
+        whole, streamed = await whole_and_streamed(node, "/v1/completions", asked)
+        assert streamed == whole
         assert answer["object"] == "text_completion"
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
@@ -67,7 +71,7 @@ async def test_a_prompt_alone(tmp_path: Path) -> None:
         assert [choice["logprobs"]["tokens"] for choice in twice["choices"]] == [ECHO["tokens"]] * 2 + [
             ["h"]
         ] * 2
-        wanted = [generate.scores is not None for generate in node.engine.generates[1:]]
+        wanted = [generate.scores is not None for generate in node.engine.generates[3:]]
         assert wanted == [True, False, False, False], "once a prompt, and not of one token"
 
 
@@ -145,14 +149,41 @@ async def test_a_prompt_that_cannot_be_scored_is_an_error_of_the_request(tmp_pat
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, PREFILL_NODE_FAILED)
 
 
-async def test_logprobs_of_a_prompt_are_in_no_stream(tmp_path: Path) -> None:
+ASKED_IN_STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": ECHOED | {"max_tokens": 2, "logprobs": 1, "prompt_logprobs": 2, "n": 2},
+    "/v1/chat/completions": {**BODY, "messages": MESSAGES, "max_tokens": 2, "prompt_logprobs": 1, "n": 2},
+    "/generate": NATIVE | {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 1},
+}
+
+
+@pytest.mark.parametrize("path", ASKED_IN_STREAMS)
+async def test_a_stream_has_the_logprobs_of_a_whole_answer(tmp_path: Path, path: str) -> None:
     async with serving(scores, tmp_path) as node:
-        native = NATIVE | {"return_logprob": True, "logprob_start_len": 0}
-        for path, body in (("/v1/completions", ECHOED | {"logprobs": 0}), ("/generate", native)):
-            answer = await node.post(path, **body, stream=True)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
-            assert "must be false where logprobs of the prompt are asked for" in answer.text
-        assert not node.engine.generates
+        whole, streamed = await whole_and_streamed(node, path, ASKED_IN_STREAMS[path])
+    assert streamed == whole
+    assert "prompt_logprobs" in str(whole) or "input_top_logprobs" in str(whole)
+
+
+async def test_a_stream_shows_a_prompt_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_scores, "_PIECE_ENTRIES", 4)
+    async with serving(scores, tmp_path) as node:
+        asked = ECHOED | {"prompt": "h€llo", "max_tokens": 1, "logprobs": 1}
+        events = await node.events("/v1/completions", **asked)
+        shown = [(choice["text"], choice["logprobs"]) for event in events for choice in event["choices"]]
+        assert [text for text, _ in shown] == ["h", "€", "ll", "o", "!"]
+        assert [logprobs["text_offset"] for _, logprobs in shown] == [[0, 1, 1], [1], [2, 3], [4], [5]]
+        chat = {**BODY, "messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 0}
+        first, second, *_ = await node.events("/v1/chat/completions", **chat)
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert [len(event["prompt_logprobs"]) for event in (first, second)] == [5, 4]
+        assert (first["prompt_logprobs"][0], second["choices"][0]["delta"]) == (None, {})
+        native = NATIVE | {"return_logprob": True, "logprob_start_len": 2}
+        events = await node.events("/generate", **native)
+        logprobs = [event["meta_info"]["input_token_logprobs"] for event in events]
+        assert [len(entries) for entries in (logprobs[0], logprobs[-1])] == [3, 3]
+        assert not any(logprobs[1:-1]), "between, they would be sent again with each token"
 
 
 async def test_no_token_is_shown_where_none_is_wanted(tmp_path: Path) -> None:

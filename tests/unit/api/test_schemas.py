@@ -18,6 +18,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.decoding import MAX_NESTING
 from hisparse_pd.protocol.prompt_scores import WantedScores
+from hisparse_pd.serving.api import wanted_scores
 from hisparse_pd.serving.api.bodies import BODIES, Endpoint
 from hisparse_pd.serving.api.openapi import openapi_document
 from hisparse_pd.serving.api.requests import RequestLimits, SampleRequest, engine_groups, plan_samples
@@ -428,9 +429,7 @@ EVERYWHERE: list[Case] = [
     ({"bootstrap_host": "user@127.0.0.1"}, "bootstrap_host", "must be a host name"),
     ({"bootstrap_host": "a\nb"}, "bootstrap_host", "must be a host name"),
 ]
-SCORES = "must be false where logprobs of the prompt"
 OPENAI: list[Case] = [
-    ({"prompt_logprobs": 0, "stream": True}, "stream", f"true {SCORES}"),
     ({"max_tokens": 0, "min_tokens": 1}, "min_tokens", "1 must be at most max_tokens, which is 0"),
     ({"best_of": 3}, "best_of", "3 must equal n"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream: true"),
@@ -438,7 +437,6 @@ OPENAI: list[Case] = [
 COMPLETIONS: list[Case] = [
     ({"prompt": None}, "prompt", "is needed"),
     ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 samples"),
-    ({"echo": True, "logprobs": 0, "stream": True}, "stream", SCORES),
     ({"prompt": ["a", "b"], "bootstrap_room": [1, 1]}, "bootstrap_room", "different room"),
 ]
 USERS_CALL = {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}
@@ -462,7 +460,6 @@ GENERATE: list[Case] = [
     ({"text": None}, "text", "exactly one of text and input_ids"),
     ({"input_ids": [1], "text": "a"}, "text", "exactly one of text and input_ids"),
     ({"sampling_params": [{}, {}]}, "sampling_params", "one entry a prompt, 1"),
-    ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "stream", SCORES),
     ({"rid": ["a", "b"]}, "rid", "one string a prompt, 1"),
 ]
 CASES = [
@@ -606,6 +603,7 @@ def test_what_is_refused_for_a_type_or_bound_is_not_as_the_document_says(
 
 
 LONG = "x" * 250
+JOURNAL_HEAD = {"id": "0" * 32, "created": 7, "seed": 5}
 FULL = "this model's maximum context length is 256 tokens, and one token more"
 TOO_LONG = [
     (
@@ -634,6 +632,16 @@ TOO_LONG = [
         "prompt: at least 525987 logprobs of prompt tokens are asked for, those of the likeliest tokens "
         "included; 524288 fit in one answer: split the request, or ask for fewer a token",
     ),
+    (
+        {"text": ["x" * 100] * 256, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+        | {"stream": True, "bootstrap_room": list(range(256))},
+        "; 524288 fit in one answer",
+    ),
+    (
+        {"prompt": "abc", "echo": True, "logprobs": 1, "stream": True, "journal": JOURNAL_HEAD}
+        | {"journal_records": [[[0, [], [], None, None, None, 2], [0, [97]]]]},
+        "journal_records: 2 must count all of the prompt's logprobs, which come before tokens",
+    ),
 ]
 
 
@@ -658,6 +666,14 @@ def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
     assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d", "ef", "ef"]
     (native,) = plan(generate(return_logprob=True, logprob_start_len=2))
     assert native.generate.scores == WantedScores(3, 0)
+
+
+def test_a_stream_may_have_more_logprobs_of_prompts_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"prompt": ["x" * 100] * 256, "max_tokens": 1, "prompt_logprobs": 20, "stream": True}
+    assert plan(completion(**asked))
+    monkeypatch.setattr(wanted_scores, "MAX_STREAMED_SCORES", 1 << 19)
+    with pytest.raises(ApiError, match="; 524288 fit in one stream: split the request, or ask for fewer a"):
+        plan(completion(**asked))
 
 
 def test_an_engine_scores_a_prompt_of_which_no_token_is_wanted() -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import pytest
 
 from hisparse_pd.engine.messages import EngineReady, EngineStats, GenerateGroup
-from hisparse_pd.serving.http.board import Board, InFlightCounts, make_board
+from hisparse_pd.serving.http.board import Board, InFlightCounts
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.http_errors import QueueFull
 from hisparse_pd.serving.http.queue_limits import QueueLimits
@@ -21,7 +21,7 @@ STATS = EngineStats({}, {}, 0, 0, 0, 1)
 def two_fronts(
     limits: QueueLimits, num_ranks: int = 1, choose: RankChoice = least_loaded
 ) -> list[EngineLink]:
-    board = make_board(num_ranks, 2)
+    board = Board(num_ranks, 2)
     return [make_link(choose, num_ranks, limits, board, front) for front in range(2)]
 
 
@@ -64,7 +64,7 @@ def _count(board: Board, front: int) -> None:
 
 
 def test_processes_lose_no_count_of_each_other() -> None:
-    board = make_board(1, 2)
+    board = Board(1, 2)
     spawning = multiprocessing.get_context("spawn")
     other = spawning.Process(target=_count, args=(board, 1))
     other.start()
@@ -75,7 +75,7 @@ def test_processes_lose_no_count_of_each_other() -> None:
 
 
 def test_no_front_says_that_it_serves_before_all_do() -> None:
-    board, cleaned_up = make_board(1, 2), []
+    board, cleaned_up = Board(1, 2), []
 
     def link_of(front: int) -> EngineLink:
         def clean_up() -> None:

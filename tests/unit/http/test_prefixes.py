@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hisparse_pd.serving.http import prefixes
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES, MAX_BLOCKS, PrefixIndex, block_keys
 
 PARTS = [bytes([letter]) * BLOCK_BYTES for letter in b"abc"]
@@ -42,8 +43,11 @@ def test_a_later_block_is_told_apart_by_what_is_before_it() -> None:
 
 
 @pytest.mark.I8
-def test_what_was_used_last_is_forgotten_last_and_ends_before_beginnings() -> None:
-    index: PrefixIndex[str] = PrefixIndex(max_keys=3)
+def test_what_was_used_last_is_forgotten_last_and_ends_before_beginnings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 3)
+    index: PrefixIndex[str] = PrefixIndex()
     old, new = block_keys(PARTS[0] * 2), block_keys(PARTS[1] * 2)
     index.note(old, "a")
     index.note(new, "b")

@@ -187,6 +187,19 @@ async def test_a_stream_whose_next_prefill_node_fails_goes_on_with_another_one()
         assert "router_prefill_retries_total 1.0" in await pair.metrics()
 
 
+async def test_a_stream_whose_prefill_node_fails_goes_on_with_another_one() -> None:
+    """Logprobs of a prompt are shown before its KV has landed. The decode node is not to blame."""
+    failed = b"data: " + error_body(PREFILL_NODE_FAILED) + b"\n\n"
+    decode = at_first(journaled(unit(1), failed), GOES_ON)
+    async with cluster([computes] * 2, decode, resume_timeout_secs=NEVER_SECS) as pair:
+        assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
+        begun, went_on = (pair.decode[0].body(number) for number in range(2))
+        assert pair.prefill_of(begun) is not pair.prefill_of(went_on)
+        assert went_on["journal_records"] == [[[0, [1]]]]
+        assert "router_prefill_retries_total 1.0" in await pair.metrics()
+        assert 'router_resumes_total{reason="lost"} 0.0' in await pair.metrics()
+
+
 async def test_what_is_no_nodes_fault_is_shown_and_not_asked_again() -> None:
     refused = b'data: {"error": {"message": "grammar"}}\n\n'
     async with cluster(

@@ -1,0 +1,66 @@
+"""Logprobs of prompts that a request asks for: how many it may have, and which of them its samples lack.
+
+``requests.py`` calls the functions when it plans samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hisparse_pd.protocol.prompt_scores import WantedScores
+from hisparse_pd.serving.api.bodies import Endpoint
+from hisparse_pd.serving.api.request_journal import Resumed
+from hisparse_pd.serving.api.sampling_options import SampleOptions
+from hisparse_pd.serving.api.schemas import ApiRequest
+from hisparse_pd.serving.http.http_errors import FieldRefused, InvalidField
+
+MAX_SCORES = 1 << 19
+"""Most logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
+As JSON they have up to 40 MB."""
+MAX_STREAMED_SCORES = 1 << 22
+"""Most of them in a stream that passes them on in pieces: a context of 163,840 tokens with the twenty
+likeliest of each. Those that the client has not read yet wait as rows of 8 bytes each, 34 MB at most."""
+
+
+def check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+    if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
+        raise FieldRefused(
+            "logprob_start_len",
+            f"{options.logprob_start} is behind the end of {name}, which has {num_prompt_tokens} tokens",
+        )
+
+
+def lacking_scores(
+    endpoint: Endpoint, wanted: WantedScores | None, num_prompt_tokens: int, all_resumed: Sequence[Resumed]
+) -> WantedScores | None:
+    """Return which of the ``wanted`` logprobs a prompt's samples lack; None for none. Raises ApiError 400 for
+    a sample that has tokens before those.
+
+    Events of ``/generate`` repeat all logprobs, so there a sample lacks them until it is over.
+    """
+    if wanted is None:
+        return None
+    if endpoint is Endpoint.CHAT:
+        all_resumed = all_resumed[:1]  # shown once, beside the choices
+    lacking: int | None = None
+    for resumed in all_resumed:
+        first = wanted.first - 1 + max(1, resumed.num_scored)
+        if resumed.is_over or first >= num_prompt_tokens:
+            continue
+        if resumed.token_ids and endpoint is not Endpoint.GENERATE:
+            rule = "must count all of the prompt's logprobs, which come before tokens"
+            raise InvalidField("journal_records", resumed.num_scored, rule)
+        lacking = first if lacking is None else min(lacking, first)
+    return None if lacking is None else WantedScores(lacking, wanted.num_top)
+
+
+def check_num_scores(request: ApiRequest, num_scores: int) -> None:
+    is_in_pieces = request.stream and request.endpoint is not Endpoint.GENERATE
+    most = MAX_STREAMED_SCORES if is_in_pieces else MAX_SCORES
+    if num_scores > most:
+        what = "stream" if is_in_pieces else "answer"
+        raise FieldRefused(
+            request.prompt_field,
+            f"at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
+            f"tokens included; {most} fit in one {what}: split the request, or ask for fewer a token",
+        )
