@@ -20,12 +20,12 @@ from hisparse_pd.base.vocabulary import VERSION, RankPlace
 from hisparse_pd.core.memory.device import check_devices, use_device
 from hisparse_pd.core.memory.free import check_host_memory
 from hisparse_pd.core.memory.machine import Machine
-from hisparse_pd.core.memory.numa import place_ranks, with_pools
+from hisparse_pd.core.memory.numa import Placement, place_ranks, with_pools
 from hisparse_pd.core.memory.numa_binding import bind_threads, with_allowed_policy
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.rank_group import RankGroup, RankGroupError
-from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.engine.loop import EngineLoop, SettingsT
 from hisparse_pd.engine.messages import EngineLoading
 from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
@@ -47,58 +47,16 @@ def run_engine_process(
 
     ``settings.device`` is this rank's. Raises StartError, also from the engine.
     """
-    # The process: its log, its place on the machine, its threads and its channels to the fronts.
-    die_with_parent()
-    rank = f" rank {place.rank}" if place.size > 1 else ""
-    setup_logging(settings.log_level, f"{engine_class.role}-engine:{settings.port}{rank}")
-    quiet_mooncake_logs()
-    machine = Machine()
-    placements = place_ranks(settings.numa, settings.devices_here(place.rank), machine)
-    placement = placements[settings.ranks_here.index(place.rank)]
-    bind_threads(placement)  # early: later threads inherit the CPUs, and pools' pages follow the threads
-    if settings.num_threads > 0:
-        torch.set_num_threads(settings.num_threads)
-    elif placement.cpus:
-        torch.set_num_threads(min(torch.get_num_threads(), len(placement.cpus)))
-    if settings.device == "cpu":
-        fix_arithmetic()
+    placement = _prepare_process(engine_class.role, settings, place)
     socket = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
-        # All that can be checked without weights: device, model, main memory, transport, the other ranks.
-        if settings.device == "cpu":
-            try_products()
-        check_devices((settings.device,))
-        use_device(settings.device)
-        spec = load_spec(
-            settings.model_path,
-            settings.dtype,
-            settings.kv_cache_dtype,
-            settings.context_length,
-            device=settings.device,
-            indexer_cache_dtype=settings.indexer_cache_dtype,
-            num_draft_layers=settings.num_draft_layers,
-            load_format=settings.load_format,
-            has_row_checks=settings.verify_rows,
-        )
-        gc.freeze()
-        gc.enable()  # all is imported, without collections
-        AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
+        spec = _check_model(settings)
         num_host_bytes = engine_class.registered_host_bytes(settings, spec)
         transport = transport_of(settings, num_host_bytes, placement.nics)
-        placement = with_allowed_policy(with_pools(placement, num_host_bytes, machine))
+        placement = with_allowed_policy(with_pools(placement, num_host_bytes, Machine()))
         log.log(logging.WARNING if placement.remedy else logging.INFO, "NUMA: %s", placement)
-        if place.size > 1:
-            ranks = RankGroup(
-                place,
-                torch.device(settings.device),
-                agree_secs=settings.heartbeat_timeout_secs,
-                forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
-                start_secs=STARTUP_TIMEOUT_SECS,
-                over_memory=settings.rank_exchange == "auto",
-            )
-            ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
-        # The weights, then the engine with its pools.
+        ranks = _meet_ranks(settings, spec, place) if place.size > 1 else None
         model = load_model(
             settings.model_path,
             spec,
@@ -111,17 +69,77 @@ def run_engine_process(
             ranks.meet("loaded")  # from here on the model runs, and waits for another rank only briefly
         engine = engine_class(settings, spec, model, socket, transport, placement)
         gc.freeze()  # else each full collection visits all of torch and transformers: 0.2 s without a step
-        try:
-            engine.run()
-        except (RankGroupError, FrontGone) as error:
-            log.error("%s", error)
-            os._exit(1)  # without close(), which would wait for a step that may never end
-        finally:
-            engine.close()
+        _serve(engine)
     finally:
         socket.close()
     if ranks is not None:
         ranks.leave()
+
+
+def _prepare_process(role: str, settings: NodeSettings, place: RankPlace) -> Placement:
+    """Set up the process's log, threads and arithmetic. Returns its place on the machine."""
+    die_with_parent()
+    rank = f" rank {place.rank}" if place.size > 1 else ""
+    setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
+    quiet_mooncake_logs()
+    placements = place_ranks(settings.numa, settings.devices_here(place.rank), Machine())
+    placement = placements[settings.ranks_here.index(place.rank)]
+    bind_threads(placement)  # early: later threads inherit the CPUs, and pools' pages follow the threads
+    if settings.num_threads > 0:
+        torch.set_num_threads(settings.num_threads)
+    elif placement.cpus:
+        torch.set_num_threads(min(torch.get_num_threads(), len(placement.cpus)))
+    if settings.device == "cpu":
+        fix_arithmetic()
+    return placement
+
+
+def _check_model(settings: NodeSettings) -> ModelSpec:
+    """Check that this rank's device can run the model. Returns the model's spec, without its weights."""
+    if settings.device == "cpu":
+        try_products()
+    check_devices((settings.device,))
+    use_device(settings.device)
+    spec = load_spec(
+        settings.model_path,
+        settings.dtype,
+        settings.kv_cache_dtype,
+        settings.context_length,
+        device=settings.device,
+        indexer_cache_dtype=settings.indexer_cache_dtype,
+        num_draft_layers=settings.num_draft_layers,
+        load_format=settings.load_format,
+        has_row_checks=settings.verify_rows,
+    )
+    gc.freeze()
+    gc.enable()  # all is imported, without collections
+    AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
+    return spec
+
+
+def _meet_ranks(settings: NodeSettings, spec: ModelSpec, place: RankPlace) -> RankGroup:
+    """Connect to the node's other ranks, and check that all have the same settings."""
+    ranks = RankGroup(
+        place,
+        torch.device(settings.device),
+        agree_secs=settings.heartbeat_timeout_secs,
+        forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
+        start_secs=STARTUP_TIMEOUT_SECS,
+        over_memory=settings.rank_exchange == "auto",
+    )
+    ranks.check_same({"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines})
+    return ranks
+
+
+def _serve(engine: EngineLoop[SettingsT]) -> None:
+    """Run the loop to its end. The process ends here if another rank or the front is lost."""
+    try:
+        engine.run()
+    except (RankGroupError, FrontGone) as error:
+        log.error("%s", error)
+        os._exit(1)  # without close(), which would wait for a step that may never end
+    finally:
+        engine.close()
 
 
 def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
