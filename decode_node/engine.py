@@ -20,7 +20,6 @@ from hisparse_pd.core.grammar.compiler import Compiler
 from hisparse_pd.core.grammar.matcher import GrammarError
 from hisparse_pd.core.grammar.token_trie import TokenTrie
 from hisparse_pd.core.memory.device import DeviceMemory
-from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Pools
@@ -54,9 +53,7 @@ from hisparse_pd.engine.messages import (
     ReleaseQuarantine,
     unpack_token_ids,
 )
-from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.transfer.lane_host import LaneHost
-from hisparse_pd.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +66,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
     role = "decode"
 
-    def __init__(
-        self,
-        settings: DecodeSettings,
-        spec: ModelSpec,
-        model: DsaModel,
-        socket: EngineSocket,
-        transport: Transport,
-        placement: Placement = ANYWHERE,
-    ) -> None:
-        super().__init__(settings, spec, model, socket, transport, placement)
+    def _build(self, model: DsaModel) -> None:
+        settings, spec, send = self._settings, self._spec, self.socket.send
         self.metrics = Metrics()
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
@@ -86,14 +75,14 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         if fault := drafts_without_room(settings, spec):
             log.warning("%s", fault)
         self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
-        socket.send(EngineLoading("pools"))
+        send(EngineLoading("pools"))
         self.memory = DecodeMemory(
             spec,
             self.requests.pools.totals,
             settings.page_size,
             device,
             shared=settings.same_host_lane == "auto",
-            placement=placement,
+            placement=self._placement,
         )
         self.tables = RequestTables(
             spec,
@@ -117,7 +106,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.peers = PrefillPeers(
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self.transfer.session,
-            transfer_protocol=transport.protocol,
+            transfer_protocol=self.transfer.transport.protocol,
             geometry=self.geometry,
             regions=self.memory.register(self.transfer),
             heartbeats=self._heartbeats,
@@ -135,11 +124,11 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             tables=self.tables,
             peers=self.peers,
             metrics=self.metrics,
-            send=socket.send,
+            send=send,
             stream_interval=settings.stream_interval,
         )
         self.prefill_events = PrefillEvents(self.lifecycle)
-        socket.send(EngineLoading("kernels and CUDA graphs"))
+        send(EngineLoading("kernels and CUDA graphs"))
         self.steps = StepLine(
             make_runner(settings, model, self.tables),
             self._lockstep,

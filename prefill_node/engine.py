@@ -25,14 +25,12 @@ from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory
-from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
-from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.prefill_node.compute import Computed, PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
@@ -58,7 +56,6 @@ from hisparse_pd.protocol.messages import (
 )
 from hisparse_pd.transfer.lane import Lane, Lanes
 from hisparse_pd.transfer.sender import Sender
-from hisparse_pd.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -77,16 +74,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     role = "prefill"
 
-    def __init__(
-        self,
-        settings: PrefillSettings,
-        spec: ModelSpec,
-        model: DsaModel,
-        socket: EngineSocket,
-        transport: Transport,
-        placement: Placement = ANYWHERE,
-    ) -> None:
-        super().__init__(settings, spec, model, socket, transport, placement)
+    def _build(self, model: DsaModel) -> None:
+        settings, spec = self._settings, self._spec
         self.instance_id = secrets.token_hex(8)
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None

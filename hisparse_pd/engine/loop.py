@@ -72,9 +72,7 @@ class LiveRecord(Protocol):
 class EngineLoop(ABC, Generic[SettingsT]):
     """Base of both nodes' engines.
 
-    The constructor of a node's engine registers its pools with ``transfer`` and then calls
-    ``_set_live_record``. Raises TransferError and ControlKeyError; an engine also raises StartError, as when
-    its pools do not fit.
+    Raises TransferError, ControlKeyError, and StartError, as when an engine's pools do not fit.
     """
 
     role: ClassVar[str]
@@ -117,6 +115,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._has_work = False
         """Whether the last step left something to do, so that the next turn does not wait."""
         self._next_stats_at = self._next_check_at = 0.0
+        self._build(model)
 
     def _set_live_record(
         self, live: LiveRecord, prefixes: PrefixTree, kv: Mapping[PoolKind, Tensor], row_checks: Tensor | None
@@ -206,6 +205,10 @@ class EngineLoop(ABC, Generic[SettingsT]):
     @abstractmethod
     def registered_host_bytes(settings: SettingsT, spec: ModelSpec) -> int:
         """Return the main memory that a rank registers. Raises StartError for sizes that cannot work."""
+
+    @abstractmethod
+    def _build(self, model: DsaModel) -> None:
+        """Make the node's parts: register its pools with ``transfer``, then call ``_set_live_record``."""
 
     @abstractmethod
     def close(self) -> None:
