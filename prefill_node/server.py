@@ -146,7 +146,7 @@ def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Sta
             context.link.require_engine()
             if (stall := context.link.stall()) is not None:
                 raise NodeUnavailable(stall)
-            ready = [rank.ready for rank in context.link.ranks if rank.ready is not None]
+            ready = [rank.reports.ready for rank in context.link.ranks if rank.reports.ready is not None]
             response = json_response(bootstrap_info(settings, ready))
             response.headers.update(gate.proof(nonce, bytes(response.body)))
             return response

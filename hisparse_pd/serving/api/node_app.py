@@ -153,14 +153,14 @@ async def _server_info(context: NodeContext, request: Request) -> Response:
     if ready is not None:
         info |= {name: getattr(ready, name) for name in ("context_length", *_RANK_FIELDS, "transfer_reason")}
         info["ranks"] = [
-            {"dp_rank": rank.rank, **{name: getattr(rank.ready, name) for name in _EACH_RANK_FIELDS}}
+            {"dp_rank": rank.rank, **{name: getattr(rank.reports.ready, name) for name in _EACH_RANK_FIELDS}}
             for rank in context.link.ranks
         ]
     info["lanes"] = [
         {"dp_rank": rank.rank, **msgspec.to_builtins(lane)}
         for rank in context.link.ranks
-        if rank.stats is not None
-        for lane in rank.stats.lanes
+        if rank.reports.stats is not None
+        for lane in rank.reports.stats.lanes
     ]
     return json_response(info)
 
@@ -170,7 +170,7 @@ async def _load(context: NodeContext, request: Request) -> Response:
     loads = [
         {
             "dp_rank": rank.rank,
-            "num_reqs": stats.num_running + stats.num_waiting if (stats := rank.stats) else 0,
+            "num_reqs": stats.num_running + stats.num_waiting if (stats := rank.reports.stats) else 0,
             "num_waiting_reqs": stats.num_waiting if stats else 0,
             "num_tokens": stats.num_used_tokens if stats else 0,
         }
@@ -180,7 +180,7 @@ async def _load(context: NodeContext, request: Request) -> Response:
 
 
 async def _status(context: NodeContext, request: Request) -> Response:
-    stats = {rank.rank: rank.stats for rank in context.link.ranks if rank.stats is not None}
+    stats = {rank.rank: rank.reports.stats for rank in context.link.ranks if rank.reports.stats is not None}
     return json_response(NodeLoad.of(context.role, stats))
 
 

@@ -64,7 +64,8 @@ def _release_page(link: EngineLink, query: Any) -> dict[str, Any]:
 
 def _runs(link: EngineLink) -> tuple[QuarantinedRun, ...]:
     link.require_engine()
-    return tuple(run for rank in link.ranks if rank.stats is not None for run in rank.stats.quarantine)
+    stats = [rank.reports.stats for rank in link.ranks if rank.reports.stats is not None]
+    return tuple(run for each in stats for run in each.quarantine)
 
 
 def _pages(link: EngineLink) -> list[tuple[int, SetAsidePage]]:
@@ -72,6 +73,6 @@ def _pages(link: EngineLink) -> list[tuple[int, SetAsidePage]]:
     return [
         (number, page)
         for number, rank in enumerate(link.ranks)
-        if rank.stats is not None
-        for page in rank.stats.set_aside
+        if rank.reports.stats is not None
+        for page in rank.reports.stats.set_aside
     ]

@@ -66,16 +66,8 @@ def samples_at_work(link: EngineLink) -> int:
 
 
 def rooms_at_work(link: EngineLink) -> int:
-    """Return how many rooms the engines have, as they last reported.
-
-    An engine whose last report is older than the node's shutdown may have begun a room since, and counts as
-    having one more.
-    """
-    num = 0
-    for rank in link.ranks:
-        if rank.stats is not None:
-            num += rank.stats.num_running + rank.stats.num_waiting + (not rank.has_reported_since_stop)
-    return num
+    """Return how many rooms the engines have, as they last reported."""
+    return sum(rank.reports.num_rooms for rank in link.ranks)
 
 
 class LinkState(StrEnum):
@@ -145,7 +137,7 @@ class EngineLink:
     def ready(self) -> EngineReady | None:
         """What the engines reported when they were ready, with the lowest bounds of all; None while one
         loads."""
-        reports = [rank.ready for rank in self.ranks if rank.ready is not None]
+        reports = [rank.reports.ready for rank in self.ranks if rank.reports.ready is not None]
         if len(reports) < len(self.ranks):
             return None
         return msgspec.structs.replace(
@@ -158,7 +150,7 @@ class EngineLink:
     def loading(self) -> EngineLoading | None:
         """Progress of the rank that has most left to load; None before any reported and once all are
         ready."""
-        loading = [rank.loading for rank in self.ranks if rank.loading is not None]
+        loading = [rank.reports.loading for rank in self.ranks if rank.reports.loading is not None]
         return max(loading, key=lambda progress: progress.num_bytes - progress.num_done, default=None)
 
     @property
@@ -282,7 +274,7 @@ class EngineLink:
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
         for rank in self.ranks:
-            rank.has_reported_since_stop = False
+            rank.reports.has_stats_since_stop = False
         for request_id, in_flight in list(self._in_flight.items()):
             if in_flight.group.may_move:
                 self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
@@ -316,14 +308,15 @@ class EngineLink:
             return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
         if self.state is not LinkState.SERVING:
             return str(self.state)
-        return self.stall() or next(filter(None, map(_reported_trouble, self.ranks)), None)
+        troubles = (rank.reports.trouble for rank in self.ranks)
+        return self.stall() or next(filter(None, troubles), None)
 
     def stall(self) -> str | None:
         """Return why an engine makes no progress, None while all do. Loading is progress, too."""
         if self.state is LinkState.GONE:
             return str(self.state)
         for rank in self.ranks:
-            stall = rank.stall(self.health_timeout_secs)
+            stall = rank.reports.stall(self.health_timeout_secs)
             if stall is not None:
                 return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
         return None
@@ -343,14 +336,14 @@ class EngineLink:
             case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)
             case EngineLoading():
-                rank.note(message)
+                rank.reports.note(message)
             case EngineReady():
-                rank.note(message)
+                rank.reports.note(message)
                 if self.ready is not None:
                     self._note_all_ready(self.ready)
                 self._check_connected()
             case EngineStats():
-                rank.note(message)
+                rank.reports.note(message)
                 self._on_stats(rank.rank, message)
                 self._check_connected()
             case _:
@@ -384,7 +377,3 @@ class EngineLink:
         self.counts.add(-1)
         self.counts.unassign(in_flight.rank.rank, in_flight.num_prompt_tokens)
         return in_flight
-
-
-def _reported_trouble(rank: RankLink) -> str:
-    return rank.stats.trouble if rank.stats is not None else ""

@@ -1,4 +1,4 @@
-"""A front's link to the engine of one rank: the socket, messages to be sent, and the engine's latest reports.
+"""A front's link to the engine of one rank: the socket, and the messages to be sent.
 
 ``EngineLink`` has one for each rank. There is no task: the link sends and receives in callbacks of the event
 loop (``_turn``), each of which takes a bounded time and schedules the next one while there is work.
@@ -7,14 +7,13 @@ loop (``_turn``), each of which takes a bounded time and schedules the next one 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 
-from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
-from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, FromEngine, ToEngine
+from hisparse_pd.engine.messages import FromEngine, ToEngine
 from hisparse_pd.engine.sockets import Crossing, FrontSocket
 from hisparse_pd.serving.http.board import InFlightCounts
+from hisparse_pd.serving.http.engine_reports import EngineReports
 
 _MAX_SENT_A_TURN = 8
 """Limit of messages that are sent in one turn; some have a prompt of megabytes."""
@@ -38,12 +37,7 @@ class RankLink:
         what a connection to another machine needs.
         """
         self.rank = rank
-        self.loading: EngineLoading | None = None
-        """Latest progress of an engine that loads; None once it is ready."""
-        self.ready: EngineReady | None = None
-        self.stats: EngineStats | None = None
-        self.has_reported_since_stop = True
-        """Whether ``stats`` came after the node began to shut down; true before it does."""
+        self.reports = EngineReports()
         self._endpoint = endpoint
         self._in_flight = in_flight
         self._on_message = on_message
@@ -53,7 +47,6 @@ class RankLink:
         """Messages to send, in order, each with what to call once it is sent; see ``put``."""
         self._socket: FrontSocket | None = None
         self._next_turn: asyncio.Handle | None = None
-        self.last_stats_at = self.last_progress_at = time.monotonic()
 
     @property
     def num_tokens_in_flight(self) -> int:
@@ -98,42 +91,9 @@ class RankLink:
         self.put(None, gone.set)
         await gone.wait()
 
-    def note(self, message: EngineLoading | EngineReady | EngineStats) -> None:
-        """Take in a report of the engine about itself."""
-        now = time.monotonic()
-        match message:
-            case EngineLoading():
-                if message != self.loading:
-                    self.last_progress_at = now
-                self.loading = message
-            case EngineReady():
-                self.ready, self.loading = message, None
-                self.last_stats_at = self.last_progress_at = now
-            case EngineStats():
-                # Requests whose grammar is still compiled take no steps; nothing else may keep one from it.
-                has_to_step = message.num_running > message.num_without_grammar
-                if self.stats is None or message.step != self.stats.step or not has_to_step:
-                    self.last_progress_at = now
-                self.last_stats_at = now
-                self.stats, self.has_reported_since_stop = message, True
-
-    def stall(self, health_timeout_secs: float) -> str | None:
-        """Return why the engine makes no progress, None while it does. Loading is progress, too."""
-        now = time.monotonic()
-        if self.ready is None:
-            still_secs = now - self.last_progress_at
-            if still_secs <= STARTUP_TIMEOUT_SECS:
-                return None
-            return f"loading has stood still for {still_secs:.0f} s, at: {self.loading or 'the beginning'}"
-        if now - self.last_stats_at > health_timeout_secs:
-            return f"the engine has been silent for {now - self.last_stats_at:.0f} s"
-        if now - self.last_progress_at > health_timeout_secs:
-            return f"the engine has made no progress for {now - self.last_progress_at:.0f} s"
-        return None
-
     def _check_loss(self) -> None:
         assert self._socket is not None
-        if self._socket.take_loss() and (self.ready is not None or self.loading is not None):
+        if self._socket.take_loss() and self.reports.has_begun:
             self._on_lost(self)
 
     def _schedule_turn(self) -> None:

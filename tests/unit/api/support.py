@@ -179,7 +179,7 @@ def prefill_apps(link: EngineLink, metrics: FrontMetrics, settings: PrefillSetti
 
 
 def socketless_context(tmp_path: Path, link: EngineLink) -> DecodeContext:
-    link.ranks[0].ready, link.state = ready(), LinkState.SERVING
+    link.ranks[0].reports.ready, link.state = ready(), LinkState.SERVING
     return decode_context(link, FrontMetrics(), DecodeSettings(model_path=tmp_path, served_model_name="tiny"))
 
 

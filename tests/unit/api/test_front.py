@@ -46,7 +46,7 @@ from hisparse_pd.serving.api import node
 from hisparse_pd.serving.api.app import Work, create_app
 from hisparse_pd.serving.api.frame import HttpAnswer
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
-from hisparse_pd.serving.http import first_front, rank_link
+from hisparse_pd.serving.http import engine_reports, first_front
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
@@ -537,14 +537,14 @@ async def test_an_engine_that_hangs_does_not_hang_its_clients(
 ) -> None:
     """The clock advances with each message of statistics, so that an engine is not silent for being slow."""
     now = time.monotonic()
-    monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(engine_reports, "time", SimpleNamespace(monotonic=lambda: now))
     async with serving(lambda generate: [60.0], tmp_path, health_timeout_secs=0.2) as node:
         node.engine.num_running = 1  # stats come, steps do not
         asking = asyncio.create_task(node.post("/v1/completions", **BODY))
         await until(lambda: node.link.num_in_flight == 1, "the request is in flight")
         while not asking.done():
-            last = node.link.ranks[0].stats
-            await until(lambda last=last: node.link.ranks[0].stats is not last, "stats")  # type: ignore[misc]
+            last = node.link.ranks[0].reports.stats
+            await until(lambda last=last: node.link.ranks[0].reports.stats is not last, "stats")  # type: ignore[misc]
             now += 0.15
         response = await asking
         assert response.status_code == 503
@@ -573,7 +573,7 @@ async def test_an_h2c_preface_is_turned_away_quietly(
 async def test_health_follows_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still between two requests."""
     now = time.monotonic()
-    monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(engine_reports, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def status(node: Node) -> tuple[int, str]:
         response = await node.client.get("/health")
@@ -590,12 +590,12 @@ async def test_health_follows_the_engine(tmp_path: Path, monkeypatch: pytest.Mon
         assert (await node.client.get("/liveness")).status_code == 200
         node.engine.is_ready = True
         await until(lambda: node.link.ready is not None, "the engine is ready")
-        rank = node.link.ranks[0]
+        rank = node.link.ranks[0].reports
         await becomes(node, 200, "")
         now += 31.0
         await becomes(node, 200, "")  # idle is healthy
         node.engine.num_running = 1
-        await until(lambda: rank.stats is not None and rank.stats.num_running == 1, "it has work")
+        await until(lambda: (stats := rank.stats) is not None and stats.num_running == 1, "it has work")
         now += 31.0
         await becomes(node, 503, "no progress")
         node.engine.step += 1
@@ -615,7 +615,7 @@ async def test_loading_shows_how_far_it_is_and_that_it_stands_still(
 ) -> None:
     async with serving(say("x"), tmp_path, is_ready=False) as node:
         now = time.monotonic()
-        monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
+        monkeypatch.setattr(engine_reports, "time", SimpleNamespace(monotonic=lambda: now))
 
         def tell(stage: str, num_done: int = 0, num_bytes: int = 0) -> None:
             node.link.handle(node.link.ranks[0], EngineLoading(stage, num_done, num_bytes))
@@ -660,7 +660,7 @@ async def test_information(role: str, tmp_path: Path) -> None:
         assert info["transfer_reason"] == "RDMA devices usable"
         (rank,) = info["ranks"]
         assert (rank["numa_node"], rank["numa_placement"]) == (1, "node 1, that of cuda:5")
-        await until(lambda: node.link.ranks[0].stats is not None, "stats")
+        await until(lambda: node.link.ranks[0].reports.stats is not None, "stats")
         metrics = await node.client.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
         assert 'hisparse_pd:requests_total{mode="dense"} 3.0' in metrics.text.splitlines()

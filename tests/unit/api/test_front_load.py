@@ -74,7 +74,7 @@ def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> Gener
 def connectionless_link(limits: QueueLimits) -> EngineLink:
     """Return a link whose engine reads nothing."""
     link = EngineLink(["unused.ipc"], 5.0, limits=limits)
-    link.ranks[0].ready, link.state = ready(), LinkState.SERVING
+    link.ranks[0].reports.ready, link.state = ready(), LinkState.SERVING
     return link
 
 

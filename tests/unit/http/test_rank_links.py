@@ -137,7 +137,7 @@ def test_one_rank_in_trouble_is_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     assert link.trouble() is None
     link.handle(link.ranks[2], EngineStats({}, {}, 0, 0, 0, 0, trouble="all slots are kept"))
     assert link.trouble() == "all slots are kept"
-    now = link.ranks[1].last_stats_at + 6
+    now = link.ranks[1].reports.last_stats_at + 6
     monkeypatch.setattr("time.monotonic", lambda: now)
     for rank in (0, 2):
         link.handle(link.ranks[rank], EngineStats({}, {}, 0, 0, 0, 0))
@@ -146,7 +146,7 @@ def test_one_rank_in_trouble_is_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_who_waits_for_a_grammar_is_not_expected_to_get_further(monkeypatch: pytest.MonkeyPatch) -> None:
     link = make_link(by_room)
-    now = link.ranks[0].last_progress_at
+    now = link.ranks[0].reports.last_progress_at
     monkeypatch.setattr("time.monotonic", lambda: now)
 
     def stalls_after_a_while(num_running: int, num_without_grammar: int) -> bool:

@@ -24,7 +24,7 @@ from hisparse_pd.base.ports import free_port
 from hisparse_pd.engine.messages import FromEngine, Generate
 from hisparse_pd.router import supervisor
 from hisparse_pd.router.supervisor import Child, Supervisor
-from hisparse_pd.serving.http import rank_link
+from hisparse_pd.serving.http import engine_reports
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import say
@@ -139,7 +139,7 @@ async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(
     """It waits for longer than ``health_timeout_secs`` while stats arrive; each of these advances the
     clock."""
     may_speak, now = threading.Event(), time.monotonic()
-    monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(engine_reports, "time", SimpleNamespace(monotonic=lambda: now))
 
     def waits(generate: Generate) -> Iterator[FromEngine | float]:
         while not may_speak.is_set():
@@ -151,8 +151,8 @@ async def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(
         await until(lambda: node.link.num_in_flight == 1, "the request is with the engine")
         node.link.stop_accepting()
         for _ in range(8):
-            last = node.link.ranks[0].stats
-            await until(lambda last=last: node.link.ranks[0].stats is not last, "stats")  # type: ignore[misc]
+            last = node.link.ranks[0].reports.stats
+            await until(lambda last=last: node.link.ranks[0].reports.stats is not last, "stats")  # type: ignore[misc]
             now += 0.15
         may_speak.set()
         assert (await asking).status_code == 200
