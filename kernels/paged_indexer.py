@@ -11,6 +11,7 @@ over heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -59,12 +60,17 @@ class IndexerScratch:
     def max_tokens(self) -> int:
         return self.logits.shape[0]
 
-    def block_for(self, max_len: int) -> Tensor:
-        """Return this memory for rows of ``max_len`` positions, at most ``max_context``: float32 [max_tokens
-        or more, max_len rounded up to 64]."""
+    def blocks(self, num_tokens: int, max_len: int) -> Iterator[tuple[Tensor, dict[str, int]]]:
+        """Yield this memory for each block of queries that see up to ``max_len`` positions, or up to
+        ``max_context``: float32 [max_tokens or more, max_len rounded up to 64], with the block's arguments
+        for the launches."""
+        max_len = min(max_len, self.max_context)
         num_columns = -(-max_len // _ALIGNMENT) * _ALIGNMENT
         num_rows = min(self.logits.numel() // num_columns, MAX_TOKENS_OF_A_BLOCK)
-        return self.logits.view(-1)[: num_rows * num_columns].view(num_rows, num_columns)
+        logits = self.logits.view(-1)[: num_rows * num_columns].view(num_rows, num_columns)
+        for first_token in range(0, num_tokens, num_rows):
+            block_tokens = min(num_rows, num_tokens - first_token)
+            yield logits, {"first_token": first_token, "block_tokens": block_tokens, "max_len": max_len}
 
     def split(self, num_parts: int) -> list[IndexerScratch]:
         """Split this memory into ``num_parts`` scratches of equal size, one for each of as many streams."""
@@ -89,6 +95,7 @@ def paged_index_topk(
     top_k: int,
     key_format: str,
     scratch: IndexerScratch | None = None,
+    max_len: int | None = None,
     is_prompt: bool = False,
 ) -> Tensor:
     """Return the positions that each query attends to: exactly the best, and among equal scores the lowest.
@@ -108,6 +115,7 @@ def paged_index_topk(
     ``top_k``: 1 to 4096.
     ``scratch``: the memory for the launches on a GPU, made for the call if None; not used on a CPU. More
     queries than it has room for are taken in blocks.
+    ``max_len``: a bound on the positions that queries see, which makes room for more of them in a block.
     ``is_prompt``: whether most queries have the row of their neighbours. A GPU then reads keys once for
     several queries; no bit of a score depends on it.
 
@@ -137,7 +145,6 @@ def paged_index_topk(
         check_tensor(name, tensor, dtypes=(dtype,), shape=shape, device=device)
     check_at_least("page_size", page_size, 1)
     check_range("top_k", top_k, 1, MAX_TOP_K + 1)
-    max_len = page_table.shape[1] * page_size
     if num_tokens == 0 or page_table.numel() == 0:
         return torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=device)
     if device.type == "cpu":
@@ -150,22 +157,17 @@ def paged_index_topk(
     from hisparse_pd.kernels.topk import select
     from hisparse_pd.kernels.triton_indexer import write_logits
 
+    num_columns = page_table.shape[1] * page_size
+    max_len = num_columns if max_len is None else min(max_len, num_columns)
     scratch = scratch or _own_scratch(num_tokens, max_len, device)
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
-    max_len = min(max_len, scratch.max_context)
-    logits = scratch.block_for(max_len)
-    for first_token in range(0, num_tokens, len(logits)):
-        block_tokens = min(len(logits), num_tokens - first_token)
+    for logits, block in scratch.blocks(num_tokens, max_len):
         write_logits(
-            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits,
-            first_token=first_token, block_tokens=block_tokens, page_size=page_size, top_k=top_k,
-            key_format=key_format, max_len=max_len, is_prompt=is_prompt,
+            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits, **block,
+            page_size=page_size, top_k=top_k, key_format=key_format, is_prompt=is_prompt,
         )  # fmt: skip
-        select(
-            logits, req_rows, query_positions, num_real, out,
-            first_token=first_token, block_tokens=block_tokens, num_rows=page_table.shape[0], max_len=max_len,
-        )  # fmt: skip
+        select(logits, req_rows, query_positions, num_real, out, **block, num_rows=len(page_table))
     return out
 
 
@@ -241,18 +243,12 @@ def unpacked_index_topk(
     check_tensor("weights", weights, dtypes=(torch.float32,), shape=q_index.shape[:2], device=device)
     check_range("top_k", top_k, 1, MAX_TOP_K + 1)
     out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
-    max_len = min(max_len, scratch.max_context)
-    logits = scratch.block_for(max_len)
-    for first_token in range(0, num_tokens, len(logits)):
-        block_tokens = min(len(logits), num_tokens - first_token)
+    for logits, block in scratch.blocks(num_tokens, max_len):
         gluon_indexer.write_logits(
             q_index, weights, unpacked.keys, unpacked.scales, first_keys, req_rows, query_positions, num_real,
-            logits, first_token=first_token, block_tokens=block_tokens, top_k=top_k, max_len=max_len,
+            logits, **block, top_k=top_k,
         )  # fmt: skip
-        select(
-            logits, req_rows, query_positions, num_real, out,
-            first_token=first_token, block_tokens=block_tokens, num_rows=len(first_keys), max_len=max_len,
-        )  # fmt: skip
+        select(logits, req_rows, query_positions, num_real, out, **block, num_rows=len(first_keys))
     return out
 
 

@@ -106,8 +106,8 @@ class Batch:
         names += ["page_size", "top_k", "key_format"]
         return {name: getattr(self, name) for name in names}
 
-    def call(self, scratch: IndexerScratch | None = None) -> Tensor:
-        return paged_index_topk(**self.arguments(), scratch=scratch)
+    def call(self, scratch: IndexerScratch | None = None, max_len: int | None = None) -> Tensor:
+        return paged_index_topk(**self.arguments(), scratch=scratch, max_len=max_len)
 
     def expected(self) -> Tensor:
         return paged_index_topk_reference(**self.arguments())

@@ -327,6 +327,8 @@ def test_a_chunk_in_blocks() -> None:
     whole = batch.call()
     check_selection(batch, whole)
     in_blocks = batch.call(scratch=IndexerScratch.create(64, 3000, DEVICE))
+    bounded = batch.call(scratch=IndexerScratch.create(10, 4000, DEVICE), max_len=3000)
+    assert torch.equal(bounded, in_blocks)
     check_selection(batch, in_blocks)
     batch.num_real.fill_(100)
     check_selection(batch, batch.call(scratch=IndexerScratch.create(64, 3000, DEVICE)))

@@ -248,6 +248,7 @@ class PagedKv:
                 top_k=self._spec.index_topk,
                 key_format=self._kernels.index_format.name,
                 scratch=self._kernels.indexer_scratch,
+                max_len=self.rows.max_len,
                 is_prompt=True,
             )
         torch.index_select(selected, 0, self.rows.last_rows, out=self._hints[group])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,14 @@ def test_keys_reach_the_tensor_cores_without_detours(tmp_path: Path) -> None:
 def test_short_rows_leave_room_for_more_queries() -> None:
     scratch = IndexerScratch.create(3, 130, "cpu")
     assert scratch.logits.shape == (3, 192)
-    assert scratch.block_for(130).shape == (3, 192)
-    assert scratch.block_for(128).shape == (4, 128)
-    assert scratch.block_for(1).shape == (9, 64)
-    assert scratch.block_for(60).data_ptr() == scratch.logits.data_ptr()
+    for max_len, shape, num_tokens in (
+        (200, (3, 192), [3, 3, 3, 1]),
+        (128, (4, 128), [4, 4, 2]),
+        (1, (9, 64), [9, 1]),
+    ):
+        blocks = list(scratch.blocks(10, max_len))
+        assert {logits.shape for logits, _ in blocks} == {shape}
+        assert {logits.data_ptr() for logits, _ in blocks} == {scratch.logits.data_ptr()}
+        assert [block["block_tokens"] for _, block in blocks] == num_tokens
+        assert [block["first_token"] for _, block in blocks] == [0, *accumulate(num_tokens[:-1])]
+        assert {block["max_len"] for _, block in blocks} == {min(max_len, 130)}
