@@ -180,7 +180,7 @@ class LiveRequests:
         is_dropped = request.prefix is not None and request.prefix.is_dropped
         # This comes before the tables are filled, since it may change which pages the request uses.
         if request.may_share and not is_dropped:
-            keys = request.kept_keys(request.first_stepped)
+            keys = request.kept_keys(request.first_stepped(self.pools.page_size))
             request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
 

@@ -195,9 +195,8 @@ class Request:
     def __post_init__(self) -> None:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
-    @property
-    def first_stepped(self) -> int:
-        return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens)
+    def first_stepped(self, page_size: int) -> int:
+        return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens, page_size)
 
     @property
     def num_landing_tokens(self) -> int:
@@ -352,7 +351,10 @@ class Request:
     @property
     def num_usable_pages(self) -> int:
         """The number of ``usable_keys``."""
-        return 0 if self.prompt_keys is None else self.first_stepped // self.prompt_keys.page_size
+        if self.prompt_keys is None:
+            return 0
+        page_size = self.prompt_keys.page_size
+        return self.first_stepped(page_size) // page_size
 
     def kept_keys(self, num_tokens: int) -> list[PageKey]:
         """Return the keys of the whole pages of its first ``num_tokens`` tokens."""
