@@ -7,13 +7,17 @@ refuses with ``refusal`` what no plan could admit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Final, assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.drafting import smallest_buffer
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.reserve import Claim, slots_of
+
+MAX_TAIL_STEPS: Final = 4
+"""Most steps, if they verify drafts, in which a request computes what its prompt lacks. In about that time an
+idle prefill node would have computed and sent it: a trip takes 15 ms in five layers, and more in 61."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,14 @@ class Limits:
         """Return the entries of the largest hot buffer that is of use."""
         whole_life = request.life_tokens + self.max_drafts
         return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
+
+    def may_step(self, request: Request) -> bool:
+        """Whether the request's steps may compute all that is missing of its prompt, so that it needs no
+        prefill node: a short tail that has the bits of steps (``first_stepped``) behind a held beginning."""
+        first, num_held = request.first_stepped(self.page_size), request.held_prefix_tokens
+        num_missing = request.num_prompt_tokens - num_held
+        is_short = num_missing <= MAX_TAIL_STEPS * (self.max_drafts + 1)
+        return is_short and first <= num_held < request.num_landing_tokens and request.scores is None
 
     def in_pages(self, num_tokens: int) -> int:
         """Return the slots of as many whole pages as ``num_tokens`` take."""

@@ -114,7 +114,8 @@ class Request:
     peer: PeerAddress
     arrived_at: float
     prompt: bytes
-    """The prompt's token ids, packed by ``pack_token_ids``; only the last one once its KV is here."""
+    """The prompt's token ids, packed by ``pack_token_ids``; once it runs, only those whose KV its steps
+    compute."""
     root: PageKey = NO_ISOLATION
     """The key from which the keys of its pages follow; only requests with the same root share pages."""
     scores: WantedScores | None = None
@@ -156,6 +157,10 @@ class Request:
     num_scored: int = 0
     """Prompt positions whose scores have come."""
 
+    num_tail_tokens: int = 0
+    """Prompt tokens before the last one whose KV its steps are still to compute; a step in flight counts when
+    it is read. There are some only where it needs no prefill node for a short tail (``Limits.may_step``)."""
+
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)
     unsent_token_ids: list[int] = field(default_factory=list)
@@ -173,8 +178,8 @@ class Request:
     is_sound: bool = False
     """Whether, when it is ENDING, all of its KV is right, so that it may be held."""
     num_in_flight: int = 0
-    """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts left
-    out. At most one when a step is planned."""
+    """Positions that launched steps are sure to compute and that are not read yet: those of their newest
+    tokens and of the prompt's tokens behind these, drafts left out."""
     num_drafts_in_flight: int = 0
     """Most drafts that launched steps verify: they may yield as many tokens more."""
     draft_token_ids: list[int] = field(default_factory=list)
@@ -205,15 +210,35 @@ class Request:
 
     @property
     def needs_prefill_node(self) -> bool:
-        """Whether KV is missing beside the last token's, or scores of the prompt are wanted."""
-        return self.held_prefix_tokens != self.num_landing_tokens or self.scores is not None
+        """Whether KV is missing that its steps do not compute, or scores of the prompt are wanted."""
+        num_here = self.held_prefix_tokens + self.num_tail_tokens
+        return num_here != self.num_landing_tokens or self.scores is not None
+
+    @property
+    def first_own_position(self) -> int:
+        """The first position that its own steps compute."""
+        return self.held_prefix_tokens if self.delivery is None else self.num_landing_tokens
 
     @property
     def newest_token_id(self) -> int:
-        """The input of its next step, if no step is in flight."""
+        """The input of its next step, if no output token is in flight."""
         if self.output_token_ids:
             return self.output_token_ids[-1]
-        return int(unpack_token_ids(self.prompt[-TOKEN_BYTES:])[0])
+        return int(unpack_token_ids(self.prompt[-(1 + self.num_known_next) * TOKEN_BYTES :])[0])
+
+    @property
+    def num_known_next(self) -> int:
+        """Tokens of the prompt behind the newest one of its next step, which need no draw."""
+        return max(0, -self.next_index)
+
+    def known_next(self, max_drafts: int) -> list[int]:
+        """Return the tokens of the prompt that follow the positions of its next step, with which it can take
+        ``max_drafts`` of them as drafts."""
+        num_known = self.num_known_next
+        if not num_known:
+            return []
+        known = unpack_token_ids(self.prompt[-num_known * TOKEN_BYTES :])
+        return known[: max_drafts + 1].tolist()
 
     @property
     def resumed_token_ids(self) -> NDArray[np.int32]:
@@ -235,8 +260,8 @@ class Request:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV exists, without steps in flight: all but the newest token."""
-        return self.num_prompt_tokens + len(self.output_token_ids) - 1
+        """Tokens whose KV exists, without steps in flight: all before the newest token."""
+        return self.num_prompt_tokens + len(self.output_token_ids) - 1 - self.num_tail_tokens
 
     @property
     def next_seq_len(self) -> int:
@@ -257,8 +282,15 @@ class Request:
 
     @property
     def next_index(self) -> int:
-        """Output tokens before the one that the next step samples, if no draft in flight is right."""
-        return len(self.output_token_ids) + self.num_in_flight
+        """Output tokens before the one that is drawn behind the newest token of the next step, if no draft in
+        flight is right. Below 0 it is the prompt that goes on there."""
+        return len(self.output_token_ids) + self.num_in_flight - self.num_tail_tokens
+
+    @property
+    def num_outputs_in_flight(self) -> int:
+        """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts
+        left out. At most one when a step is planned."""
+        return max(0, self.next_index) - len(self.output_token_ids)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -266,16 +298,17 @@ class Request:
         params = self.sampling
         if params.grammar or params.temperature != 0 or params.num_logprobs is not None:
             return False
-        return self.next_index >= params.min_new_tokens and not self.changes_logits
+        return max(0, self.next_index) >= params.min_new_tokens and not self.changes_logits
 
-    def enter_step(self, most_drafts: int) -> None:
-        """Note that a step was launched that verifies at most ``most_drafts`` of its drafts."""
-        self.num_in_flight += 1
+    def enter_step(self, num_sure: int, most_drafts: int) -> None:
+        """Note that a step was launched that computes ``num_sure`` of its positions, and verifies at most
+        ``most_drafts`` of its drafts behind them."""
+        self.num_in_flight += num_sure
         self.num_drafts_in_flight += most_drafts
 
-    def leave_step(self, most_drafts: int) -> None:
-        """Note that the tokens of such a step are read; the caller emits them next."""
-        self.num_in_flight -= 1
+    def leave_step(self, num_sure: int, most_drafts: int) -> None:
+        """Note that the results of such a step are read; the caller emits its tokens next."""
+        self.num_in_flight -= num_sure
         self.num_drafts_in_flight -= most_drafts
 
     @property
@@ -374,7 +407,7 @@ class Request:
     def stats(self) -> RequestStats:
         """Return the figures of the request so far, for its client."""
         hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
-        # Without a prefill node nothing was computed but the last token.
+        # Without a prefill node nothing was cached but what is held.
         delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,

@@ -174,12 +174,12 @@ class RequestLife:
     # --- the start ----------------------------------------------------------------------------------
 
     def start(self, request: Request, now: float) -> None:
-        """Start a request: all its KV is here but the last token's, which its first step computes."""
+        """Start a request: all its KV is here but what its steps compute, the last token's at least."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.phases.end(now)
-        request.prompt = request.prompt[-TOKEN_BYTES:]
+        request.prompt = request.prompt[-(1 + request.num_tail_tokens) * TOKEN_BYTES :]
         self.requests.start(request)
         self._fill_row(request, now)
 
@@ -278,8 +278,11 @@ class RequestLife:
             self.admit(admission, now)
 
     def admit(self, admission: Admission, now: float) -> None:
-        """Reserve slots for a waiting request and send its Bootstrap, or start it if all its KV is held."""
+        """Reserve slots for a waiting request and send its Bootstrap, or start it if its steps compute all
+        that is missing."""
         request = admission.request
+        if self.limits.may_step(request):
+            request.num_tail_tokens = request.num_landing_tokens - request.held_prefix_tokens
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.tables.prepare_landing(request)
@@ -401,7 +404,7 @@ class RequestLife:
         """Fail a request for which a row was read that is not what was written, or keep the KV of an ENDING
         one from being held. The tokens that it has emitted are right."""
         wrong = self.tables.wrong_row(request)
-        kind = wrong_row_kind(wrong, request.num_landing_tokens)
+        kind = wrong_row_kind(wrong, request.first_own_position)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
         error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
@@ -453,14 +456,14 @@ class RequestLife:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 
 
-def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
+def wrong_row_kind(wrong: WrongRow, first_own_position: int) -> str:
     """Return one of ``ROW_KINDS``, by where the row came from and where it was read.
 
-    ``num_landing_tokens``: the end of the positions that a prefill node computes.
+    ``first_own_position``: the first position that steps of the request computed.
     """
     if wrong.read_at is ReadAt.SCRUB:
         return "scrub"
-    if wrong.item.position >= num_landing_tokens:
+    if wrong.item.position >= first_own_position:
         return "newest"
     return "landing" if wrong.read_at is ReadAt.START else "page-in"
 

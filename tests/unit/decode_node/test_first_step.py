@@ -77,7 +77,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(
     assert node.double.bootstraps == []
 
 
-@pytest.mark.parametrize("num_resumed", [1, 7, PAGE])
+@pytest.mark.parametrize("num_resumed", [4, 7, PAGE])
 def test_resumed_tokens_and_the_one_before_them_are_computed_again(
     node: EngineHarness, expected: list[int], num_resumed: int
 ) -> None:
