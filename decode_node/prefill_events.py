@@ -202,4 +202,5 @@ class PrefillEvents:
         request.delivery = message
         if record.hint is not None:
             request.hot_positions = life.tables.by_hot_group(record.hint)
+            request.landed_hint = request.hot_positions if request.has_further_samples else None
         life.start(request, now)

@@ -133,6 +133,8 @@ class Request:
     """Whether its steps may verify drafts."""
     first_sample: Request | None = None
     """The first sample of the same prompt; None if this is the first."""
+    has_further_samples: bool = False
+    """Whether it is the first of several samples."""
     prompt_token_ids: NDArray[np.int32] | None = None
     """The prompt's distinct token ids, then its resumed ones in order; None if no draw depends on them."""
 
@@ -140,8 +142,8 @@ class Request:
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
     held_prefix_tokens: int = 0
-    """Leading tokens of the prompt, in whole pages, whose KV and indexer keys were held: nothing lands
-    there."""
+    """Leading tokens of the prompt for which nothing lands: those of held pages, and all others if they are
+    copied from the first sample."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
@@ -190,6 +192,8 @@ class Request:
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
     """Positions to warm a new hot buffer with, for each hot group, most useful first."""
+    landed_hint: list[NDArray[np.int32]] | None = None
+    """The hint that came with the KV, which further samples start with, too; None without such samples."""
     delivery: RoomDone | None = None
     """The prefill node's message that all KV is sent; None if there was none."""
     row_counters: tuple[int, int, int] = (0, 0, 0)

@@ -41,6 +41,7 @@ from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.samples import copy_source
 from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
 from hisparse_pd.engine.messages import (
     FromEngine,
@@ -139,6 +140,8 @@ class RequestLife:
             self.send(RequestFailed(request.request_id, 400, error))
             return None
         self.peers.use(request.peer, now)
+        if first_sample is not None:
+            first_sample.has_further_samples = True
         return request
 
     def _why_malformed(self, request: Request) -> str:
@@ -278,14 +281,20 @@ class RequestLife:
             self.admit(admission, now)
 
     def admit(self, admission: Admission, now: float) -> None:
-        """Reserve slots for a waiting request and send its Bootstrap, or start it if its steps compute all
-        that is missing."""
-        request = admission.request
-        if self.limits.may_step(request):
+        """Reserve slots for a waiting request and send its Bootstrap, or start it if nothing is missing that
+        its steps do not compute."""
+        request, num_held = admission.request, admission.request.held_prefix_tokens
+        source = copy_source(request, admission.mode, self.limits.page_size)
+        if source is not None:
+            request.held_prefix_tokens = request.num_landing_tokens
+        elif self.limits.may_step(request):
             request.num_tail_tokens = request.num_landing_tokens - request.held_prefix_tokens
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.tables.prepare_landing(request)
+        if source is not None:
+            self.tables.copy_prompt(source, request, num_held)
+            request.hot_positions = source.landed_hint
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if not request.needs_prefill_node:
@@ -430,6 +439,7 @@ class RequestLife:
         """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
         is right and may be held."""
         request.grammar = None  # no other request may need it
+        request.landed_hint = None  # nor its rows
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
             return

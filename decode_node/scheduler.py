@@ -10,8 +10,8 @@ looks at requests and at counts of free slots, and changes nothing. Its rules:
   for each request that will grow.
 - Admission is in order of arrival: while the first in the queue does not fit, nobody overtakes it,
   unless it waits for stuck slots, such as those in an unacknowledged quarantine, which may never be free.
-- Further samples of a prompt wait while the first one's KV is on its way, and then share its pages. The rest
-  of the queue overtakes them.
+- Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
+  (``samples.py``). The rest of the queue overtakes them.
 - ``auto`` is dense, with pages for its whole life, while device slots are plenty, and hisparse otherwise; it
   is dense, too, when hisparse lacks slots and the device pages are there.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
@@ -35,6 +35,7 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
+from hisparse_pd.decode_node.samples import waits_for_landing
 
 MAX_LOOKED_AT = 256
 """Most requests of the queue that one plan looks at: those that it admits, and those that are overtaken
@@ -132,9 +133,8 @@ class _Planner:
     """A page for each request that will grow; admissions leave it free."""
     _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
     """Mode and slots, under this plan, of running requests that it grows or exchanges."""
-    _num_held_pages: dict[Request, int] = field(default_factory=dict)
-    """Requests that the plan admits and whose pages others may share, with the number of pages that were held
-    for each."""
+    _admission_of: dict[Request, Admission] = field(default_factory=dict)
+    """The admissions, by request."""
     _admitted_claims: list[Claim] = field(default_factory=list)
     """Claims of the requests that the plan admits."""
 
@@ -220,37 +220,38 @@ class _Planner:
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Admit requests that wait. Returns whether only requests that lack stuck slots still wait."""
-        some_will_share = False
+        some_wait_for_first = False
         usable = replace(self.limits, totals=self.limits.totals - self.stuck)
         for number, request in enumerate(waiting):
             if number == MAX_LOOKED_AT:
                 return False
             if self.stuck != _NONE and refusal(usable, request):
                 continue  # it fits only if stuck slots become free, which may never be
-            if self._will_share(request):
-                some_will_share = True
+            if self._waits_for_first(request):
+                some_wait_for_first = True
                 continue
             admission = self._place(request)
             if admission is None:
                 return False
             self.admissions.append(admission)
+            self._admission_of[request] = admission
             num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
-            covers_life = num_reserved >= request.life_tokens
-            if not covers_life:
+            if num_reserved < request.life_tokens:
                 self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)
-            if admission.mode is Mode.HISPARSE or covers_life:  # as in Request.may_share, once it lands
-                self._num_held_pages[request] = admission.num_shared_pages
-        return not some_will_share
+        return not some_wait_for_first
 
-    def _will_share(self, request: Request) -> bool:
-        """Return whether the first sample of the same prompt awaits pages that ``request`` can share."""
-        first = request.first_sample
+    def _waits_for_first(self, request: Request) -> bool:
+        """Return whether ``request`` waits for the KV of the first sample, which lands or will."""
+        first, page_size = request.first_sample, self.limits.page_size
         if first is None:
             return False
-        num_held = self._num_held_pages.get(first)
-        if first.state is RequestState.LANDING and first.may_share:
-            num_held = first.num_shared_pages
-        return num_held is not None and num_held < request.num_usable_pages
+        if first.state is RequestState.LANDING:
+            return waits_for_landing(request, first.mode, first.held_prefix_tokens, page_size)
+        admission = self._admission_of.get(first)
+        if admission is None:
+            return False
+        num_held = admission.num_shared_pages * page_size
+        return waits_for_landing(request, admission.mode, num_held, page_size)
 
     def _place(self, request: Request) -> Admission | None:
         """Admit ``request`` in a mode that it allows; None if it fits in none."""

@@ -25,6 +25,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_tables import copy_prompt
 from hisparse_pd.decode_node.step_results import StepResult
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
@@ -157,6 +158,9 @@ class SimRequestTables:
 
     def prepare_landing(self, request: Request) -> None:
         """Rows have no checks here."""
+
+    def copy_prompt(self, source: Request, request: Request, start: int) -> None:
+        copy_prompt(self.memory, source, request, start)
 
     def start(self, request: Request) -> None:
         self.check(request)
