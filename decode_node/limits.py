@@ -7,17 +7,13 @@ refuses with ``refusal`` what no plan could admit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.drafting import smallest_buffer
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.reserve import Claim, slots_of
-
-MAX_TAIL_STEPS: Final = 4
-"""Most steps, if they verify drafts, in which a request computes what its prompt lacks. In about that time an
-idle prefill node would have computed and sent it: a trip takes 15 ms in five layers, and more in 61."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,8 @@ class Limits:
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
     max_drafts: int = 0
     """Most drafts that a step verifies behind a request's newest token."""
+    max_tail_tokens: int = 0
+    """Most tokens that a prompt may lack which its request's steps compute (``may_step``)."""
 
     @property
     def max_life_hisparse(self) -> int:
@@ -71,7 +69,7 @@ class Limits:
         prefill node: a short tail that has the bits of steps (``first_stepped``) behind a held beginning."""
         first, num_held = request.first_stepped(self.page_size), request.held_prefix_tokens
         num_missing = request.num_prompt_tokens - num_held
-        is_short = num_missing <= MAX_TAIL_STEPS * (self.max_drafts + 1)
+        is_short = num_missing <= self.max_tail_tokens
         return is_short and first <= num_held < request.num_landing_tokens and request.scores is None
 
     def in_pages(self, num_tokens: int) -> int:

@@ -240,7 +240,7 @@ class World:
     def _start_decode(self) -> DecodeNode:
         front = SimFront()
         self._lookups = Lookups()
-        with patch.object(sizing, "GROWTH_PAGES", 1):
+        with patch.object(sizing, "GROWTH_PAGES", 1), patch.object(sizing, "MAX_TAIL_STEPS", 1):
             engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine.memory)
 

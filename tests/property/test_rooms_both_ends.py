@@ -393,7 +393,7 @@ def one_pair(num_shared: int = 0) -> Iterator[World]:
         world.close()
 
 
-def ask(world: World, request_id: str = "r", room: int = 1, num_tokens: int = 3) -> None:
+def ask(world: World, request_id: str = "r", room: int = 1, num_tokens: int = 5) -> None:
     (address,) = world.addresses
     sampling = SamplingParams(1)
     request = Generate(request_id, room, num_tokens, sampling, address.host, address.port, HisparseFlag.TRUE)
@@ -423,7 +423,7 @@ def finish_writes(world: World, node: PrefillNode, client: SimClient, fate: Writ
 def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: WriteFate) -> None:
     """A RoomDone, or the RoomFailed of a room that drains: nobody else would ever say it."""
     with one_pair() as world:
-        front, node = world.decode.front, write_slowly(world, 3)
+        front, node = world.decode.front, write_slowly(world, 5)
         (client,) = world.network.clients
         if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
             node.engine.life.fail(node.engine.life.requests.live(Room(1)), 502, "no", world.now)
@@ -476,7 +476,7 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
     """It answers an abort that crosses its registration, and bytes of the dead run are still under way."""
     with one_pair() as world:
         (address,) = world.addresses
-        write_slowly(world, 3)
+        write_slowly(world, 5)
         world.start_prefill(address, world.kill_prefill(address).server.port)
         node = world.prefill[address]
         world.pass_time(3.0, late_bytes_land=False)
