@@ -241,8 +241,8 @@ class Request:
         num_known = self.num_known_next
         if not num_known:
             return []
-        known = unpack_token_ids(self.prompt[-num_known * TOKEN_BYTES :])
-        return known[: max_drafts + 1].tolist()
+        known: list[int] = unpack_token_ids(self.prompt[-num_known * TOKEN_BYTES :]).tolist()
+        return known[: max_drafts + 1]
 
     @property
     def resumed_token_ids(self) -> NDArray[np.int32]:
