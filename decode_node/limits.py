@@ -45,6 +45,10 @@ class Limits:
         """Most tokens that a dense request can have in its whole life."""
         return min(self.totals.device, self.totals.index)
 
+    def max_life(self, mode: Mode) -> int:
+        """Return the most tokens that a request can have in its whole life in ``mode``."""
+        return self.max_life_hisparse if mode is Mode.HISPARSE else self.max_life_dense
+
     @property
     def smallest_hot_buffer(self) -> int:
         """Entries that suffice for a request of any length."""
