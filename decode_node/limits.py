@@ -32,7 +32,7 @@ class Limits:
     max_drafts: int = 0
     """Most drafts that a step verifies behind a request's newest token."""
     max_tail_tokens: int = 0
-    """Most tokens that a prompt may lack which its request's steps compute (``may_step``)."""
+    """Most tokens that a prompt may lack if its request's steps are to compute them."""
 
     @property
     def max_life_hisparse(self) -> int:
@@ -46,6 +46,10 @@ class Limits:
     def max_life_dense(self) -> int:
         """Most tokens that a dense request can have in its whole life."""
         return min(self.totals.device, self.totals.index)
+
+    def max_life(self, mode: Mode) -> int:
+        """Return the most tokens that a request can have in its whole life in ``mode``."""
+        return self.max_life_hisparse if mode is Mode.HISPARSE else self.max_life_dense
 
     @property
     def smallest_hot_buffer(self) -> int:
@@ -63,14 +67,6 @@ class Limits:
         """Return the entries of the largest hot buffer that is of use."""
         whole_life = request.life_tokens + self.max_drafts
         return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
-
-    def may_step(self, request: Request) -> bool:
-        """Whether the request's steps may compute all that is missing of its prompt, so that it needs no
-        prefill node: a short tail that has the bits of steps (``first_stepped``) behind a held beginning."""
-        first, num_held = request.first_stepped(self.page_size), request.held_prefix_tokens
-        num_missing = request.num_prompt_tokens - num_held
-        is_short = num_missing <= self.max_tail_tokens
-        return is_short and first <= num_held < request.num_landing_tokens and request.scores is None
 
     def in_pages(self, num_tokens: int) -> int:
         """Return the slots of as many whole pages as ``num_tokens`` take."""

@@ -42,7 +42,7 @@ class RequestState(StrEnum):
     CONNECTING = "connecting"
     """Waits until its prefill node is registered with. Owns nothing."""
     WAITING = "waiting"
-    """Waits in the admission queue. Owns nothing."""
+    """Waits in the admission queue. Owns nothing. Its prefill node is registered with, unless it is local."""
     LANDING = "landing"
     """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
     index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
@@ -59,7 +59,9 @@ class RequestState(StrEnum):
 
 _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
-    RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset(
+        {RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING, RequestState.ENDED}
+    ),
     RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset({RequestState.ENDING}),
     RequestState.ENDING: frozenset({RequestState.ENDED}),
@@ -125,6 +127,9 @@ class Request:
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
     """When its present state has lasted too long; infinite while it runs."""
+    is_local: bool = False
+    """Whether it waits without its prefill node: it is admitted only while nothing is missing of its KV that
+    its steps do not compute."""
     prompt_keys: PromptKeys | None = None
     """Keys that find held pages for it, and its own pages once they are held; None turns off both."""
     dense_refusal: str = ""
@@ -161,7 +166,7 @@ class Request:
 
     num_tail_tokens: int = 0
     """Prompt tokens before the last one whose KV its steps are still to compute; a step in flight counts when
-    it is read. There are some only where it needs no prefill node for a short tail (``Limits.may_step``)."""
+    it is read. There are some only where it needs no prefill node for a short tail (``local_kv.py``)."""
 
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)

@@ -37,11 +37,11 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source, local_modes, steps_compute_tail
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.samples import copy_source
 from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
 from hisparse_pd.engine.messages import (
     FromEngine,
@@ -139,9 +139,10 @@ class RequestLife:
             self.metrics.add("failed_requests_total")
             self.send(RequestFailed(request.request_id, 400, error))
             return None
-        self.peers.use(request.peer, now)
         if first_sample is not None:
             first_sample.has_further_samples = True
+        if not self.wait_locally(request):
+            self.peers.use(request.peer, now)
         return request
 
     def _why_malformed(self, request: Request) -> str:
@@ -193,13 +194,35 @@ class RequestLife:
         for peer in self.requests.queued_at(RequestState.WAITING):
             if not self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
-                    self.requests.queue(
-                        request, RequestState.CONNECTING, self._contact_deadline(request, now)
-                    )
+                    if not self.wait_locally(request):
+                        self.requests.queue(
+                            request, RequestState.CONNECTING, self._contact_deadline(request, now)
+                        )
         for peer in self.requests.queued_at(RequestState.CONNECTING):
             if self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.CONNECTING, peer)):
                     self._start_waiting(request, now)
+
+    def wait_locally(self, request: Request) -> bool:
+        """Let a request that owns nothing yet wait without its prefill node, if its steps compute all that is
+        missing of its KV. Returns whether it does."""
+
+        def num_held(mode: Mode) -> int:
+            found = self.requests.held.find(request.usable_keys, KV_POOLS[mode])
+            return found.num_pages * self.limits.page_size if found else 0
+
+        if not local_modes(request, self.limits, num_held):
+            return False
+        request.dense_refusal = ""  # the page size of a node that it does not need
+        deadline = request.arrived_at + self.room_timeout_secs
+        self.requests.queue(request, RequestState.WAITING, deadline, is_local=True)
+        return True
+
+    def _wait_for_node(self, request: Request, now: float) -> None:
+        """Let a local request wait for its prefill node, which it needs after all."""
+        peer = self.peers.address_for(*request.peer.node, request.room)
+        self.peers.use(peer, now)
+        self.requests.queue(request, RequestState.CONNECTING, self._contact_deadline(request, now), peer)
 
     def _contact_deadline(self, request: Request, now: float) -> float:
         return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
@@ -227,6 +250,8 @@ class RequestLife:
             secs, code = self.room_timeout_secs, ""
             match request.state:
                 case RequestState.CONNECTING:
+                    if self.wait_locally(request):
+                        continue
                     latest = self._contact_deadline(request, now)
                     if latest > now and self.peers.is_opening(request.peer, now):  # which may take long
                         self.requests.queue(request, RequestState.CONNECTING, latest)
@@ -237,7 +262,9 @@ class RequestLife:
                 case RequestState.WAITING:
                     first = request.first_sample
                     if first is not None and first.state is RequestState.LANDING and first.deadline > now:
-                        self.requests.queue(request, RequestState.WAITING, first.deadline)
+                        self.requests.queue(
+                            request, RequestState.WAITING, first.deadline, is_local=request.is_local
+                        )
                         continue
                     status, error = 503, f"the pools had no room for this request within {secs:g} s"
                 case RequestState.LANDING:
@@ -270,6 +297,8 @@ class RequestLife:
     def carry_out(self, plan: StepPlan, now: float) -> None:
         """Do what the scheduler has planned. Held prefixes are in use before anything else makes room by
         evicting them."""
+        for request in plan.no_longer_local:
+            self._wait_for_node(request, now)
         for admission in plan.admissions:
             self.requests.use_held(admission)
         for exchange in plan.exchanges:
@@ -284,11 +313,16 @@ class RequestLife:
         """Reserve slots for a waiting request and send its Bootstrap, or start it if nothing is missing that
         its steps do not compute."""
         request, num_held = admission.request, admission.request.held_prefix_tokens
-        source = copy_source(request, admission.mode, self.limits.page_size)
+        source = copy_source(request, admission.mode, num_held, self.limits.page_size)
         if source is not None:
             request.held_prefix_tokens = request.num_landing_tokens
-        elif self.limits.may_step(request):
-            request.num_tail_tokens = request.num_landing_tokens - request.held_prefix_tokens
+        elif steps_compute_tail(request, num_held, self.limits):
+            request.num_tail_tokens = request.num_landing_tokens - num_held
+        if request.is_local and request.needs_prefill_node:
+            # The first sample, from which it was to copy, has just left its pages.
+            self.requests.give_back_held(request)
+            self._wait_for_node(request, now)
+            return
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.tables.prepare_landing(request)

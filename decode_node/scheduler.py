@@ -11,7 +11,7 @@ looks at requests and at counts of free slots, and changes nothing. Its rules:
 - Admission is in order of arrival: while the first in the queue does not fit, nobody overtakes it,
   unless it waits for stuck slots, such as those in an unacknowledged quarantine, which may never be free.
 - Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
-  (``samples.py``). The rest of the queue overtakes them.
+  (``local_kv.py``). The rest of the queue overtakes them.
 - ``auto`` is dense, with pages for its whole life, while device slots are plenty, and hisparse otherwise; it
   is dense, too, when hisparse lacks slots and the device pages are there.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
@@ -33,9 +33,9 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.limits import Limits, refusal
+from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
-from hisparse_pd.decode_node.samples import waits_for_landing
 
 MAX_LOOKED_AT = 256
 """Most requests of the queue that one plan looks at: those that it admits, and those that are overtaken
@@ -83,6 +83,8 @@ class Exchange:
 class StepPlan:
     """What to do before the next step, in the order of the fields."""
 
+    no_longer_local: tuple[Request, ...] = ()
+    """Requests that wait without their prefill nodes, and need them after all: held pages are gone."""
     exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()
@@ -107,7 +109,12 @@ def plan_step(
     planner.grow()
     if waiting is not None and not planner.is_short and planner.admit(waiting):
         planner.enlarge_hot_buffers()
-    return StepPlan(tuple(planner.exchanges.values()), tuple(planner.growths), tuple(planner.admissions))
+    return StepPlan(
+        tuple(planner.no_longer_local),
+        tuple(planner.exchanges.values()),
+        tuple(planner.growths),
+        tuple(planner.admissions),
+    )
 
 
 @dataclass
@@ -121,6 +128,7 @@ class _Planner:
     landing: Sequence[Request]
     stuck: SlotCounts
     matches: HeldMatches
+    no_longer_local: list[Request] = field(default_factory=list)
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -230,7 +238,11 @@ class _Planner:
             if self._waits_for_first(request):
                 some_wait_for_first = True
                 continue
-            admission = self._place(request)
+            modes: Collection[Mode] = tuple(Mode)
+            if request.is_local and not (modes := self._local_modes(request, usable)):
+                self.no_longer_local.append(request)
+                continue
+            admission = self._place(request, modes)
             if admission is None:
                 return False
             self.admissions.append(admission)
@@ -253,8 +265,16 @@ class _Planner:
         num_held = admission.num_shared_pages * page_size
         return waits_for_landing(request, admission.mode, num_held, page_size)
 
-    def _place(self, request: Request) -> Admission | None:
-        """Admit ``request`` in a mode that it allows; None if it fits in none."""
+    def _local_modes(self, request: Request, usable: Limits) -> list[Mode]:
+        """Return the modes in which ``request`` needs no prefill node."""
+
+        def num_held(mode: Mode) -> int:
+            return self.matches.find(request, mode).num_pages * self.limits.page_size
+
+        return local_modes(request, usable, num_held)
+
+    def _place(self, request: Request, modes: Collection[Mode]) -> Admission | None:
+        """Admit ``request`` in one of ``modes`` that it allows; None if it fits in none."""
         if not (self.available.aux and self.available.req_row):
             return None
         match request.flag:
@@ -267,8 +287,10 @@ class _Planner:
                 )
             case HisparseFlag.AUTO:
                 life = request.life_tokens
-                if request.dense_refusal:
+                if request.dense_refusal or Mode.DENSE not in modes:
                     return self._place_hisparse(request)
+                if Mode.HISPARSE not in modes:
+                    return self._place_dense(request, (life,))
                 if self._is_comfortable(request):
                     return self._place_dense(request, (life,))
                 return self._place_hisparse(request) or self._place_dense(request, (life,))

@@ -23,11 +23,11 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source, local_modes
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.quarantine import Quarantined
-from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, Reserve
-from hisparse_pd.decode_node.samples import copy_source
 from hisparse_pd.decode_node.scheduler import AUTO_DENSE_MARGIN, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
@@ -134,9 +134,21 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                 first_sample=first,
             )
             if not refusal(self.limits, request):
-                enqueue(self.rooms, request, float("inf"))
+                enqueue(self.rooms, request, float("inf"), is_local=bool(self._local_modes(request)))
                 self.stops_after[request.room] = stops_after
                 first = first or request
+
+    def _local_modes(self, request: Request) -> list[Mode]:
+        def num_held(mode: Mode) -> int:
+            found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
+            return found.num_pages * PAGE_SIZE if found else 0
+
+        return local_modes(request, self.limits, num_held)
+
+    @rule()
+    def flush(self) -> None:
+        """What is held and unused is evicted: requests that lacked nothing may lack it now."""
+        self.rooms.held.flush()
 
     @precondition(lambda self: self.landing())
     @rule(first=st.lists(ARRIVALS, min_size=1, max_size=3), later=ARRIVALS)
@@ -162,6 +174,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def step(self) -> None:
         ending = self.rooms.select(RequestState.ENDING)
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
+        were_local = {request for request in waiting if request.is_local}
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
             assert NextPlan(self.limits, self.rooms).make(self.now) == plan, "somebody who fits is forgotten"
@@ -172,12 +185,20 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
         carry_out(self.rooms, plan, float("inf"))
         admitted = [admission.request for admission in plan.admissions]
-        sources = {request: copy_source(request, request.mode, PAGE_SIZE) for request in admitted}
+        sources = {
+            request: copy_source(request, request.mode, request.held_prefix_tokens, PAGE_SIZE)
+            for request in admitted
+        }
         for request, source in sources.items():
             if source is None:
                 self.writable[request.room] = remote_slots(request)
             else:
                 self._check_can_copy(source, request)
+        for request in were_local:
+            if request in admitted:
+                is_copied = sources[request] is not None
+                assert is_copied or request.held_prefix_tokens == request.num_landing_tokens
+        waiting = [request for request in waiting if request not in plan.no_longer_local]
         in_order = [r for r in waiting if r in admitted or not self._waits_for_first(r)]
         assert admitted == in_order[: len(admitted)]
         self._check_nothing_is_lost(before)

@@ -13,10 +13,10 @@ from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatches, Reserve
-from hisparse_pd.decode_node.samples import copy_source
 from hisparse_pd.decode_node.scheduler import Exchange, StepPlan, plan_step
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
@@ -387,7 +387,7 @@ def test_samples_copy_from_a_dense_one_that_may_have_to_leave_its_pages() -> Non
     assert first.may_leave_pages
     (admission,) = node.plan().admissions
     assert (admission.request, admission.num_shared_pages) == (second, 0)
-    assert copy_source(second, admission.mode, node.limits.page_size) is first
+    assert copy_source(second, admission.mode, 0, node.limits.page_size) is first
 
 
 def test_nothing_is_copied_from_a_sample_that_is_over_or_in_another_mode_or_damaged() -> None:
@@ -396,8 +396,7 @@ def test_nothing_is_copied_from_a_sample_that_is_over_or_in_another_mode_or_dama
     second.first_sample = first
 
     def source(mode: Mode = Mode.HISPARSE, num_held: int = 32) -> Request | None:
-        second.held_prefix_tokens = num_held
-        return copy_source(second, mode, node.limits.page_size)
+        return copy_source(second, mode, num_held, node.limits.page_size)
 
     assert source() is None, "it has not landed"
     node.step()

@@ -32,6 +32,7 @@ from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
     EngineHarness,
+    PrefillDouble,
     Prompt,
     computed,
     random_prompt,
@@ -252,6 +253,16 @@ def test_a_client_may_leave_at_any_step_of_a_tail(
             node.turn_until(lambda: not len(requests))
             requests.pools.check_integrity()
             assert node.ask(prompt, NUM_NEW, flag).token_ids == expected[prompt]
+
+
+@pytest.mark.I7
+def test_a_short_tail_is_computed_while_the_prefill_node_is_down(
+    node: EngineHarness, checkpoint: Checkpoint, expected: dict[Prompt, list[int]]
+) -> None:
+    away = PrefillDouble(checkpoint, PAGE)
+    away.close()
+    for prompt, flag in zip(PROMPTS, FLAGS, strict=False):
+        assert node.ask(prompt, NUM_NEW, flag, double=away).token_ids == expected[prompt]
 
 
 def test_samples_of_one_prompt_share_what_is_held(
