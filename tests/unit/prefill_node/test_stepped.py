@@ -5,6 +5,7 @@ Steps round attention differently. A factor stands for that here, because a CPU 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.prefill_node.short_forwards import ShortForwards, _Captured
 from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
 
@@ -137,6 +139,55 @@ def test_the_last_tokens_are_computed_as_in_steps(
         assert torch.equal(found, wanted)
     for found, wanted in zip(node.rows(1), neighbour, strict=True):
         assert not has_neighbour or torch.equal(found, wanted)
+
+
+class StandInGraph:
+    """Computes anew what a CUDA graph would replay."""
+
+    def __init__(self, short: ShortForwards, size: int, num_replays: Counter[int]) -> None:
+        self.short, self.size, self.num_replays = short, size, num_replays
+
+    def replay(self) -> None:
+        self.num_replays[self.size] += 1
+        captured = self.short._captured[self.size]
+        captured.hidden.copy_(self.short._forward(captured.token_ids, captured.kv))
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize(
+    ("bounds", "sizes"),
+    [
+        pytest.param((0, 410), {0: {512: 1}, 350: {}}, id="whole"),
+        pytest.param((0, 48, 400, 410), {0: {16: 1, 64: 1, 512: 1}, 350: {16: 1, 64: 1}}, id="cut there"),
+        pytest.param((0, 336, 400, 410), {0: {16: 1, 512: 2}, 350: {16: 1, 64: 1}}, id="a full graph"),
+    ],
+)
+def test_graphs_of_short_forwards_give_the_same_rows(
+    node: Node,
+    num_resumed: int,
+    undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
+    bounds: Sequence[int],
+    sizes: dict[int, dict[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph attends to at most 128 tokens as in steps, and to one of its padding if no other is stepped."""
+    short, num_replays = node.prefill.short, Counter[int]()
+    monkeypatch.setattr(short, "_kernels", node.prefill.kernels)
+    captured = {}
+    for size in (16, 64, 512):
+        token_ids, kv = short._padding(size)
+        hidden = torch.zeros((size, node.spec.hidden_size), dtype=node.spec.dtype)
+        captured[size] = _Captured(StandInGraph(short, size, num_replays), token_ids, kv, hidden)  # type: ignore[arg-type]
+    monkeypatch.setattr(short, "_captured", captured)
+    node.memory.kv.zero_()
+    node.memory.index.zero_()
+    for start, stop in pairwise(bounds):
+        computed = node.prefill.run([node.part(0, start, stop, num_resumed)])
+    assert num_replays == sizes[num_resumed]
+    expected, rows = undisturbed
+    assert torch.equal(computed.hints[Room(0)], expected.hints[Room(0)])
+    for found, wanted in zip(node.rows(0), rows, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_other_attention_gives_other_rows(
