@@ -31,8 +31,9 @@ from hisparse_pd.protocol.messages import AbortRoom, Room, RoomDone, RoomFailed,
 from hisparse_pd.protocol.prompt_scores import score_dtype
 from hisparse_pd.transfer.aux_record import AuxMismatch
 
-_RETRYABLE_STATUSES = (429, 502, 503)
-"""Statuses of failed rooms that another prefill node may serve: this one is full, cut off or stopping."""
+_RETRYABLE_STATUSES = (429, 500, 502, 503)
+"""Statuses of failed rooms that another prefill node may serve: this one is full, its forward failed, or it
+is cut off or stopping."""
 
 
 class PrefillEvents:

@@ -139,13 +139,15 @@ class StepBuffers:
         requests = [entry.request for entry in entries]
         num_padding = inputs.seq_lens.shape[0] - len(entries)
         tokens: list[int] = []
-        known: list[int] = []
         for request, entry in zip(requests, entries, strict=True):
             tokens.append(FROM_DEVICE if request.num_outputs_in_flight else request.newest_token_id)
             tokens += (*entry.drafts, *[NO_DRAFT] * (num_new - 1 - len(entry.drafts)))
-            known += (*entry.known, *[NO_DRAFT] * (num_new - len(entry.known)))
         inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
-        inputs.known_next.numpy()[:] = known + [NO_DRAFT] * (inputs.known_next.shape[0] - len(known))
+        known_next = inputs.known_next.numpy()
+        known_next[:] = NO_DRAFT
+        for number, entry in enumerate(entries):
+            if entry.known:
+                known_next[number * num_new : number * num_new + len(entry.known)] = entry.known
         seq_lens = [FROM_DEVICE if entry.is_unread else entry.request.next_seq_len for entry in entries]
         slot_ends = [min(each.reserved_tokens, max_context, each.life_tokens) for each in requests]
         for values, of_requests, of_padding in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from hisparse_pd.engine.messages import FlushCache
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, PrefillDouble, random_prompt
 
 PAGE, NUM_NEW = 16, 6
-NODE = {
+NODE: dict[str, Any] = {
     "disable_prefix_cache": False,
     "page_size": PAGE,
     "host_pool_tokens": 1024,

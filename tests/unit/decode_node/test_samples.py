@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, co
 
 CHECKPOINT = "tied"
 PAGE, NUM_NEW = 16, 12
-NODE = {
+NODE: dict[str, Any] = {
     "disable_prefix_cache": False,
     "page_size": PAGE,
     "host_pool_tokens": 2048,
