@@ -35,6 +35,7 @@ from tests.unit.decode_node.support import (
     PrefillDouble,
     Prompt,
     computed,
+    load_checkpoint,
     random_prompt,
 )
 
@@ -129,7 +130,12 @@ def test_the_rows_are_those_of_a_prefill_node(
     tail = slice(NUM_HELD, len(prompt) - 1)
     is_dense = request.mode is Mode.DENSE
     kind, pool = (PoolKind.DEVICE, memory.k_dev) if is_dense else (PoolKind.HOST, memory.k_host)
-    for found, of, wanted in ((pool, kind, ready.kv), (memory.index, PoolKind.INDEX, ready.index)):
+    assert memory.row_checks is not None
+    for found, of, wanted in (
+        (pool, kind, ready.kv),
+        (memory.index, PoolKind.INDEX, ready.index),
+        (memory.row_checks, PoolKind.INDEX, ready.row_checks),
+    ):
         slots = slots_tensor(request.extents(of))[tail]
         assert torch.equal(found[:, slots], wanted[:, tail])
     finish(node, [answer])
@@ -158,9 +164,9 @@ def test_steps_take_as_many_tokens_as_they_verify(
 
 def test_a_longer_tail_goes_to_a_prefill_node(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Without drafts a step takes one token. What is missing must begin where the last whole page ends."""
-    settings = {**NODE, "speculative_num_steps": 0}
+    without_drafts = load_checkpoint(checkpoint.path)
     prompts = [(*HELD[:NUM_HELD], *random_prompt(7, missing)) for missing in (4, 5)]
-    with closing(EngineHarness(checkpoint, tmp_path, **settings)) as node:
+    with closing(EngineHarness(without_drafts, tmp_path, **NODE)) as node:
         node.ask(HELD, 1, HisparseFlag.TRUE)
         answers = [node.ask(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
         assert [bootstrap.num_held_tokens for bootstrap in node.double.bootstraps] == [0, NUM_HELD]
