@@ -87,9 +87,7 @@ class ShortForwards:
             return None
         captured = self._captured[size]
         captured.token_ids[:num_tokens] = token_ids
-        captured.kv.rows.fill(kv.rows, self._memory.scratch_slot)
-        if captured.kv.contexts is not None and kv.contexts is not None:
-            captured.kv.contexts.fill(kv.contexts)
+        captured.kv.fill(kv, self._memory.scratch_slot)
         captured.graph.replay()
         kv.hints.copy_(captured.kv.hints[:num_requests])
         return captured.hidden[:num_tokens]

@@ -204,6 +204,9 @@ class PagedKv:
         if (unpacked := self._kernels.unpacked) is not None:
             most_pages = unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
+            self._first_keys = self.contexts.first_slots(page_size)
+        self._num_columns = (self.rows.positions + 1).clamp_(max=spec.index_topk).int()
+        """How many positions each token selects: int32 [num_tokens]."""
         self._stepped_pieces = _stepped_pieces(self.rows) if self._kernels.have_steps_other_bits else []
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -223,6 +226,14 @@ class PagedKv:
         """Return what each request's last new token selected, after the forward: int32 [num_requests,
         num_index_groups, index_topk]."""
         return self._hints.transpose(0, 1)
+
+    def fill(self, others: PagedKv, scratch_slot: int) -> None:
+        """Do ``PagedRows.fill`` and ``ContextPages.fill``, for the next replay of a CUDA graph."""
+        self.rows.fill(others.rows, scratch_slot)
+        self._num_columns[: len(others.positions)] = others._num_columns
+        if self.contexts is not None and others.contexts is not None:
+            self.contexts.fill(others.contexts)
+            self._first_keys[: len(others.last_rows)] = others._first_keys
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         """Do ``KvAccess.write``: store the new rows, and their row checks."""
@@ -267,7 +278,6 @@ class PagedKv:
         if contexts is None or unpacked is None or unpacked.keys is None or scratch is None:
             return None
         rows, page_size = self.rows, self._page_size
-        first_keys = contexts.first_slots(page_size)
         results = []
         for tokens, pages in contexts.groups:
             page_ids = contexts.page_ids[pages]
@@ -279,7 +289,7 @@ class PagedKv:
                     q_index[tokens],
                     weights[tokens],
                     unpacked.keys,
-                    first_keys,
+                    self._first_keys,
                     rows.request_of_token[tokens],
                     rows.positions[tokens],
                     rows.num_tokens,
@@ -311,13 +321,9 @@ class PagedKv:
         for tokens, pages in contexts.groups:
             page_ids = contexts.page_ids[pages]
             self._kernels.kv_format.unpack(items, page_ids, self._page_size, unpacked.items)
-            pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns(tokens)
+            pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns[tokens]
             results.append(attention.attend(q[tokens], pool, slots[tokens], scale, num_columns))
         return results[0] if len(results) == 1 else torch.cat(results)
-
-    def _num_columns(self, tokens: slice) -> Tensor:
-        """Return how many positions ``tokens`` select: int32 [num_tokens]."""
-        return (self.rows.positions[tokens] + 1).clamp_(max=self._spec.index_topk).int()
 
     def _slots_in(self, page_table: Tensor, positions: Tensor) -> Tensor:
         """Return the slots of ``positions`` by ``page_table``, int32 [num_tokens, index_topk]."""

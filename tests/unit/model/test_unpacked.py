@@ -118,10 +118,9 @@ def test_padding_holds_one_group_after_another(prompts: Prompts) -> None:
     stepped = [replace(request, num_stepped=count) for request, count in zip(others, (1, 4), strict=True)]
     for requests in (larger, [first, *stepped], [replace(first, num_stepped=8), *others], prompts.requests):
         kv = prompts.kv(requests, 12)
-        assert kv.contexts is not None
-        assert padded.contexts is not None
-        rows.fill(kv.rows, scratch_slot=0)
-        padded.contexts.fill(kv.contexts)
+        padded.fill(kv, scratch_slot=0)
+        for filled, given in ((padded._num_columns, kv._num_columns), (padded._first_keys, kv._first_keys)):
+            assert torch.equal(filled[: len(given)], given)
         if requests is not larger:
             expected = prompts.attended(kv)
             assert torch.equal(prompts.attended(padded, padding=4), expected)
