@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.side_stream import SideStream, wait_for
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.side_stream import SideStream, wait_for
 from hisparse_pd.kernels.attention import AttentionBackend
 from hisparse_pd.kernels.attention_backends import attention_beside
 from hisparse_pd.kernels.hot_state import StepRequests

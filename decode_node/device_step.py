@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.side_stream import SideStream
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, StepRequests
 from hisparse_pd.kernels.paged_indexer import paged_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, StepInParts
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.draft_chain import draft_chain
@@ -29,7 +30,6 @@ from hisparse_pd.decode_node.drafting import NO_DRAFT
 from hisparse_pd.decode_node.micro_batches import MicroBatches
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_outcomes import DraftsToVerify, RowOutcomes
-from hisparse_pd.decode_node.side_stream import SideStream
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
     SPLITS,

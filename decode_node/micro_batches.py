@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.side_stream import SideStream, wait_for
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS, TAKEN_SMS, MissCopies
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.side_stream import SideStream, wait_for
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import plan_misses
 

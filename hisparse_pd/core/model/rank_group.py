@@ -31,6 +31,7 @@ from hisparse_pd.core.model import rank_exchange
 from hisparse_pd.core.model.page_sharing import share_page
 from hisparse_pd.core.model.rank_bells import RankBells
 from hisparse_pd.core.model.rank_page import RankPage
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.protocol.names import interface_of, own_address_towards
 
 _LAST_WORDS_SECS = 10.0
@@ -72,7 +73,8 @@ class RankGroup:
         """The shared memory of ``agree``; None where ranks agree over the network."""
         self._forward_secs = forward_secs
         self._start_secs = start_secs
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._stream = SideStream(device)
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its start-up fails where fabrics are split
         try:
             own_address = _use_network(place)
@@ -239,7 +241,7 @@ class RankGroup:
 
         NCCL waits until CUDA graphs with its operations are gone, so that an orderly exit would never end.
         """
-        if self._stream is None:
+        if self._device.type == "cpu":
             dist.destroy_process_group()
             self.bells.close()
             if self._page is not None:
@@ -254,13 +256,9 @@ class RankGroup:
 
         All ranks must make operations in the same order, which concurrent streams of a rank would not keep.
         """
-        if self._stream is None:
+        with self._stream.behind_current():
             self._together(operation)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._together(operation)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        self._stream.join()
 
     def _together(self, operation: Callable[[], Any]) -> Any:
         try:
