@@ -4,27 +4,8 @@ An index group is a layer with its own indexer and the shared-index layers behin
 positions, so one set of tables serves them all. A hot buffer is a list of device slots that one request owns;
 entry ``i`` is a hot_index, and its slot is the same in every layer because pools are layer-major.
 
-Rules that every writer of the tables keeps:
-
-- ``lookup_to_hot`` and ``hot_to_lookup`` are inverse to each other in every group: a lookup slot is in at
-  most one hot buffer, and lookup slots that belong to no hisparse row are empty.
-- A step has up to ``max_new`` new positions of a request: its newest token's and its drafts'. Each has a
-  fixed hot_index (``ring_entries``). This is the position itself while that is below ``capacity``; later
-  positions take the last ``max_new`` entries, the ring, in turn.
-- A row fits while the ``max_new`` positions from its first new one on are all below ``capacity``: then
-  position ``p`` lives at hot_index ``p``. Once a row does not fit, positions that are not new live anywhere
-  below the ring. It must not fit again later; therefore the first new position decides, and not the last one,
-  which rejected drafts move back.
-- A rejected draft stays in its entry until its position is new again. No look-up finds it: until then the
-  position is at or beyond every ``seq_len``, and when it is new it gets the same entry.
-- An evicted entry is of the oldest age class present (``reference.age_classes``). Free entries are older than
-  all others, and entries of one class are taken in the order of their hot_index.
-- A row of capacity 0 is dense: its positions are found through ``page_table``.
-
-A page of a hisparse row has two ids. Its host page says where the bytes are; rows that begin alike may share
-it. Its lookup page is an index into ``lookup_to_hot`` and belongs to the row alone; no bytes are stored
-there. That table therefore grows with the number of tokens that can be looked up at once, not with the number
-of rows times the longest context. Only copies of bytes read ``host_pages``: misses, backup and warm-up.
+The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and with
+``ring_entries`` those for the new positions of a step.
 
 A decode engine has one state. Its request tables fill, extend and reset rows (the methods below and
 ``swap_in.RowStart``), and each step reads and updates them in ``swap_in``.
@@ -66,8 +47,8 @@ class HotBufferError(IntFlag):
     BAD_POSITION = 2
     """A selected position was outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A selected position other than a draft had no host slot. If it was the first new one, the row was left
-    out like padding."""
+    """A selected position other than a draft had no host slot. If it was the first new one, whose item could
+    not be backed up, the row was left out like padding."""
     WRONG_ROW = 8
     """An item that was read is not the one that was written for its layer and position: ``wrong_rows`` has
     the first such item. No result computed from it may be used."""
@@ -106,23 +87,30 @@ class HotBufferState:
     """
 
     lookup_to_hot: Tensor
-    """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last slot is unused and empty."""
+    """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last slot is unused and empty. A
+    lookup slot is in at most one hot buffer, and those that belong to no hisparse row are empty."""
     hot_to_lookup: Tensor
-    """[num_groups, num_rows, max_capacity] lookup slot at a hot_index."""
+    """[num_groups, num_rows, max_capacity] lookup slot at a hot_index: the inverse of ``lookup_to_hot``."""
     stamps: Tensor
-    """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free."""
+    """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free. An
+    evicted entry is of the oldest age class present (``reference.age_classes``). Free entries are older than
+    all others, and entries of one class are taken in the order of their hot_index."""
     step: Tensor
     """[num_groups, num_rows] swap-ins of the row so far."""
     hot_slots: Tensor
     """[num_rows, max_capacity] device slot of a hot_index below ``capacity``."""
     capacity: Tensor
-    """[num_rows] entries of the hot buffer; 0 for a dense row."""
+    """[num_rows] entries of the hot buffer; 0 for a dense row, whose positions are found through
+    ``page_table``."""
     page_table: Tensor
     """[num_rows, max_pages] device page_id of each page of a dense row."""
     host_pages: Tensor
-    """[num_rows, max_pages] host page_id of each page of a hisparse row; rows may share it."""
+    """[num_rows, max_pages] host page_id of each page of a hisparse row: where the bytes are. Rows that begin
+    alike may share it. Only copies of bytes read it: misses, backup and warm-up."""
     lookup_pages: Tensor
-    """[num_rows, max_pages] lookup page_id of each page of a hisparse row; rows never share it."""
+    """[num_rows, max_pages] lookup page_id of each page of a hisparse row: an index into ``lookup_to_hot``,
+    without bytes of its own, which rows never share. That table therefore grows with the tokens that can be
+    looked up at once, not with the rows times the longest context."""
     index_pages: Tensor
     """[num_rows, max_pages] page_id of each page of a row's indexer keys; 0 where there is none."""
     counters: Tensor
@@ -138,7 +126,8 @@ class HotBufferState:
     """Most new positions of a request in one step: its newest token's and its drafts'."""
     row_checks: Tensor | None = None
     """[num_layers, num_index_slots] the expected check of each item (``row_check.py``), found through
-    ``index_pages`` as its indexer key is. None: items are not verified. The writers of items write it."""
+    ``index_pages`` as its indexer key is. The writers of items write it. Every copy from the host is verified
+    by it (HotBufferError.WRONG_ROW). None: items are not verified."""
 
     @classmethod
     def create(
@@ -346,7 +335,19 @@ class StepRequests:
 def ring_entries(
     positions: npt.NDArray[np.int64], capacity: npt.NDArray[np.int64], max_new: int
 ) -> npt.NDArray[np.int64]:
-    """Return the hot_index of ``positions`` in a step in which they are new; arguments broadcast."""
+    """Return the hot_index of ``positions`` in a step in which they are new; arguments broadcast.
+
+    This is the position itself while that is below ``capacity``. Later positions take the last ``max_new``
+    entries, the ring, in turn.
+
+    A row fits while the ``max_new`` positions from its first new one on are all below ``capacity``: then any
+    position is at the hot_index of its own number. Once a row does not fit, positions that are not new are
+    anywhere below the ring. It must not fit again later; therefore the first new position decides, and not
+    the last one, which rejected drafts move back.
+
+    A rejected draft stays in its entry until its position is new again. No look-up finds it: until then the
+    position is at or beyond every ``seq_len``, and when it is new it gets the same entry.
+    """
     in_ring = capacity - max_new + (positions - capacity) % max_new
     return np.where(positions < capacity, positions, in_ring)
 

@@ -61,30 +61,23 @@ def swap_in(
 
     ``selected``: int32 [num_reqs * num_new, top_k], positions in [0, seq_len) in any order, -1 for none,
     duplicates allowed. The rows of one request are adjacent, in the order of its new positions, and count as
-    one selection: a position that several of them select is fetched once and counted once. Returns ``out``,
-    int32 [num_reqs * num_new, top_k] (made when None): the device slot of each selected position, -1 where
-    ``selected`` is -1, in padding rows, and for a draft that has no slot.
+    one selection: a position that several of them select is fetched once and counted once.
+    ``out``: int32 [num_reqs * num_new, top_k], made when None and returned: the device slot of each selected
+    position, -1 where ``selected`` is -1, in padding rows, and for a draft that has no slot.
+    ``miss_plan``: afterwards it holds this call's copies, for ``replay_misses``.
 
-    A dense row is resolved through its page table. In a hisparse row the new positions take the entries of
-    ``hot_state.ring_entries``, whether they are selected or not; the model writes their bytes there, and they
-    are never copied from the host. While the row fits (``seq_len - num_new + max_new <= capacity``), a
-    missing position goes to its own hot_index and nothing is evicted. Otherwise misses take the entries below
-    ``capacity - max_new`` that this step does not use: free ones first, then the least recently used by age
-    class (``reference.age_classes``), and within a class in the order of their hot_index. Which miss takes
-    which of these entries is not specified. All misses find one when ``capacity`` is at least ``num_new *
-    top_k + max_new``.
+    The new positions of a hisparse row take the entries of ``hot_state.ring_entries``, whether they are
+    selected or not; the model writes their bytes there, and they are never copied from the host. In a row
+    that fits, a missing position goes to its own hot_index and nothing is evicted. Otherwise misses take
+    entries below the ring that this step does not use, the oldest first (``HotBufferState.stamps``). Which
+    miss takes which of these entries is not specified. All misses find one when ``capacity`` is at least
+    ``num_new * top_k + max_new``.
 
-    Here and in the functions below, a hisparse row whose first new position has no host page is left out like
-    padding and gets HotBufferError.NO_HOST_SLOT, because its token could not be backed up.
+    A request whose selection cannot be served in full gets -1 in the places concerned and a bit of
+    HotBufferError in ``error_flags``; its tables stay consistent. The tables of ``group``, counters, flags
+    and ``k_dev[layer]`` are changed.
 
-    Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]``, and ``miss_plan``, which then
-    holds this call's copies. A request whose selection cannot be served in full gets -1 in the places
-    concerned and a bit of HotBufferError in ``error_flags``; its tables stay consistent. Where the state has
-    ``row_checks``, every copied item is verified (HotBufferError.WRONG_ROW), here, in ``replay_misses`` and
-    in ``RowStart``.
-
-    On a GPU ``num_reqs * num_new * top_k`` is below 2**24, ``top_k`` at most 4096, ``num_new * top_k`` at
-    most 16384 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
+    ``kernels/cuda.py`` has the bounds on sizes of a GPU. Raises KernelArgumentError, KernelUnavailableError.
     """
     pools = _check_pools(k_host, k_dev, requests.state.device)
     check_range("layer", layer, 0, k_dev.shape[0])
@@ -174,17 +167,6 @@ class RowStart:
     The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None. The row may be used when
     the last launch is over.
 
-    ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
-    ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``: as
-    many as ``host_pages``, and of no other row. All are on the CPU.
-    ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next
-    positions (``num_tokens + max_new <= capacity``), all of them go to their own hot_index and ``hints`` are
-    ignored: such a request misses nothing until it outgrows the buffer. Otherwise the first ``capacity -
-    max_new`` distinct positions of a group's hint (int32 [n]; -1 and duplicates allowed) fill the buffer from
-    hot_index 0 on.
-    ``hints``: one for each group, or one for all.
-    ``layers_of_group``: the layers of each group, at least one, all of which are copied.
-
     The row must be empty, as ``create`` and ``reset_row`` leave it. On a GPU a slice is one copy to the
     device and one launch, on the current stream, which may be a side stream: no other row is touched. Nothing
     waits for the device; pages may be added to the row meanwhile. Raises KernelArgumentError before it
@@ -206,6 +188,17 @@ class RowStart:
         k_host: Tensor,
         k_dev: Tensor,
     ) -> None:
+        """``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages``,
+        ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``:
+        as many as ``host_pages``, and of no other row. All are on the CPU.
+        ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next
+        positions (``num_tokens + max_new <= capacity``), all of them go to their own hot_index, and such a
+        request misses nothing until it outgrows the buffer.
+        ``hints``: one for each group, or one for all, int32 [n]; -1 and duplicates allowed. When there is no
+        such room, the first ``capacity - max_new`` distinct positions of a group's hint fill the buffer from
+        hot_index 0 on.
+        ``layers_of_group``: the layers of each group, at least one, all of which are copied.
+        """
         pools = _check_pools(k_host, k_dev, state.device)
         cpu = torch.device("cpu")
         lists = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
