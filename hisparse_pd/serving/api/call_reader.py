@@ -77,40 +77,43 @@ class CallReader:
     def read(self, marks_beside_name: Marks) -> Reading[str]:
         """Read the calls to their end. Returns the mark that ended them where the caller has to read it:
         another opening, or one of ``marks_beside_name``, which show that what looked like a name is none."""
-        markup, ends, mark = self._markup, self._ends, ""
-        behind_name = markup.end_of_name or markup.key
-        marks_of_name = (
-            *([behind_name] if behind_name else []),
-            *ends,
-            *(() if markup.call else markup.openings),
-        )
+        if self._markup.call:
+            return (yield from self._read_list(marks_beside_name))
+        return (yield from self._read_only_call(marks_beside_name))
+
+    def _read_list(self, marks_beside_name: Marks) -> Reading[str]:
+        """Do ``read`` for markup in which calls with marks of their own stand between opening and closing."""
+        markup, mark = self._markup, ""
         while mark != markup.closing:
-            if markup.call:  # the mark before each name
-                mark = yield from self._read_gap((markup.call, markup.closing))
-                if mark == markup.closing:
-                    break
-                self._unshown.append(mark)
-            name, mark = yield from self._collect((*marks_of_name, *marks_beside_name), self._is_no_name)
-            name, ends_call = name.strip(), mark in ends
-            if mark in (*marks_beside_name, *markup.openings) or not (mark or markup.call):
-                return mark  # the opening was none, for no call followed
-            is_cut_short = ends_call and bool(markup.end_of_name)  # before the mark that must follow a name
-            if markup.is_json and ends_call and (whole := _json_call(name)) is not None:
-                # The "name" is the whole call.
-                self._begin_call(whole.name)
-                self._end_call(bytes(whole.arguments).decode(), mark)
-            elif not name and ends_call and not is_cut_short:
-                break  # an opening and its closing, and nothing else
-            elif name and mark and not markup.is_json and not is_cut_short:
+            mark = yield from self._read_gap((markup.call, markup.closing))
+            if mark == markup.closing:
+                break
+            self._unshown.append(mark)
+            marks = (markup.end_of_name, *self._ends, *marks_beside_name)
+            name, mark = yield from self._collect(marks, self._is_no_name)
+            if mark in marks_beside_name:
+                return mark
+            if mark == markup.end_of_name and (name := name.strip()):
                 mark = yield from self._read_call(name, mark)
             else:
-                # No call: content up to the mark that would end it.
-                self._show_content(mark)
-                if not ends_call:
-                    mark = yield from self._read_content(ends)
-                    if mark in markup.openings:
-                        return mark
-                    self._show_content(mark)
+                mark = yield from self._read_no_call(mark)
+        self.is_over = True
+        return ""
+
+    def _read_only_call(self, marks_beside_name: Marks) -> Reading[str]:
+        """Do ``read`` for markup in which opening and closing are those of one call."""
+        markup = self._markup
+        marks = (markup.end_of_name or markup.key, *self._ends, *markup.openings, *marks_beside_name)
+        text, mark = yield from self._collect(tuple(filter(None, marks)), self._is_no_name)
+        text = text.strip()
+        if not mark or mark in (*marks_beside_name, *markup.openings):
+            return mark  # the opening was none, for no call followed
+        if markup.is_json:
+            self._show_json_call(text, mark)
+        elif text:
+            mark = yield from self._read_call(text, mark)
+        elif mark != markup.closing:
+            mark = yield from self._read_no_call(mark)
         self.is_over = True
         return mark if mark in markup.openings else ""
 
@@ -157,6 +160,24 @@ class CallReader:
             if is_mark:
                 return text
             self._blocks.add(BlockKind.TEXT, text)
+
+    def _read_no_call(self, mark: str) -> Reading[str]:
+        """Show what turned out to be no call as content, with the mark that would end it. Returns this mark,
+        which is not shown if it opens the next call."""
+        self._show_content(mark)
+        if mark not in self._ends:
+            mark = yield from self._read_content(self._ends)
+            if mark not in self._markup.openings:
+                self._show_content(mark)
+        return mark
+
+    def _show_json_call(self, text: str, mark: str) -> None:
+        """Show a call that is JSON as a whole, or ``text`` as content if it is no call."""
+        if (call := _json_call(text)) is not None:
+            self._begin_call(call.name)
+            self._end_call(bytes(call.arguments).decode(), mark)
+        elif text:
+            self._show_content(mark)
 
     def _show_content(self, mark: str = "") -> None:
         """Show the unshown text, and ``mark``, as content."""

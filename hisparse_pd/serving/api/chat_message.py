@@ -10,6 +10,7 @@ once more: the work for a piece of text is proportional to its length, whatever 
 from __future__ import annotations
 
 import re
+from enum import Enum, auto
 from functools import cache
 
 from hisparse_pd.base.vocabulary import FinishReason
@@ -18,6 +19,13 @@ from hisparse_pd.serving.api.call_reader import CallReader, Marks, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.serving.api.detokenizer import overlap
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
+
+
+class _Reasoning(Enum):
+    OPEN = auto()
+    INTERRUPTED = auto()
+    """Calls came before it was closed. Text is content, and the closing mark may still come."""
+    CLOSED = auto()
 
 
 class MessageParser:
@@ -35,7 +43,7 @@ class MessageParser:
         """``in_reasoning``: the prompt ended within reasoning. ``markup`` is None if no tools are offered:
         text that looks like a call is content then. Without ``separates_reasoning``, reasoning is content.
         """
-        self._in_reasoning = in_reasoning and separates_reasoning
+        self._reasoning = _Reasoning.OPEN if in_reasoning and separates_reasoning else _Reasoning.CLOSED
         self._markup = markup
         self._openings = markup.openings if markup is not None else ()
         self._think = think
@@ -52,8 +60,6 @@ class MessageParser:
         """Whether white space that comes next belongs to the markup before it and is dropped."""
         self._calls: CallReader | None = None
         """The reader of the calls that have begun; None outside of calls."""
-        self._is_reasoning_open = False
-        """Whether calls came before reasoning was closed, so that its closing mark may still come."""
         self._reading = self._read_message()
         self._marks: Marks = () if self._is_at_start else next(self._reading)
         """The marks to look for next."""
@@ -89,7 +95,7 @@ class MessageParser:
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
-            self._in_reasoning = True
+            self._reasoning = _Reasoning.OPEN
         else:
             self._space.append(openings)
         begun = text[len(openings) :]
@@ -101,7 +107,7 @@ class MessageParser:
     def _leave_start(self) -> str:
         """Leave the answer's start. Returns its white space, which is to be read next."""
         self._is_at_start = False
-        self._skips_space = self._in_reasoning
+        self._skips_space = self._reasoning is _Reasoning.OPEN
         self._marks = next(self._reading)
         space = "".join(self._space)
         self._space.clear()
@@ -133,36 +139,43 @@ class MessageParser:
                 self._show(text)
                 continue
             while text in self._openings and self._markup is not None:
-                self._is_reasoning_open |= self._in_reasoning
-                calls = self._calls = CallReader(self._markup, self._schemas, text, self._blocks)
-                # ``text`` becomes the mark that ended the calls and is to be read here, or "".
-                text = yield from calls.read((self._think.closing,) if self._is_reasoning_open else ())
-                if calls.is_over:
-                    self._in_reasoning, self._skips_space = False, True
-                    self._calls = None
-                else:
-                    self._show_as_text(calls)
+                text = yield from self._read_calls(self._markup, text)
             if text:  # the end of reasoning, or of calls for the second time
-                self._is_reasoning_open &= text != self._think.closing
-                self._in_reasoning, self._skips_space = False, True
+                self._skips_space = True
+                if text == self._think.closing:
+                    self._reasoning = _Reasoning.CLOSED
+
+    def _read_calls(self, markup: Markup, opening: str) -> Reading[str]:
+        """Read calls behind their ``opening``. Returns the mark that ended them and is to be read next, or an
+        empty string."""
+        calls = self._calls = CallReader(markup, self._schemas, opening, self._blocks)
+        is_closed = self._reasoning is _Reasoning.CLOSED
+        mark = yield from calls.read(() if is_closed else (self._think.closing,))
+        if calls.is_over:
+            self._skips_space = True
+            self._calls = None
+            if not is_closed:
+                self._reasoning = _Reasoning.INTERRUPTED
+        else:
+            self._show_as_text(calls)
+        return mark
 
     def _message_marks(self) -> Marks:
         """Return the marks to look for outside of calls."""
         closing, markup = self._think.closing, self._markup
-        if self._in_reasoning:
+        if self._reasoning is _Reasoning.OPEN:
             return (closing, *(self._openings if markup is not None and markup.ends_reasoning else ()))
         if markup is None:
             return ()
         marks = [*self._openings]
         if self.has_calls:  # GLM sometimes writes the end of its calls twice: the second one is no content
             marks.append(markup.closing)
-        if self._is_reasoning_open:
+        if self._reasoning is _Reasoning.INTERRUPTED:
             marks.append(closing)
         return tuple(marks)
 
     def _show_as_text(self, calls: CallReader) -> None:
         """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
-        self._is_reasoning_open &= not self._in_reasoning
         self._skips_space = calls.num_calls > 0
         self._show(calls.unshown)
         self._calls = None
@@ -172,7 +185,8 @@ class MessageParser:
             text = text.lstrip()
         if text:
             self._skips_space = False
-            self._blocks.add(BlockKind.REASONING if self._in_reasoning else BlockKind.TEXT, text)
+            is_reasoning = self._reasoning is _Reasoning.OPEN
+            self._blocks.add(BlockKind.REASONING if is_reasoning else BlockKind.TEXT, text)
 
     def _finish(self, *, is_cut: bool) -> None:
         """Show the withheld text unless it is markup. Where the answer ``is_cut``, a possible beginning of
