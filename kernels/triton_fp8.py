@@ -145,6 +145,11 @@ def round_blocks(
     return quotient.to(tl.float8e4nv), scale
 
 
+def part_strides(name: str, parts: Tensor) -> dict[str, int]:
+    """Return the arguments of a kernel that say where the parts of a sum, and their rows, are in memory."""
+    return {f"{name}_part_stride": parts.stride(0), f"{name}_row_stride": parts.stride(1)}
+
+
 @triton.jit
 def sum_parts(start, part_stride, at, mask, PARTS: tl.constexpr):
     """Return the float32 sum of the numbers ``at`` of each part, in the parts' order."""

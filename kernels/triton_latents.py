@@ -17,7 +17,7 @@ from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
 from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
 from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
-from hisparse_pd.kernels.triton_fp8 import round_blocks, sum_parts
+from hisparse_pd.kernels.triton_fp8 import part_strides, round_blocks, sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
@@ -61,41 +61,42 @@ def finish_latents_triton(
     q_parts, kv_parts = (nothing if parts is None else parts for parts in (q_a, kv_a))
     key_parts = nothing if index_keys is None else index_keys
     head_parts = nothing if head_weights is None else head_weights
-    key_norm = (item, item, 0.0)
+    key_weight, key_bias, key_eps = item, item, 0.0
     if vectors is not None:
-        key_norm = vectors.key_weight, vectors.key_bias, vectors.key_eps
+        key_weight, key_bias, key_eps = vectors.key_weight, vectors.key_bias, vectors.key_eps
     hadamard = None if vectors is None else vectors.hadamard
     if num_rows:
         with torch.cuda.device_of(cos):
             finish_latents_kernel[(num_rows, 4)](
-                q_parts,
-                kv_parts,
-                key_parts,
-                head_parts,
-                item if norms.q_weight is None else norms.q_weight,
-                item if norms.kv_weight is None else norms.kv_weight,
-                *key_norm[:2],
-                cos,
-                sin,
-                item if hadamard is None else hadamard,
-                dense,
-                item if rounded is None else rounded.values,
-                item if rounded is None else rounded.scales,
-                item,
-                item if keys is None else keys,
-                item if weights is None else weights,
-                num_tokens,
-                num_rows,
-                *q_parts.stride()[:2],
-                *kv_parts.stride()[:2],
-                *key_parts.stride()[:2],
-                *head_parts.stride()[:2],
-                cos.stride(0),
-                sin.stride(0),
-                norms.q_eps,
-                norms.kv_eps,
-                key_norm[2],
-                head_parts.shape[2] ** -0.5,
+                q=q_parts,
+                kv=kv_parts,
+                key=key_parts,
+                head=head_parts,
+                q_weight=item if norms.q_weight is None else norms.q_weight,
+                kv_weight=item if norms.kv_weight is None else norms.kv_weight,
+                key_weight=key_weight,
+                key_bias=key_bias,
+                cos=cos,
+                sin=sin,
+                hadamard=item if hadamard is None else hadamard,
+                q_out=dense,
+                values=item if rounded is None else rounded.values,
+                scales=item if rounded is None else rounded.scales,
+                item_out=item,
+                key_out=item if keys is None else keys,
+                heads_out=item if weights is None else weights,
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                **part_strides("q", q_parts),
+                **part_strides("kv", kv_parts),
+                **part_strides("key", key_parts),
+                **part_strides("head", head_parts),
+                cos_stride=cos.stride(0),
+                sin_stride=sin.stride(0),
+                q_eps=norms.q_eps,
+                kv_eps=norms.kv_eps,
+                key_eps=key_eps,
+                head_scale=head_parts.shape[2] ** -0.5,
                 Q_RANK=q_rank,
                 LATENT=latent,
                 ROPE=item_dim - latent,
@@ -151,10 +152,10 @@ def rotated(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def finish_latents_kernel(
-    q_a,
-    kv_a,
-    keys,
-    head_parts,
+    q,
+    kv,
+    key,
+    head,
     q_weight,
     kv_weight,
     key_weight,
@@ -165,19 +166,19 @@ def finish_latents_kernel(
     q_out,
     values,
     scales,
-    item,
+    item_out,
     key_out,
     heads_out,
     num_tokens,
     num_rows,
-    q_part,
-    q_stride,
-    kv_part,
-    kv_stride,
-    key_part,
-    key_stride,
-    head_part,
-    head_stride,
+    q_part_stride,
+    q_row_stride,
+    kv_part_stride,
+    kv_row_stride,
+    key_part_stride,
+    key_row_stride,
+    head_part_stride,
+    head_row_stride,
     cos_stride,
     sin_stride,
     q_eps,
@@ -216,14 +217,15 @@ def finish_latents_kernel(
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
-    dtype: tl.constexpr = item.dtype.element_ty
+    dtype: tl.constexpr = item_out.dtype.element_ty
     if which == 0:
         if Q_RANK > 0:
             block = tl.arange(0, Q_BLOCKS)[:, None]
             at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
             is_there = at < Q_RANK
             is_given = is_there & (row < num_tokens)
-            normed = normed_row(q_a + row * q_stride, q_part, at, is_given, q_weight, is_there,
+            source = q + row * q_row_stride
+            normed = normed_row(source, q_part_stride, at, is_given, q_weight, is_there,
                                 q_eps, Q_RANK, Q_PARTS, dtype)  # fmt: skip
             if ROUNDS:
                 rounded, scale = round_blocks(normed.to(tl.float32), 1, LARGEST, SMALLEST_PEAK, UE8M0)
@@ -232,7 +234,7 @@ def finish_latents_kernel(
             row_size: tl.constexpr = 2 * Q_RANK if KEEPS_RAW else Q_RANK
             tl.store(q_out + row * row_size + at, normed, mask=is_given)
             if KEEPS_RAW:
-                raw = sum_parts(q_a + row * q_stride, q_part, at, is_given, Q_PARTS)
+                raw = sum_parts(source, q_part_stride, at, is_given, Q_PARTS)
                 tl.store(q_out + row * row_size + Q_RANK + at, raw, mask=is_given)
         return
     if row >= num_tokens:
@@ -244,11 +246,12 @@ def finish_latents_kernel(
     if which == 1:
         if LATENT > 0:
             at = tl.arange(0, BLOCK_LATENT)
-            latent = normed_row(kv_a + row * kv_stride, kv_part, at, at < LATENT, kv_weight, at < LATENT,
+            source = kv + row * kv_row_stride
+            latent = normed_row(source, kv_part_stride, at, at < LATENT, kv_weight, at < LATENT,
                                 kv_eps, LATENT, KV_PARTS, dtype)  # fmt: skip
-            first, second = rotated(kv_a + row * kv_stride + LATENT, kv_part, c, s, is_pair, pair, ROPE // 2,
+            first, second = rotated(source + LATENT, kv_part_stride, c, s, is_pair, pair, ROPE // 2,
                                     KV_PARTS, True, dtype)  # fmt: skip
-            target = item + row * (LATENT + ROPE)
+            target = item_out + row * (LATENT + ROPE)
             tl.store(target + at, latent, mask=at < LATENT)
             tl.store(target + LATENT + pair, first, mask=is_pair)
             tl.store(target + LATENT + ROPE // 2 + pair, second, mask=is_pair)
@@ -256,8 +259,8 @@ def finish_latents_kernel(
         if KEY_DIM > 0:
             at = tl.arange(0, BLOCK_KEY)
             is_there = at < KEY_DIM
-            source = keys + row * key_stride
-            x = sum_parts(source, key_part, at, is_there, KEY_PARTS).to(dtype).to(tl.float32)
+            source = key + row * key_row_stride
+            x = sum_parts(source, key_part_stride, at, is_there, KEY_PARTS).to(dtype).to(tl.float32)
             mean = tl.sum(x) / KEY_DIM
             centered = tl.where(is_there, x - mean, 0.0)
             factor = tl.rsqrt(tl.sum(centered * centered) / KEY_DIM + key_eps)
@@ -276,14 +279,15 @@ def finish_latents_kernel(
                 column = at[:, None]
                 is_element = is_there[:, None] & is_there[None, :]
                 matrix = tl.load(hadamard + column * KEY_DIM + at[None, :], mask=is_element, other=0.0)
-                key = tl.load(target + at, mask=is_there, other=0.0).to(tl.float32)
-                product = tl.sum(key[:, None] * matrix.to(tl.float32), axis=0)
+                vector = tl.load(target + at, mask=is_there, other=0.0).to(tl.float32)
+                product = tl.sum(vector[:, None] * matrix.to(tl.float32), axis=0)
                 tl.debug_barrier()
                 tl.store(target + at, product, mask=is_there)
     elif HEADS > 0:
-        head = tl.arange(0, BLOCK_HEADS)
-        total = sum_parts(head_parts + row * head_stride, head_part, head, head < HEADS, HEAD_PARTS)
-        tl.store(heads_out + row * HEADS + head, total * head_scale, mask=head < HEADS)
+        number = tl.arange(0, BLOCK_HEADS)
+        is_head = number < HEADS
+        total = sum_parts(head + row * head_row_stride, head_part_stride, number, is_head, HEAD_PARTS)
+        tl.store(heads_out + row * HEADS + number, total * head_scale, mask=is_head)
 
 
 @triton.jit

@@ -20,12 +20,11 @@ from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
 from hisparse_pd.kernels.cuda_launch import num_multiprocessors
 from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
-from hisparse_pd.kernels.triton_fp8 import round_blocks, sum_parts
+from hisparse_pd.kernels.triton_fp8 import part_strides, round_blocks, sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 GATE_NUMBERS = 1 << 15
 """Numbers of a gate's matrix that a program multiplies at a time, as many as its registers hold."""
-
 
 REGISTERS = 1 << 16
 """Registers of a multiprocessor."""
@@ -56,7 +55,7 @@ def add_norm_triton(
         values = torch.empty((num_rows, size), dtype=DTYPE, device=device)
         rounded = Rounded(values, torch.empty((blocks, num_rows), dtype=torch.float32, device=device))
     before = sums if hidden is None else hidden
-    one, other = (*added, before[None], before[None])[:2]
+    first, second = (*added, before[None], before[None])[:2]
     down, up = (weight, weight) if gate is None else gate
     rank = 0 if gate is None else len(down)
     padded = triton.next_power_of_2(blocks) * BLOCK
@@ -64,29 +63,29 @@ def add_norm_triton(
     if num_rows:
         with torch.cuda.device_of(weight):
             add_norm_kernel[(num_programs,)](
-                before,
-                one,
-                other,
-                weight,
-                down,
-                up,
-                sums,
-                normed,
-                normed if rounded is None else rounded.values,
-                normed if rounded is None else rounded.scales,
-                num_tokens,
-                num_rows,
-                before.stride(0),
-                *one.stride()[:2],
-                *other.stride()[:2],
-                eps,
+                hidden=before,
+                first=first,
+                second=second,
+                weight=weight,
+                down=down,
+                up=up,
+                sums=sums,
+                normed=normed,
+                values=normed if rounded is None else rounded.values,
+                scales=normed if rounded is None else rounded.scales,
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                hidden_stride=before.stride(0),
+                **part_strides("first", first),
+                **part_strides("second", second),
+                eps=eps,
                 SIZE=size,
                 PADDED=padded,
                 RANK=rank,
                 RANK_STEP=max(1, min(triton.next_power_of_2(max(1, rank)), GATE_NUMBERS // padded)),
                 HAS_HIDDEN=hidden is not None,
-                NUM_ONE=len(one) if added else 0,
-                NUM_OTHER=len(other) if len(added) > 1 else 0,
+                FIRST_PARTS=len(first) if added else 0,
+                SECOND_PARTS=len(second) if len(added) > 1 else 0,
                 ROUNDS=rounding is not None,
                 UE8M0=rounding is not None and rounding.ue8m0,
                 BLOCK=BLOCK,
@@ -109,8 +108,8 @@ def _num_programs(device: torch.device) -> int:
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def add_norm_kernel(
     hidden,
-    one,
-    other,
+    first,
+    second,
     weight,
     down,
     up,
@@ -121,18 +120,18 @@ def add_norm_kernel(
     num_tokens,
     num_rows,
     hidden_stride,
-    one_part,
-    one_stride,
-    other_part,
-    other_stride,
+    first_part_stride,
+    first_row_stride,
+    second_part_stride,
+    second_row_stride,
     eps,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     RANK: tl.constexpr,
     RANK_STEP: tl.constexpr,
     HAS_HIDDEN: tl.constexpr,
-    NUM_ONE: tl.constexpr,
-    NUM_OTHER: tl.constexpr,
+    FIRST_PARTS: tl.constexpr,
+    SECOND_PARTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -142,7 +141,7 @@ def add_norm_kernel(
 ):
     """Add and norm some rows, one after the other. Rows from ``num_tokens`` on only become zeros in fp8.
 
-    ``one``, ``other``: the added blocks, in NUM_ONE and NUM_OTHER parts; with 0 parts there is no such block.
+    ``first``, ``second``: the added blocks, each in parts; with 0 parts there is no such block.
     A gate that fits into registers is read before the preceding kernel has ended.
     """
     at = tl.arange(0, PADDED)
@@ -160,10 +159,12 @@ def add_norm_kernel(
             x = tl.load(hidden + row * hidden_stride + at, mask=is_token, other=0.0)
         else:
             x = tl.zeros((PADDED,), dtype=dtype)
-        if NUM_ONE > 0:
-            total = block_sum(one + row * one_stride, one_part, at, is_token, NUM_ONE, dtype)
-            if NUM_OTHER > 0:
-                total += block_sum(other + row * other_stride, other_part, at, is_token, NUM_OTHER, dtype)
+        if FIRST_PARTS > 0:
+            start = first + row * first_row_stride
+            total = block_sum(start, first_part_stride, at, is_token, FIRST_PARTS, dtype)
+            if SECOND_PARTS > 0:
+                start = second + row * second_row_stride
+                total += block_sum(start, second_part_stride, at, is_token, SECOND_PARTS, dtype)
             x = (x.to(tl.float32) + total).to(dtype)
             tl.store(sums + row * SIZE + at, x, mask=is_token)
         wide = x.to(tl.float32)
@@ -175,8 +176,8 @@ def add_norm_kernel(
                 logits = gate_logits(y, kept_down, kept_up, dtype)
             else:
                 logits = tl.zeros((PADDED,), dtype=tl.float32)
-                for first in range(0, RANK, RANK_STEP):
-                    some_down, some_up = gate_rows(down, up, first + rank, at, is_there, RANK, SIZE)
+                for first_rank in range(0, RANK, RANK_STEP):
+                    some_down, some_up = gate_rows(down, up, first_rank + rank, at, is_there, RANK, SIZE)
                     logits += gate_logits(y, some_down, some_up, dtype)
             result = (y * tl.sigmoid(logits.to(dtype).to(tl.float32))).to(dtype)
         tl.store(normed + row * SIZE + at, result, mask=is_token)
