@@ -60,15 +60,14 @@ class RowVerification:
         return bool(errors)
 
     def _slots_before(self, chunk: Chunk) -> SlotArray:
-        """Return the slots of the positions before a chunk, in order: int64 [chunk.start]."""
+        """Return the slots of the positions before a chunk, of which there are some, in order: int64
+        [chunk.start]."""
         request, page_size = self.life.requests.live(chunk.room), self.limits.page_size
         page_ids = request.page_ids
-        # A request that the chunk admits has no pages yet: it reads those of the prefix that it will get.
-        if chunk.admits and chunk.start:
+        if chunk.admits:  # the request has no pages yet: it reads those of the prefix that it will get
             found = self.life.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
-            page_ids = (
-                [] if found is None else extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
-            )
+            assert found is not None
+            page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
         return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
 
     def fail_too_long(self, now_secs: float) -> None:

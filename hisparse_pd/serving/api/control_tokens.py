@@ -3,6 +3,10 @@
 ``client_text.py`` replaces characters at these places so that the tokenizer finds no control token there. A
 part counts because the template may write the other part: a token is cut into a beginning and a rest, and
 ``'<|' ~ name ~ '|>'`` makes ``<|user|>`` of the name ``user``.
+
+One rest is not counted: a whole string that the template's source has as a literal or a name, as ``user`` in
+``role == 'user'``. With a replaced character the comparison would fail. Such a string can complete a token
+only where the template writes it behind the token's beginning, as templates do with roles.
 """
 
 from __future__ import annotations
@@ -61,14 +65,14 @@ class ControlTokens:
             *re.findall(r"\.(\w+)", template),
             *(word for pair in quoted for word in pair),
         }
-        """Names and literals that the template may compare strings with. A whole string that is one of them
-        is not replaced as a rest of a token, because the comparison would fail."""
+        """Names and literals that the template may compare strings with."""
 
     def places(self, text: str) -> list[int]:
         """Return the indexes of the characters with which ``text`` may begin or continue a control token."""
         stripped = text.lstrip()
         # The string may begin with the rest of a token that a literal of the template begins.
-        found = [len(text) - len(stripped)] if self._continues_token(stripped) else []
+        is_compared = stripped in self._compared_words
+        found = [] if is_compared or not self._continues_token(stripped) else [len(text) - len(stripped)]
         # Such a rest may begin anywhere if the template may remove the characters before it.
         if self._may_remove and len(text) <= _MAX_NAME_CHARS and text not in self._compared_words:
             found += (index for index, char in enumerate(text) if char in self._rest_first_chars)
@@ -91,7 +95,7 @@ class ControlTokens:
                 break
             if text[:end] not in self._rest_beginnings:
                 return False
-        return text != "" and text not in self._compared_words
+        return text != ""
 
 
 def _spelling_pattern(spellings: Iterable[str]) -> str:
