@@ -259,13 +259,13 @@ def rows_of_pools() -> None:
 
 
 def without_loops() -> None:
-    norms_and_roundings()
     latents_and_heads()
     experts_are_chosen_and_planned()
     rows_of_pools()
 
 
 def with_loops() -> None:
+    norms_and_roundings()
     values_of_heads()
     products_of_few_rows()
     products_by_a_narrow_matrix()
