@@ -25,6 +25,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, StepInParts
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.draft_chain import draft_chain
+from hisparse_pd.decode_node.drafting import NO_DRAFT
 from hisparse_pd.decode_node.micro_batches import MicroBatches
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_outcomes import DraftsToVerify, RowOutcomes
@@ -56,7 +57,8 @@ class Forward:
     logits: Tensor
     """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
     token_ids: Tensor
-    """int64 [num_reqs * num_new]: the likeliest tokens; draws may overwrite them."""
+    """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; the prompt's own where it
+    goes on."""
     results: Tensor | None = None
     """What the host reads after a step without drafts (``join_plain``); ``token_ids`` is a column of it.
     None in steps that verify drafts."""
@@ -251,7 +253,7 @@ class Forwards:
         logits, hidden = self._run_model(token_ids, new, split)
         if self._kept is not None and hidden is not None:
             self._kept.hidden[:num_reqs] = hidden
-        likeliest = logits.argmax(dim=-1)
+        likeliest = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_reqs])
         self._outcomes.put_plain(inputs, likeliest)
         results = join_plain(self._tables.row_results(req_rows), likeliest)
         return Forward(num_reqs, 1, logits, results[:, TOKEN_COLUMN], results)
@@ -303,7 +305,7 @@ class Forwards:
         logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, None)
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
-        kept.token_ids[:num_rows] = logits.argmax(dim=-1)
+        kept.token_ids[:num_rows] = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_rows])
         verified = _Verified(access, seq_lens, drafts)
         return Forward(
             num_reqs, num_new, kept.logits[:num_rows], kept.token_ids[:num_rows], verified=verified
@@ -348,6 +350,11 @@ class Forwards:
         self._outcomes.put_verified(inputs, newest_tokens, seq_lens + 1, next_drafts)
         row_results = self._tables.row_results(req_rows)
         return join_verified(row_results, verified.drafts.counts, accepted, token_ids, next_drafts)
+
+
+def _or_known(likeliest: Tensor, known: Tensor) -> Tensor:
+    """Return the tokens that follow positions: the prompt's own where they are ``known``, not NO_DRAFT."""
+    return torch.where(known == NO_DRAFT, likeliest, known)
 
 
 @dataclass(frozen=True)

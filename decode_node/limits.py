@@ -31,6 +31,8 @@ class Limits:
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
     max_drafts: int = 0
     """Most drafts that a step verifies behind a request's newest token."""
+    max_tail_tokens: int = 0
+    """Most tokens that a prompt may lack if its request's steps are to compute them."""
 
     @property
     def max_life_hisparse(self) -> int:
@@ -44,6 +46,10 @@ class Limits:
     def max_life_dense(self) -> int:
         """Most tokens that a dense request can have in its whole life."""
         return min(self.totals.device, self.totals.index)
+
+    def max_life(self, mode: Mode) -> int:
+        """Return the most tokens that a request can have in its whole life in ``mode``."""
+        return self.max_life_hisparse if mode is Mode.HISPARSE else self.max_life_dense
 
     @property
     def smallest_hot_buffer(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
@@ -22,6 +23,9 @@ from hisparse_pd.decode_node.scheduler import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.protocol.messages import Room
+
+_NO_PEER: Final = PeerAddress("", 0)
+"""The queue of requests that wait for no prefill node."""
 
 
 class DuplicateRoom(Exception):
@@ -44,8 +48,8 @@ class LiveRequests:
             RequestState.CONNECTING: {},
             RequestState.WAITING: {},
         }
-        """Requests that own nothing yet, by state and prefill node. No queue is empty; those in ``_unsorted``
-        are out of order, the others are in order of arrival."""
+        """Requests that own nothing yet, by state and prefill node; local ones are under ``_NO_PEER``. No
+        queue is empty; those in ``_unsorted`` are out of order, the others are in order of arrival."""
         self._unsorted: set[tuple[RequestState, PeerAddress]] = set()
         self._admitted: dict[RequestState, dict[Request, None]] = {
             RequestState.LANDING: {},
@@ -84,8 +88,8 @@ class LiveRequests:
         return heapq.merge(*(self.queued(state, peer) for peer in self._queues[state]), key=_arrival)
 
     def queued_at(self, state: RequestState) -> list[PeerAddress]:
-        """Return the prefill nodes of requests in ``state``, which is CONNECTING or WAITING."""
-        return list(self._queues[state])
+        """Return the prefill nodes for which requests are in ``state``: CONNECTING or WAITING."""
+        return [peer for peer in self._queues[state] if peer != _NO_PEER]
 
     def queued(self, state: RequestState, peer: PeerAddress) -> Collection[Request]:
         """Return the requests of one prefill node that are CONNECTING or WAITING, in order of arrival."""
@@ -101,6 +105,7 @@ class LiveRequests:
         return Counter(request.flag for queue in queues for request in queue)
 
     def of_peer(self, peer: PeerAddress) -> list[Request]:
+        """Return the requests of a prefill node, without local ones."""
         queued = [request for state in self._queues for request in self.queued(state, peer)]
         admitted = self.select(RequestState.LANDING, RequestState.RUNNING)
         return queued + [request for request in admitted if request.peer == peer]
@@ -135,11 +140,18 @@ class LiveRequests:
         self._enter(request, request.deadline)
 
     def queue(
-        self, request: Request, state: RequestState, deadline: float, peer: PeerAddress | None = None
+        self,
+        request: Request,
+        state: RequestState,
+        deadline: float,
+        peer: PeerAddress | None = None,
+        *,
+        is_local: bool = False,
     ) -> None:
-        """Move a request to CONNECTING or WAITING. ``peer``: its new rank of the prefill node, if any."""
+        """Move a request to CONNECTING or WAITING. ``peer``: its new rank of the prefill node, if any.
+        ``is_local``: see ``Request``."""
         self._leave(request)
-        request.peer = peer or request.peer
+        request.peer, request.is_local = peer or request.peer, is_local
         request.move(state)
         self._enter(request, deadline)
 
@@ -149,6 +161,13 @@ class LiveRequests:
         if keys:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
         request.held_prefix_tokens = len(keys) * self.pools.page_size
+
+    def give_back_held(self, request: Request) -> None:
+        """Undo ``use_held`` for a request that is not admitted after all."""
+        prefix, request.prefix = request.prefix, None
+        if prefix is not None:
+            self.held.let_go(prefix)
+        request.held_prefix_tokens = 0
 
     def reserve(self, admission: Admission, instance_id: str, deadline: float) -> None:
         """Move a request from WAITING to LANDING, after ``use_held``, with all slots reserved.
@@ -180,7 +199,7 @@ class LiveRequests:
         is_dropped = request.prefix is not None and request.prefix.is_dropped
         # This comes before the tables are filled, since it may change which pages the request uses.
         if request.may_share and not is_dropped:
-            keys = request.kept_keys(request.first_stepped)
+            keys = request.kept_keys(request.first_stepped(self.pools.page_size))
             request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
 
@@ -303,15 +322,17 @@ class LiveRequests:
             del self._admitted[request.state][request]
             return
         self.num_queue_changes += request.state is RequestState.WAITING
-        del queues[request.peer][request]
-        if not queues[request.peer]:
-            del queues[request.peer]
+        peer = _queue_of(request)
+        del queues[peer][request]
+        if not queues[peer]:
+            del queues[peer]
 
     def _enter(self, request: Request, deadline: float) -> None:
         if (queues := self._queues.get(request.state)) is not None:
-            queue = queues.setdefault(request.peer, {})
+            peer = _queue_of(request)
+            queue = queues.setdefault(peer, {})
             if queue and _arrival(next(reversed(queue))) > _arrival(request):
-                self._unsorted.add((request.state, request.peer))
+                self._unsorted.add((request.state, peer))
             queue[request] = None
             self.num_queue_changes += request.state is RequestState.WAITING
         elif request.state is not RequestState.ENDED:
@@ -346,6 +367,10 @@ class LiveRequests:
         self.held.check_integrity(
             request.prefix for request in self.select(*admitted) if request.prefix is not None
         )
+
+
+def _queue_of(request: Request) -> PeerAddress:
+    return _NO_PEER if request.is_local else request.peer
 
 
 def _arrival(request: Request) -> int:

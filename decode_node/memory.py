@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Final
 
 import numpy as np
 import torch
@@ -35,13 +36,21 @@ from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import ipc_handle
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
-from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.protocol.messages import ROW_CHECK_BYTES, Extent, Region, RegionKind, Room
 from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
 from hisparse_pd.transfer.engine import TransferEngine
 from hisparse_pd.transfer.lane_host import SharedMemory
+from hisparse_pd.transfer.plan import plan_writes
 
 log = logging.getLogger(__name__)
+
+_ROWS_OF: Final[dict[PoolKind, tuple[RegionKind, ...]]] = {
+    PoolKind.HOST: (RegionKind.KV_HOST,),
+    PoolKind.DEVICE: (RegionKind.KV_DEVICE,),
+    PoolKind.INDEX: (RegionKind.INDEX, RegionKind.ROW_CHECKS),
+}
+"""What has a row for each slot of a pool."""
 
 
 class DecodeMemory:
@@ -139,6 +148,16 @@ class DecodeMemory:
             return self.aux_layout.unpack(record_bytes, room)
         finally:
             self.aux_layout.clear(record_bytes)
+
+    def copy_rows(self, kind: PoolKind, src: tuple[Extent, ...], dst: tuple[Extent, ...]) -> None:
+        """Copy rows of a KV pool or the index pool from slots ``src`` to ``dst`` of it, as many, in all
+        layers; those of the index pool with their row checks."""
+        pools = [self._by_kind[region] for region in _ROWS_OF[kind] if region in self._by_kind]
+        runs = plan_writes(extents_to_slots(src), extents_to_slots(dst))
+        for run in zip(runs.src_start.tolist(), runs.dst_start.tolist(), runs.length.tolist(), strict=True):
+            src_start, dst_start, length = run
+            for pool in pools:
+                pool[:, dst_start : dst_start + length] = pool[:, src_start : src_start + length]
 
     def spill(self, device: tuple[Extent, ...], host: tuple[Extent, ...], num_tokens: int) -> None:
         """Copy the items of positions [0, num_tokens), in all layers, from device to host slots."""

@@ -24,8 +24,8 @@ class _Situation(NamedTuple):
     stuck: SlotCounts
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
-    """Changes of the queue. Those behind its first request matter only while slots are stuck, because only a
-    request that lacks stuck slots is overtaken. 0 without stuck slots."""
+    """Changes of the queue while its first request may be overtaken: while slots are stuck, or if it is a
+    further sample, which may wait for its first one. 0 otherwise."""
 
 
 class NextPlan:
@@ -60,5 +60,6 @@ class NextPlan:
     def _situation(self, stuck: SlotCounts) -> _Situation:
         requests = self._requests
         first = next(requests.waiting(), None)
-        num_queue_changes = requests.num_queue_changes if stuck != SlotCounts() else 0
+        may_be_overtaken = stuck != SlotCounts() or (first is not None and first.first_sample is not None)
+        num_queue_changes = requests.num_queue_changes if may_be_overtaken else 0
         return _Situation(requests.pools.num_changes, first, stuck, num_queue_changes)

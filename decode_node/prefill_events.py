@@ -31,8 +31,9 @@ from hisparse_pd.protocol.messages import AbortRoom, Room, RoomDone, RoomFailed,
 from hisparse_pd.protocol.prompt_scores import score_dtype
 from hisparse_pd.transfer.aux_record import AuxMismatch
 
-_RETRYABLE_STATUSES = (429, 502, 503)
-"""Statuses of failed rooms that another prefill node may serve: this one is full, cut off or stopping."""
+_RETRYABLE_STATUSES = (429, 500, 502, 503)
+"""Statuses of failed rooms that another prefill node may serve: this one is full, its forward failed, or it
+is cut off or stopping."""
 
 
 class PrefillEvents:
@@ -49,7 +50,7 @@ class PrefillEvents:
             case PeerRefused():
                 for request in self.life.requests.of_peer(event.address):
                     if request.state in (RequestState.CONNECTING, RequestState.WAITING):
-                        self.life.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
+                        self._fail_waiting(request, event.error, now)
             case PeerLost():
                 self._fail_requests_of(event, now)
             case InstanceGone():
@@ -67,7 +68,7 @@ class PrefillEvents:
         """Move requests that no rank has been given yet to the rank that serves their room now."""
         life = self.life
         for request in life.requests.select(RequestState.CONNECTING, RequestState.WAITING):
-            if request.peer.node != event.node:
+            if request.peer.node != event.node or request.is_local:
                 continue
             address = life.peers.address_for(*event.node, request.room)
             if address != request.peer:
@@ -99,11 +100,16 @@ class PrefillEvents:
                         self._fail_transfer(request, 502, event.error, now, PREFILL_NODE_FAILED)
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
-                        self.life.fail(request, 502, event.error, now, PREFILL_NODE_FAILED)
+                        self._fail_waiting(request, event.error, now)
                 case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     pass
                 case _:
                     assert_never(request.state)
+
+    def _fail_waiting(self, request: Request, error: str, now: float) -> None:
+        """Fail a request that owns nothing yet, unless it can do without its prefill node by now."""
+        if not self.life.wait_locally(request):
+            self.life.fail(request, 502, error, now, PREFILL_NODE_FAILED)
 
     def _fail_transfer(self, request: Request, status: int, error: str, now: float, code: str = "") -> None:
         self.life.metrics.add("kv_transfer_failures_total")
@@ -202,4 +208,5 @@ class PrefillEvents:
         request.delivery = message
         if record.hint is not None:
             request.hot_positions = life.tables.by_hot_group(record.hint)
+            request.landed_hint = request.hot_positions if request.has_further_samples else None
         life.start(request, now)

@@ -42,7 +42,7 @@ class RequestState(StrEnum):
     CONNECTING = "connecting"
     """Waits until its prefill node is registered with. Owns nothing."""
     WAITING = "waiting"
-    """Waits in the admission queue. Owns nothing."""
+    """Waits in the admission queue. Owns nothing. Its prefill node is registered with, unless it is local."""
     LANDING = "landing"
     """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
     index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
@@ -59,7 +59,9 @@ class RequestState(StrEnum):
 
 _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
-    RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset(
+        {RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING, RequestState.ENDED}
+    ),
     RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset({RequestState.ENDING}),
     RequestState.ENDING: frozenset({RequestState.ENDED}),
@@ -114,7 +116,8 @@ class Request:
     peer: PeerAddress
     arrived_at: float
     prompt: bytes
-    """The prompt's token ids, packed by ``pack_token_ids``; only the last one once its KV is here."""
+    """The prompt's token ids, packed by ``pack_token_ids``; once it runs, only those whose KV its steps
+    compute."""
     root: PageKey = NO_ISOLATION
     """The key from which the keys of its pages follow; only requests with the same root share pages."""
     scores: WantedScores | None = None
@@ -124,6 +127,9 @@ class Request:
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
     """When its present state has lasted too long; infinite while it runs."""
+    is_local: bool = False
+    """Whether it waits without its prefill node: it is admitted only while nothing is missing of its KV that
+    its steps do not compute."""
     prompt_keys: PromptKeys | None = None
     """Keys that find held pages for it, and its own pages once they are held; None turns off both."""
     dense_refusal: str = ""
@@ -132,6 +138,8 @@ class Request:
     """Whether its steps may verify drafts."""
     first_sample: Request | None = None
     """The first sample of the same prompt; None if this is the first."""
+    has_further_samples: bool = False
+    """Whether it is the first of several samples."""
     prompt_token_ids: NDArray[np.int32] | None = None
     """The prompt's distinct token ids, then its resumed ones in order; None if no draw depends on them."""
 
@@ -139,8 +147,8 @@ class Request:
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
     held_prefix_tokens: int = 0
-    """Leading tokens of the prompt, in whole pages, whose KV and indexer keys were held: nothing lands
-    there."""
+    """Leading tokens of the prompt for which nothing lands: those of held pages, and all others if they are
+    copied from the first sample."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
@@ -155,6 +163,10 @@ class Request:
     """The run of the prefill node that got the Bootstrap; empty if it needs no prefill node."""
     num_scored: int = 0
     """Prompt positions whose scores have come."""
+
+    num_tail_tokens: int = 0
+    """Prompt tokens before the last one whose KV its steps are still to compute; a step in flight counts when
+    it is read. There are some only where it needs no prefill node for a short tail (``local_kv.py``)."""
 
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)
@@ -173,8 +185,8 @@ class Request:
     is_sound: bool = False
     """Whether, when it is ENDING, all of its KV is right, so that it may be held."""
     num_in_flight: int = 0
-    """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts left
-    out. At most one when a step is planned."""
+    """Positions that launched steps are sure to compute and that are not read yet: those of their newest
+    tokens and of the prompt's tokens behind these, drafts left out."""
     num_drafts_in_flight: int = 0
     """Most drafts that launched steps verify: they may yield as many tokens more."""
     draft_token_ids: list[int] = field(default_factory=list)
@@ -185,6 +197,8 @@ class Request:
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
     """Positions to warm a new hot buffer with, for each hot group, most useful first."""
+    landed_hint: list[NDArray[np.int32]] | None = None
+    """The hint that came with the KV, which further samples start with, too; None without such samples."""
     delivery: RoomDone | None = None
     """The prefill node's message that all KV is sent; None if there was none."""
     row_counters: tuple[int, int, int] = (0, 0, 0)
@@ -195,9 +209,8 @@ class Request:
     def __post_init__(self) -> None:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
-    @property
-    def first_stepped(self) -> int:
-        return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens)
+    def first_stepped(self, page_size: int) -> int:
+        return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens, page_size)
 
     @property
     def num_landing_tokens(self) -> int:
@@ -206,15 +219,35 @@ class Request:
 
     @property
     def needs_prefill_node(self) -> bool:
-        """Whether KV is missing beside the last token's, or scores of the prompt are wanted."""
-        return self.held_prefix_tokens != self.num_landing_tokens or self.scores is not None
+        """Whether KV is missing that its steps do not compute, or scores of the prompt are wanted."""
+        num_here = self.held_prefix_tokens + self.num_tail_tokens
+        return num_here != self.num_landing_tokens or self.scores is not None
+
+    @property
+    def first_own_position(self) -> int:
+        """The first position that its own steps compute."""
+        return self.held_prefix_tokens if self.delivery is None else self.num_landing_tokens
 
     @property
     def newest_token_id(self) -> int:
-        """The input of its next step, if no step is in flight."""
+        """The input of its next step, if no output token is in flight."""
         if self.output_token_ids:
             return self.output_token_ids[-1]
-        return int(unpack_token_ids(self.prompt[-TOKEN_BYTES:])[0])
+        return int(unpack_token_ids(self.prompt[-(1 + self.num_known_next) * TOKEN_BYTES :])[0])
+
+    @property
+    def num_known_next(self) -> int:
+        """Tokens of the prompt behind the newest one of its next step, which need no draw."""
+        return max(0, -self.next_index)
+
+    def known_next(self, max_drafts: int) -> list[int]:
+        """Return the tokens of the prompt that follow the positions of its next step, with which it can take
+        ``max_drafts`` of them as drafts."""
+        num_known = self.num_known_next
+        if not num_known:
+            return []
+        known: list[int] = unpack_token_ids(self.prompt[-num_known * TOKEN_BYTES :]).tolist()
+        return known[: max_drafts + 1]
 
     @property
     def resumed_token_ids(self) -> NDArray[np.int32]:
@@ -236,8 +269,8 @@ class Request:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV exists, without steps in flight: all but the newest token."""
-        return self.num_prompt_tokens + len(self.output_token_ids) - 1
+        """Tokens whose KV exists, without steps in flight: all before the newest token."""
+        return self.num_prompt_tokens + len(self.output_token_ids) - 1 - self.num_tail_tokens
 
     @property
     def next_seq_len(self) -> int:
@@ -258,8 +291,15 @@ class Request:
 
     @property
     def next_index(self) -> int:
-        """Output tokens before the one that the next step samples, if no draft in flight is right."""
-        return len(self.output_token_ids) + self.num_in_flight
+        """Output tokens before the one that is drawn behind the newest token of the next step, if no draft in
+        flight is right. Below 0 it is the prompt that goes on there."""
+        return len(self.output_token_ids) + self.num_in_flight - self.num_tail_tokens
+
+    @property
+    def num_outputs_in_flight(self) -> int:
+        """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts
+        left out. At most one when a step is planned."""
+        return max(0, self.next_index) - len(self.output_token_ids)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -267,16 +307,17 @@ class Request:
         params = self.sampling
         if params.grammar or params.temperature != 0 or params.num_logprobs is not None:
             return False
-        return self.next_index >= params.min_new_tokens and not self.changes_logits
+        return max(0, self.next_index) >= params.min_new_tokens and not self.changes_logits
 
-    def enter_step(self, most_drafts: int) -> None:
-        """Note that a step was launched that verifies at most ``most_drafts`` of its drafts."""
-        self.num_in_flight += 1
+    def enter_step(self, num_sure: int, most_drafts: int) -> None:
+        """Note that a step was launched that computes ``num_sure`` of its positions, and verifies at most
+        ``most_drafts`` of its drafts behind them."""
+        self.num_in_flight += num_sure
         self.num_drafts_in_flight += most_drafts
 
-    def leave_step(self, most_drafts: int) -> None:
-        """Note that the tokens of such a step are read; the caller emits them next."""
-        self.num_in_flight -= 1
+    def leave_step(self, num_sure: int, most_drafts: int) -> None:
+        """Note that the results of such a step are read; the caller emits its tokens next."""
+        self.num_in_flight -= num_sure
         self.num_drafts_in_flight -= most_drafts
 
     @property
@@ -352,7 +393,10 @@ class Request:
     @property
     def num_usable_pages(self) -> int:
         """The number of ``usable_keys``."""
-        return 0 if self.prompt_keys is None else self.first_stepped // self.prompt_keys.page_size
+        if self.prompt_keys is None:
+            return 0
+        page_size = self.prompt_keys.page_size
+        return self.first_stepped(page_size) // page_size
 
     def kept_keys(self, num_tokens: int) -> list[PageKey]:
         """Return the keys of the whole pages of its first ``num_tokens`` tokens."""
@@ -372,7 +416,7 @@ class Request:
     def stats(self) -> RequestStats:
         """Return the figures of the request so far, for its client."""
         hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
-        # Without a prefill node nothing was computed but the last token.
+        # Without a prefill node nothing was cached but what is held.
         delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,

@@ -37,9 +37,10 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source, local_modes, steps_compute_tail
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
 from hisparse_pd.engine.messages import (
@@ -138,7 +139,10 @@ class RequestLife:
             self.metrics.add("failed_requests_total")
             self.send(RequestFailed(request.request_id, 400, error))
             return None
-        self.peers.use(request.peer, now)
+        if first_sample is not None:
+            first_sample.has_further_samples = True
+        if not self.wait_locally(request):
+            self.peers.use(request.peer, now)
         return request
 
     def _why_malformed(self, request: Request) -> str:
@@ -174,12 +178,12 @@ class RequestLife:
     # --- the start ----------------------------------------------------------------------------------
 
     def start(self, request: Request, now: float) -> None:
-        """Start a request: all its KV is here but the last token's, which its first step computes."""
+        """Start a request: all its KV is here but what its steps compute, the last token's at least."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.phases.end(now)
-        request.prompt = request.prompt[-TOKEN_BYTES:]
+        request.prompt = request.prompt[-(1 + request.num_tail_tokens) * TOKEN_BYTES :]
         self.requests.start(request)
         self._fill_row(request, now)
 
@@ -190,13 +194,35 @@ class RequestLife:
         for peer in self.requests.queued_at(RequestState.WAITING):
             if not self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
-                    self.requests.queue(
-                        request, RequestState.CONNECTING, self._contact_deadline(request, now)
-                    )
+                    if not self.wait_locally(request):
+                        self.requests.queue(
+                            request, RequestState.CONNECTING, self._contact_deadline(request, now)
+                        )
         for peer in self.requests.queued_at(RequestState.CONNECTING):
             if self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.CONNECTING, peer)):
                     self._start_waiting(request, now)
+
+    def wait_locally(self, request: Request) -> bool:
+        """Let a request that owns nothing yet wait without its prefill node, if its steps compute all that is
+        missing of its KV. Returns whether it does."""
+
+        def num_held(mode: Mode) -> int:
+            found = self.requests.held.find(request.usable_keys, KV_POOLS[mode])
+            return found.num_pages * self.limits.page_size if found else 0
+
+        if not local_modes(request, self.limits, num_held):
+            return False
+        request.dense_refusal = ""  # the page size of a node that it does not need
+        deadline = request.arrived_at + self.room_timeout_secs
+        self.requests.queue(request, RequestState.WAITING, deadline, is_local=True)
+        return True
+
+    def _wait_for_node(self, request: Request, now: float) -> None:
+        """Let a local request wait for its prefill node, which it needs after all."""
+        peer = self.peers.address_for(*request.peer.node, request.room)
+        self.peers.use(peer, now)
+        self.requests.queue(request, RequestState.CONNECTING, self._contact_deadline(request, now), peer)
 
     def _contact_deadline(self, request: Request, now: float) -> float:
         return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
@@ -224,6 +250,8 @@ class RequestLife:
             secs, code = self.room_timeout_secs, ""
             match request.state:
                 case RequestState.CONNECTING:
+                    if self.wait_locally(request):
+                        continue
                     latest = self._contact_deadline(request, now)
                     if latest > now and self.peers.is_opening(request.peer, now):  # which may take long
                         self.requests.queue(request, RequestState.CONNECTING, latest)
@@ -234,7 +262,9 @@ class RequestLife:
                 case RequestState.WAITING:
                     first = request.first_sample
                     if first is not None and first.state is RequestState.LANDING and first.deadline > now:
-                        self.requests.queue(request, RequestState.WAITING, first.deadline)
+                        self.requests.queue(
+                            request, RequestState.WAITING, first.deadline, is_local=request.is_local
+                        )
                         continue
                     status, error = 503, f"the pools had no room for this request within {secs:g} s"
                 case RequestState.LANDING:
@@ -267,6 +297,8 @@ class RequestLife:
     def carry_out(self, plan: StepPlan, now: float) -> None:
         """Do what the scheduler has planned. Held prefixes are in use before anything else makes room by
         evicting them."""
+        for request in plan.no_longer_local:
+            self._wait_for_node(request, now)
         for admission in plan.admissions:
             self.requests.use_held(admission)
         for exchange in plan.exchanges:
@@ -278,11 +310,25 @@ class RequestLife:
             self.admit(admission, now)
 
     def admit(self, admission: Admission, now: float) -> None:
-        """Reserve slots for a waiting request and send its Bootstrap, or start it if all its KV is held."""
-        request = admission.request
+        """Reserve slots for a waiting request and send its Bootstrap, or start it if nothing is missing that
+        its steps do not compute."""
+        request, num_held = admission.request, admission.request.held_prefix_tokens
+        source = copy_source(request, admission.mode, num_held, self.limits.page_size)
+        if source is not None:
+            request.held_prefix_tokens = request.num_landing_tokens
+        elif steps_compute_tail(request, num_held, self.limits):
+            request.num_tail_tokens = request.num_landing_tokens - num_held
+        if request.is_local and request.needs_prefill_node:
+            # The first sample, from which it was to copy, has just left its pages.
+            self.requests.give_back_held(request)
+            self._wait_for_node(request, now)
+            return
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         self.requests.reserve(admission, instance_id, now + self.room_timeout_secs)
         self.tables.prepare_landing(request)
+        if source is not None:
+            self.tables.copy_prompt(source, request, num_held)
+            request.hot_positions = source.landed_hint
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if not request.needs_prefill_node:
@@ -401,7 +447,7 @@ class RequestLife:
         """Fail a request for which a row was read that is not what was written, or keep the KV of an ENDING
         one from being held. The tokens that it has emitted are right."""
         wrong = self.tables.wrong_row(request)
-        kind = wrong_row_kind(wrong, request.num_landing_tokens)
+        kind = wrong_row_kind(wrong, request.first_own_position)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
         error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
         if request.state is RequestState.RUNNING:
@@ -427,6 +473,7 @@ class RequestLife:
         """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
         is right and may be held."""
         request.grammar = None  # no other request may need it
+        request.landed_hint = None  # nor its rows
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
             return
@@ -453,14 +500,14 @@ class RequestLife:
             self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 
 
-def wrong_row_kind(wrong: WrongRow, num_landing_tokens: int) -> str:
+def wrong_row_kind(wrong: WrongRow, first_own_position: int) -> str:
     """Return one of ``ROW_KINDS``, by where the row came from and where it was read.
 
-    ``num_landing_tokens``: the end of the positions that a prefill node computes.
+    ``first_own_position``: the first position that steps of the request computed.
     """
     if wrong.read_at is ReadAt.SCRUB:
         return "scrub"
-    if wrong.item.position >= num_landing_tokens:
+    if wrong.item.position >= first_own_position:
         return "newest"
     return "landing" if wrong.read_at is ReadAt.START else "page-in"
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
@@ -119,6 +120,16 @@ class RequestTables:
         pages = pages_tensor(request.owned[PoolKind.INDEX], self.page_size).to(self.device)
         with self._landing_stream.use():
             void_row_checks(row_checks, pages, self.page_size)
+        self._landing_stream.synchronize()
+
+    def copy_prompt(self, source: Request, request: Request, start: int) -> None:
+        """Copy the prompt's rows from position ``start`` on from another sample of it, in the same mode.
+
+        Waits for the device, but not for its steps: none writes to these rows. When it returns, nothing reads
+        the rows of ``source`` any more.
+        """
+        with self._landing_stream.use():
+            copy_prompt(self.memory, source, request, start)
         self._landing_stream.synchronize()
 
     def start(self, request: Request) -> None:
@@ -307,3 +318,14 @@ class RequestTables:
             positions = pages * self.page_size + by_use % self.page_size
             hot_positions.append(positions[positions < request.num_kv_tokens].astype(np.int32))
         return hot_positions
+
+
+def copy_prompt(memory: DecodeMemory, source: Request, request: Request, start: int) -> None:
+    """Copy KV, indexer keys and row checks of the prompt's positions from ``start`` up to its last token from
+    the slots of ``source`` to those of ``request``, which is in the same mode."""
+    for kind in request.kv_pools:
+        src, dst = (
+            slice_extents(sample.extents(kind), start, request.num_landing_tokens)
+            for sample in (source, request)
+        )
+        memory.copy_rows(kind, src, dst)

@@ -46,8 +46,9 @@ class RowCounts:
             known = request.output_token_ids[num_counted:]
             rows += [row] * len(known)
             token_ids += known
-            rows_in_flight += [row] * request.num_in_flight
-            self._counted[row] = request.request_id, num_counted + len(known) + request.num_in_flight
+            num_in_flight = request.num_outputs_in_flight
+            rows_in_flight += [row] * num_in_flight
+            self._counted[row] = request.request_id, num_counted + len(known) + num_in_flight
         if rows:
             self._table.add(*to_device([rows, token_ids], self._device))
         if rows_in_flight:

@@ -136,15 +136,20 @@ class DeviceRunner:
         else:
             launched.draw()
         for entry in entries:
-            entry.request.enter_step(entry.most_drafts)
+            entry.request.enter_step(entry.num_sure, entry.num_unsure)
         return launched
 
     def _make_entries(self, batch: Sequence[Request], num_new: int) -> list[StepEntry]:
-        """Take the drafts that the step verifies from the requests; the device has those that are unread."""
+        """Take the drafts that the step verifies from the requests; the device has those that are unread, and
+        a prompt's tokens are in the place of drafts while it goes on."""
         entries = []
         for request in batch:
-            is_unread = request.num_in_flight > 0 and self._has_verified
             most = self._tables.max_verifiable(request, num_new - 1) if num_new > 1 else 0
+            if known := request.known_next(most):
+                drafts = known[:most]
+                entries.append(StepEntry(request, drafts, len(drafts), is_unread=False, known=known))
+                continue
+            is_unread = request.num_outputs_in_flight > 0 and self._has_verified
             drafts = request.take_drafts(0 if is_unread else most)
             entries.append(StepEntry(request, drafts, most if is_unread else len(drafts), is_unread))
         return entries
@@ -159,7 +164,8 @@ class DeviceRunner:
     def _sample(self, draws: StepDraws, forward: Forward, masks: Tensor) -> Sampled:
         sampled = draws.enqueue(forward, masks, self._spec.eos_token_ids)
         if forward.num_new == 1:  # with drafts, ``Forwards.follow`` writes the outcomes
-            self._outcomes.tokens[self._inputs.req_rows[: len(draws.entries)]] = sampled.token_ids
+            num_reqs = len(draws.entries)
+            self._outcomes.tokens[self._inputs.req_rows[:num_reqs]] = forward.token_ids[:num_reqs]
         return sampled
 
 
@@ -194,7 +200,7 @@ class Launched:
     def leave(self) -> None:
         """Take the requests out of the step, whose tokens are about to be read, or are lost."""
         for entry in self.entries:
-            entry.request.leave_step(entry.most_drafts)
+            entry.request.leave_step(entry.num_sure, entry.num_unsure)
 
     @torch.inference_mode()
     def draw(self) -> None:
@@ -220,7 +226,8 @@ class Launched:
         if not self.is_drawn:  # what is in its memory until then is that of an earlier step
             raise RuntimeError("the step's tokens were not drawn")
         rows = self.buffers.read(len(self.entries), num_columns(self.num_new))
-        return read_results(rows, self.num_new, self.sampled)
+        num_known = [len(entry.known) for entry in self.entries]
+        return read_results(rows, self.num_new, num_known, self.sampled)
 
 
 def _first_split_size(min_split_reqs: int | None, max_reqs: int, *, can_measure: bool) -> int | None:

@@ -10,8 +10,8 @@ looks at requests and at counts of free slots, and changes nothing. Its rules:
   for each request that will grow.
 - Admission is in order of arrival: while the first in the queue does not fit, nobody overtakes it,
   unless it waits for stuck slots, such as those in an unacknowledged quarantine, which may never be free.
-- Further samples of a prompt wait while the first one's KV is on its way, and then share its pages. The rest
-  of the queue overtakes them.
+- Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
+  (``local_kv.py``). The rest of the queue overtakes them.
 - ``auto`` is dense, with pages for its whole life, while device slots are plenty, and hisparse otherwise; it
   is dense, too, when hisparse lacks slots and the device pages are there.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
@@ -33,6 +33,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.limits import Limits, refusal
+from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
 from hisparse_pd.decode_node.request import Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
 
@@ -82,6 +83,8 @@ class Exchange:
 class StepPlan:
     """What to do before the next step, in the order of the fields."""
 
+    no_longer_local: tuple[Request, ...] = ()
+    """Requests that wait without their prefill nodes, and need them after all: held pages are gone."""
     exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()
@@ -106,7 +109,12 @@ def plan_step(
     planner.grow()
     if waiting is not None and not planner.is_short and planner.admit(waiting):
         planner.enlarge_hot_buffers()
-    return StepPlan(tuple(planner.exchanges.values()), tuple(planner.growths), tuple(planner.admissions))
+    return StepPlan(
+        tuple(planner.no_longer_local),
+        tuple(planner.exchanges.values()),
+        tuple(planner.growths),
+        tuple(planner.admissions),
+    )
 
 
 @dataclass
@@ -120,6 +128,7 @@ class _Planner:
     landing: Sequence[Request]
     stuck: SlotCounts
     matches: HeldMatches
+    no_longer_local: list[Request] = field(default_factory=list)
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -132,9 +141,8 @@ class _Planner:
     """A page for each request that will grow; admissions leave it free."""
     _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
     """Mode and slots, under this plan, of running requests that it grows or exchanges."""
-    _num_held_pages: dict[Request, int] = field(default_factory=dict)
-    """Requests that the plan admits and whose pages others may share, with the number of pages that were held
-    for each."""
+    _admission_of: dict[Request, Admission] = field(default_factory=dict)
+    """The admissions, by request."""
     _admitted_claims: list[Claim] = field(default_factory=list)
     """Claims of the requests that the plan admits."""
 
@@ -220,40 +228,53 @@ class _Planner:
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Admit requests that wait. Returns whether only requests that lack stuck slots still wait."""
-        some_will_share = False
+        some_wait_for_first = False
         usable = replace(self.limits, totals=self.limits.totals - self.stuck)
         for number, request in enumerate(waiting):
             if number == MAX_LOOKED_AT:
                 return False
             if self.stuck != _NONE and refusal(usable, request):
                 continue  # it fits only if stuck slots become free, which may never be
-            if self._will_share(request):
-                some_will_share = True
+            if self._waits_for_first(request):
+                some_wait_for_first = True
                 continue
-            admission = self._place(request)
+            modes: Collection[Mode] = tuple(Mode)
+            if request.is_local and not (modes := self._local_modes(request, usable)):
+                self.no_longer_local.append(request)
+                continue
+            admission = self._place(request, modes)
             if admission is None:
                 return False
             self.admissions.append(admission)
+            self._admission_of[request] = admission
             num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
-            covers_life = num_reserved >= request.life_tokens
-            if not covers_life:
+            if num_reserved < request.life_tokens:
                 self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)
-            if admission.mode is Mode.HISPARSE or covers_life:  # as in Request.may_share, once it lands
-                self._num_held_pages[request] = admission.num_shared_pages
-        return not some_will_share
+        return not some_wait_for_first
 
-    def _will_share(self, request: Request) -> bool:
-        """Return whether the first sample of the same prompt awaits pages that ``request`` can share."""
-        first = request.first_sample
+    def _waits_for_first(self, request: Request) -> bool:
+        """Return whether ``request`` waits for the KV of the first sample, which lands or will."""
+        first, page_size = request.first_sample, self.limits.page_size
         if first is None:
             return False
-        num_held = self._num_held_pages.get(first)
-        if first.state is RequestState.LANDING and first.may_share:
-            num_held = first.num_shared_pages
-        return num_held is not None and num_held < request.num_usable_pages
+        if first.state is RequestState.LANDING:
+            return waits_for_landing(request, first.mode, first.held_prefix_tokens, page_size)
+        admission = self._admission_of.get(first)
+        if admission is None:
+            return False
+        num_held = admission.num_shared_pages * page_size
+        return waits_for_landing(request, admission.mode, num_held, page_size)
 
-    def _place(self, request: Request) -> Admission | None:
-        """Admit ``request`` in a mode that it allows; None if it fits in none."""
+    def _local_modes(self, request: Request, usable: Limits) -> list[Mode]:
+        """Return the modes in which ``request`` needs no prefill node."""
+
+        def num_held(mode: Mode) -> int:
+            return self.matches.find(request, mode).num_pages * self.limits.page_size
+
+        return local_modes(request, usable, num_held)
+
+    def _place(self, request: Request, modes: Collection[Mode]) -> Admission | None:
+        """Admit ``request`` in one of ``modes`` that it allows; None if it fits in none."""
         if not (self.available.aux and self.available.req_row):
             return None
         match request.flag:
@@ -266,8 +287,10 @@ class _Planner:
                 )
             case HisparseFlag.AUTO:
                 life = request.life_tokens
-                if request.dense_refusal:
+                if request.dense_refusal or Mode.DENSE not in modes:
                     return self._place_hisparse(request)
+                if Mode.HISPARSE not in modes:
+                    return self._place_dense(request, (life,))
                 if self._is_comfortable(request):
                     return self._place_dense(request, (life,))
                 return self._place_hisparse(request) or self._place_dense(request, (life,))

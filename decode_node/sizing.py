@@ -40,6 +40,10 @@ GROWTH_PAGES = 16
 """Pages that a request gets beyond its prompt at its admission, and again whenever it has used them: 1,024
 tokens with the default page size."""
 
+MAX_TAIL_STEPS = 4
+"""Steps with as many drafts as they can verify in which a request may compute what its prompt lacks. In that
+time, some 50 ms in 61 layers, an idle prefill node would have computed and sent it."""
+
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes for activations: workspaces of libraries, buffers of the layers, and CUDA graphs."""
 LOGIT_COPIES = 6
@@ -84,6 +88,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         device_buffer_size=buffer,
         growth_tokens=GROWTH_PAGES * page_size,
         max_drafts=num_drafts,
+        max_tail_tokens=MAX_TAIL_STEPS * (num_drafts + 1),
     )
 
 

@@ -26,7 +26,11 @@ FROM_DEVICE = -1
 
 @dataclass(frozen=True)
 class StepEntry:
-    """A request's part in one step."""
+    """A request's part in one step.
+
+    While its prompt goes on behind its newest token, tokens of the prompt stand in for drafts. They follow
+    the step's positions whatever is drawn there, so all of them are accepted.
+    """
 
     request: Request
     drafts: Sequence[int]
@@ -35,6 +39,23 @@ class StepEntry:
     """The number of drafts that the step verifies, at most."""
     is_unread: bool
     """Whether length and drafts are outcomes of a step that the host has not read yet."""
+    known: Sequence[int] = ()
+    """The prompt's tokens that follow the first new positions. What is drawn there counts for nothing."""
+
+    @property
+    def num_sure(self) -> int:
+        """The number of positions that the step is sure to compute."""
+        return 1 + len(self.drafts) if self.known else 1
+
+    @property
+    def num_unsure(self) -> int:
+        """The number of positions behind these that it computes if drafts are right, at most."""
+        return 0 if self.known else self.most_drafts
+
+    @property
+    def drawn_at(self) -> range:
+        """The numbers of its new positions at which a token is drawn that can count."""
+        return range(len(self.known), 1 + len(self.drafts))
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,9 @@ class StepInputs:
     values: Tensor
     tokens: Tensor
     """[max_reqs * max_new]: for each request its newest token, or FROM_DEVICE, and drafts, or NO_DRAFT."""
+    known_next: Tensor
+    """[max_reqs * max_new]: for each request the prompt's tokens that follow its first new positions, or
+    NO_DRAFT."""
     seq_lens: Tensor
     """[max_reqs]: lengths with the newest token; where it is FROM_DEVICE, the drafts are the device's,
     too."""
@@ -62,6 +86,7 @@ class StepInputs:
     ) -> StepInputs:
         sizes = {
             "tokens": max_reqs * max_new,
+            "known_next": max_reqs * max_new,
             "seq_lens": max_reqs,
             "req_rows": max_reqs,
             "most_drafts": max_reqs,
@@ -115,9 +140,14 @@ class StepBuffers:
         num_padding = inputs.seq_lens.shape[0] - len(entries)
         tokens: list[int] = []
         for request, entry in zip(requests, entries, strict=True):
-            tokens.append(FROM_DEVICE if request.num_in_flight else request.newest_token_id)
+            tokens.append(FROM_DEVICE if request.num_outputs_in_flight else request.newest_token_id)
             tokens += (*entry.drafts, *[NO_DRAFT] * (num_new - 1 - len(entry.drafts)))
         inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
+        known_next = inputs.known_next.numpy()
+        known_next[:] = NO_DRAFT
+        for number, entry in enumerate(entries):
+            if entry.known:
+                known_next[number * num_new : number * num_new + len(entry.known)] = entry.known
         seq_lens = [FROM_DEVICE if entry.is_unread else entry.request.next_seq_len for entry in entries]
         slot_ends = [min(each.reserved_tokens, max_context, each.life_tokens) for each in requests]
         for values, of_requests, of_padding in (

@@ -26,7 +26,8 @@ class _Place(NamedTuple):
     req: int
     """The request's number in the step."""
     num_before: int
-    """The request's new positions before this one; as many of its drafts precede the token drawn here."""
+    """The request's new positions before this one; as many of its drafts precede the token drawn here, or
+    of its prompt's tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,20 @@ class StepDraws:
     @classmethod
     def plan(cls, entries: Sequence[StepEntry], counts: RowCounts) -> StepDraws | None:
         """Plan the draws of a step, before its requests enter it. Returns None if all requests take the
-        likeliest tokens."""
+        likeliest tokens, or all prompts go on."""
         if all(entry.request.is_plain_greedy for entry in entries):
             return None
         places = [
-            _Place(req, num_before)
-            for req, entry in enumerate(entries)
-            for num_before in range(1 + len(entry.drafts))
+            _Place(req, num_before) for req, entry in enumerate(entries) for num_before in entry.drawn_at
         ]
+        if not places:
+            return None
         drafts_before: Sequence[Sequence[int]] = ()
         if any(entry.drafts for entry in entries):
-            drafts_before = [entries[place.req].drafts[: place.num_before] for place in places]
+            drafts_before = [
+                entries[place.req].drafts[entries[place.req].drawn_at.start : place.num_before]
+                for place in places
+            ]
         return cls(
             entries,
             places,
@@ -69,12 +73,14 @@ class StepDraws:
         device, num_new = forward.logits.device, forward.num_new
         requests = [entry.request for entry in self.entries]
         where: slice | Tensor = slice(len(requests))
-        if num_new > 1:
+        if num_new > 1 or len(self.places) < len(requests):
             where = to_device([place.req * num_new + place.num_before for place in self.places], device)
         allowed = None
         if has_grammar(requests):
-            drafts = [entry.drafts for entry in self.entries]
-            allowed = masks_of(requests, drafts, masks).to(device, non_blocking=True)
+            drawing = [entry for entry in self.entries if entry.drawn_at]
+            drafts = [entry.drafts[entry.drawn_at.start :] for entry in drawing]
+            rows = masks_of([entry.request for entry in drawing], drafts, masks)
+            allowed = rows.to(device, non_blocking=True)
         sampled = enqueue_sample(
             forward.logits[where],
             [requests[place.req].sampling for place in self.places],

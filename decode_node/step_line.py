@@ -186,6 +186,7 @@ class StepLine:
                 continue  # it ended while the step ran
             # The drafts are taken already if the request is in the next step.
             request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
+            request.num_tail_tokens -= of_step.num_known
             request.num_drafted += of_step.num_drafted
             if of_step.num_drafted:
                 self._lifecycle.metrics.drafted(of_step.num_drafted)
@@ -193,7 +194,7 @@ class StepLine:
             if of_step.error:
                 message = f"the hot buffer reported {of_step.error}"
                 self._lifecycle.fail(request, 500, message, now)
-            else:
+            elif of_step.token_ids:  # none while the prompt goes on
                 self._lifecycle.emit(request, of_step.token_ids, of_step.logprobs, now)
         self._lifecycle.release_ended(now)
 

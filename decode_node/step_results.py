@@ -51,7 +51,7 @@ class StepResult:
     """The result of a step for one request."""
 
     token_ids: list[int]
-    """Its new tokens: the accepted drafts, and one token more."""
+    """Its new tokens: the accepted drafts, and one token more; none while the prompt goes on."""
     logprobs: list[TokenLogprob | None]
     """One for each of these tokens; None where none were wanted."""
     error: str
@@ -63,7 +63,10 @@ class StepResult:
     num_drafted: int
     """Drafts that were verified."""
     drafts: list[int]
-    """Guesses of the draft layer for the next step; empty after a step without drafts."""
+    """Guesses of the draft layer for the next step; empty after a step without drafts, and while the prompt
+    goes on."""
+    num_known: int = 0
+    """Tokens of the prompt that followed its positions in the step (``StepEntry.known``)."""
 
 
 class _Row(NamedTuple):
@@ -74,24 +77,38 @@ class _Row(NamedTuple):
     num_drafted: int
     num_accepted: int
     token_ids: list[int]
-    """The tokens drawn at the positions that can count: behind the newest token, and behind each draft."""
+    """The tokens drawn at the positions that can count: behind the newest token, and behind each draft. While
+    the prompt goes on, there are none."""
     next_drafts: list[int]
+    num_known: int
 
     @classmethod
-    def parse(cls, values: list[int], num_new: int) -> _Row:
+    def parse(cls, values: list[int], num_new: int, num_known: int) -> _Row:
         (flags, hits, misses, evictions), rest = values[:TOKEN_COLUMN], values[TOKEN_COLUMN:]
         counters = (hits, misses, evictions)
         if num_new == 1:
-            return cls(flags, counters, 0, 0, token_ids=rest, next_drafts=[])
+            return cls(flags, counters, 0, 0, rest[num_known:], next_drafts=[], num_known=num_known)
         num_drafted, num_accepted, *ids = rest
-        drawn, next_drafts = ids[: 1 + num_drafted], ids[num_new:]
-        return cls(flags, counters, num_drafted, num_accepted, drawn, next_drafts)
+        drawn, next_drafts = ids[num_known : 1 + num_drafted], ids[num_new:]
+        if num_known:  # the drafts were tokens of the prompt
+            num_drafted = num_accepted = 0
+        if not drawn:  # what was drafted there is not what comes next
+            next_drafts = []
+        return cls(flags, counters, num_drafted, num_accepted, drawn, next_drafts, num_known)
 
 
-def read_results(values: Sequence[list[int]], num_new: int, sampled: Sampled | None) -> list[StepResult]:
-    """Return the results of a step's requests. ``values``: rows of ``num_columns(num_new)``; ``sampled``:
-    what was drawn, a row for each position that can count; None where all tokens are just the likeliest."""
-    rows = [_Row.parse(of_request, num_new) for of_request in values]
+def read_results(
+    values: Sequence[list[int]], num_new: int, num_known: Sequence[int], sampled: Sampled | None
+) -> list[StepResult]:
+    """Return the results of a step's requests.
+
+    ``values``: rows of ``num_columns(num_new)``. ``num_known``: the length of each ``StepEntry.known``.
+    ``sampled``: what was drawn, a row for each position that can count; None where all tokens are just the
+    likeliest.
+    """
+    rows = [
+        _Row.parse(of_request, num_new, known) for of_request, known in zip(values, num_known, strict=True)
+    ]
     drawn = [token_id for row in rows for token_id in row.token_ids]
     logprobs: list[TokenLogprob | None] = [None] * len(drawn)
     if sampled is not None:
@@ -99,16 +116,17 @@ def read_results(values: Sequence[list[int]], num_new: int, sampled: Sampled | N
     results: list[StepResult] = []
     first = 0
     for row in rows:
-        count = 1 + row.num_accepted
+        token_ids = row.token_ids[: 1 + row.num_accepted]
         results.append(
             StepResult(
-                token_ids=row.token_ids[:count],
-                logprobs=logprobs[first : first + count],
+                token_ids=token_ids,
+                logprobs=logprobs[first : first + len(token_ids)],
                 error=str(HotBufferError(row.flags).name) if row.flags else "",
                 has_wrong_row=bool(row.flags & HotBufferError.WRONG_ROW),
                 counters=row.counters,
                 num_drafted=row.num_drafted,
                 drafts=row.next_drafts,
+                num_known=row.num_known,
             )
         )
         first += len(row.token_ids)

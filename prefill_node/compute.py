@@ -111,7 +111,7 @@ class PromptRunner:
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
         """Run forwards of many sizes up to ``most_tokens``: kernels take tens of seconds to compile on their
         first launch. Nothing may be in ``memory`` yet. Other ranks run their own forwards meanwhile.
-        ``on_size`` is called before the two forwards of each size, one of which has resumed tokens."""
+        ``on_size`` is called before the two forwards of each size, one of which has stepped tokens."""
         ranks = self._model.ranks
         # Kernels choose their variants by the size, and most of the limits are powers of two.
         powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
@@ -120,15 +120,16 @@ class PromptRunner:
             for size in sorted(size for size in sizes if size <= most_tokens):
                 on_size(size)
                 self._model.expect_tokens(size)
-                for num_resumed in (0, size - 1):
-                    record = self._warm_up_record(size, num_resumed)
+                for num_stepped in (0, size - 1):
+                    record = self._warm_up_record(size, num_stepped)
                     self.run([(record, Chunk(Room(0), 0, size, admits=True))])
         self._model.expect_tokens(0)
         if ranks is None and self._model.device.type == "cuda":
             self.short.capture(most_tokens)
 
-    def _warm_up_record(self, num_tokens: int, num_resumed: int) -> PrefillRequest:
-        """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored."""
+    def _warm_up_record(self, num_tokens: int, num_stepped: int) -> PrefillRequest:
+        """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored, the last
+        ``num_stepped`` of them as in steps."""
         bootstrap = Bootstrap(
             room=0,
             kv_extents=(),
@@ -136,10 +137,10 @@ class PromptRunner:
             aux_slot=0,
             prompt=pack_token_ids([0] * (num_tokens + 1)),
             root=b"",
-            num_resumed_tokens=num_resumed,
+            num_resumed_tokens=num_stepped,
             scores=WantedScores(1, 1),
         )
-        nobody = Peer("", "", b"", self._page_size, {}, 0.0)
+        nobody = Peer("", "", b"", 1, {}, 0.0)  # with pages of a token only resumed tokens are stepped
         pages = list(range(-(-num_tokens // self._page_size)))
         return PrefillRequest(nobody, bootstrap, 0.0, page_ids=pages)
 
@@ -168,8 +169,8 @@ class PromptRunner:
 
     def _paged(self, record: PrefillRequest, chunk: Chunk) -> PagedRequest:
         page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
-        num_resumed = max(0, chunk.stop - max(chunk.start, record.first_stepped))
-        return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_resumed)
+        num_stepped = max(0, chunk.stop - max(chunk.start, record.first_stepped))
+        return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_stepped)
 
 
 def _token_ids(batch: Batch, ahead: int = 0) -> Tensor:

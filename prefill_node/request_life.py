@@ -46,6 +46,7 @@ from hisparse_pd.protocol.messages import (
     RoomQuiet,
     RoomScores,
     ToDecode,
+    first_stepped,
 )
 from hisparse_pd.transfer.sender import Completion
 
@@ -143,7 +144,8 @@ class PrefillLife:
             return
         keys: tuple[PageKey, ...] = ()
         if self._use_prefix_cache:
-            shared = message.prompt[: message.first_stepped * TOKEN_BYTES]
+            first = first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, peer.page_size)
+            shared = message.prompt[: first * TOKEN_BYTES]
             keys = tuple(page_keys(message.root, shared, self._limits.page_size))
         deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
         self.requests.open(PrefillRequest(peer, message, now_secs, deadline_secs, keys))

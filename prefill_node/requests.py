@@ -21,7 +21,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.protocol.messages import Bootstrap, Room, RoomDone
+from hisparse_pd.protocol.messages import Bootstrap, Room, RoomDone, first_stepped
 
 MAX_ENDED_REQUESTS = 65_536
 """Most ended requests that are remembered, to answer late messages. The oldest are forgotten first."""
@@ -137,7 +137,8 @@ class PrefillRequest:
 
     @property
     def first_stepped(self) -> int:
-        return self.bootstrap.first_stepped
+        message = self.bootstrap
+        return first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, self.peer.page_size)
 
     @property
     def first_needed(self) -> int:

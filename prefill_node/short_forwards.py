@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
-from hisparse_pd.core.model.paged_kv import PagedKv, PagedRows
+from hisparse_pd.core.model.paged_kv import QUERIES_AT_ONCE, PagedKv, PagedRows
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.sizing import GRAPH_TOKENS
 
@@ -73,14 +73,15 @@ class ShortForwards:
     @torch.inference_mode()
     def run(self, token_ids: Tensor, kv: PagedKv) -> Tensor | None:
         """Return the hidden states, [num_tokens, hidden_size], which are valid until the next call, and write
-        the hints to ``kv``. Return None when there are too many tokens, requests or pages for any graph, or
-        resumed tokens.
+        the hints to ``kv``. Return None when there are too many tokens, stepped tokens, requests or pages for
+        any graph.
 
         A graph does not call the layer hook of ``kv``; the caller must call it for every layer.
         """
-        num_tokens, num_requests = len(token_ids), len(kv.last_rows)
-        size = next((size for size in self._captured if size >= num_tokens), None)
-        if size is None or num_requests > MOST_REQUESTS or kv.rows.has_resumed:
+        num_tokens, num_requests, num_stepped = len(token_ids), len(kv.last_rows), kv.rows.num_stepped
+        fewest = num_tokens + (num_stepped == 0)  # a graph attends to at least one token as in steps
+        size = next((size for size in self._captured if size >= fewest), None)
+        if size is None or num_requests > MOST_REQUESTS or num_stepped > QUERIES_AT_ONCE:
             return None
         if kv.contexts is not None and len(kv.contexts.groups) > 1:  # pages are unpacked in several passes
             return None

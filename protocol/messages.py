@@ -206,7 +206,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     sends it once it has given the zone up. A Bootstrap that repeats a number was sent again over a new
     connection, and is answered with the outcome of the room. 0 is the number of a node that does not say.
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
-    They and the token before them are computed with the roundings of decode steps.
+    From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
     ``hisparse``: the request's mode; false is dense. This field stands last.
     """
@@ -232,19 +232,17 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
         """Number of positions that the prefill node computes or has cached: all but the last."""
         return self.num_prompt_tokens - 1
 
-    @property
-    def first_stepped(self) -> int:
-        return first_stepped(self.num_prompt_tokens, self.num_resumed_tokens)
 
-
-def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int) -> int:
+def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: int) -> int:
     """Return the first position of a prompt whose KV is rounded as in decode steps.
 
-    It is the position before the prompt's resumed tokens, or the prompt's last one if there are none. On a
-    GPU the KV of equal tokens inside a prompt has other bits. A prompt therefore takes no page from this
-    position on from a cache, and shares none while its request is live.
+    It is where the page of the prompt's last token begins, resumed tokens left out. ``page_size``: the decode
+    node's. On a GPU the KV of equal tokens before that position has other bits. Either node may compute what
+    comes from there on, the decode node in its steps. A prompt takes no page from there on from a cache, and
+    shares none while its request is live.
     """
-    return num_prompt_tokens - num_resumed_tokens - 1
+    last = num_prompt_tokens - num_resumed_tokens - 1
+    return last // page_size * page_size
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):

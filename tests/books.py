@@ -35,10 +35,13 @@ def make_request(
     return request
 
 
-def enqueue(rooms: LiveRequests, request: Request, deadline: float = 9.0) -> Request:
-    """Open a request and let it wait for admission, as if its prefill node were registered with."""
+def enqueue(
+    rooms: LiveRequests, request: Request, deadline: float = 9.0, *, is_local: bool = False
+) -> Request:
+    """Open a request and let it wait for admission, as if its prefill node were registered with or, if it is
+    local, were away."""
     rooms.open(request)
-    rooms.queue(request, RequestState.WAITING, deadline)
+    rooms.queue(request, RequestState.WAITING, deadline, is_local=is_local)
     return request
 
 
@@ -62,7 +65,10 @@ def land(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> R
 
 
 def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> None:
-    """Carry out a plan as a node does, without memory. A prefill node's run is named after its address."""
+    """Carry out a plan as a node does, without memory. A prefill node's run is named after its address, and
+    one that is needed after all is registered with at once."""
+    for request in plan.no_longer_local:
+        rooms.queue(request, RequestState.WAITING, deadline)
     for admission in plan.admissions:
         rooms.use_held(admission)
     for exchange in plan.exchanges:

@@ -1,4 +1,4 @@
-"""A prefill node gives resumed tokens the same bits as a decode node's steps, on a GPU."""
+"""A prefill node gives a prompt's tail and resumed tokens the bits of a decode node's steps, on a GPU."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ pytestmark = [*needs_gpu, pytest.mark.I5]
 SHAPE = SyntheticShape(3, 8, 2048, vocab_size=16384, context_length=8192, expert_size=512, jitter=0.5)
 PROMPT, NUM_STEPS = 4096, 150
 """A query sees more positions than it selects, in several splits; more tokens are resumed than one call
-attends to."""
+attends to. The prompt is whole pages."""
+TAIL = 40
+"""Tokens behind the whole pages of a prompt that resumes nothing."""
 
 
 @pytest.mark.parametrize(
     ("kv_format", "backend"), [("bfloat16", "auto"), ("fp8_e4m3", "auto"), ("bfloat16", "triton")]
 )
 @torch.inference_mode()
-def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: str, backend: str) -> None:
-    """The bits do not depend on whether the prompt's own last tokens are computed in the same forward."""
+def test_the_last_rows_of_a_prompt_are_those_of_steps(tmp_path: Path, kv_format: str, backend: str) -> None:
+    """The bits do not depend on whether earlier tokens are computed in the same forward, nor on graphs."""
     write_synthetic(tmp_path, SHAPE, 0, DEVICE, in_fp8=kv_format == "fp8_e4m3")
     parser = argparse.ArgumentParser()
     decode_step.add_node_options(parser)
@@ -65,17 +67,27 @@ def test_a_resumed_prompts_rows_are_those_of_steps(tmp_path: Path, kv_format: st
     memory = PrefillMemory(spec, num_slots=num_pages * PAGE_SIZE, num_aux_slots=1, device=DEVICE)
     runner = PromptRunner(model, memory, PAGE_SIZE, backend, 1024)
     tokens = [*decode_step.random_tokens(spec, PROMPT).tolist(), *output[: NUM_STEPS + 1]]
-    bootstrap = bootstrap_of(1, tokens, num_resumed_tokens=NUM_STEPS)
     nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
-    record = PrefillRequest(nobody, bootstrap, 0.0, page_ids=list(range(num_pages)))
-    for start in (PROMPT, PROMPT - 70):
+
+    def check(num_last: int, num_resumed: int, start: int) -> None:
+        """Compute a prompt with so many tokens behind PROMPT ones, from ``start`` on."""
         memory.kv.zero_()
         memory.index.zero_()
         memory.kv[:, :start], memory.index[:, :start] = prompt.kv[:, :start], prompt.index[:, :start]
-        runner.run([(record, Chunk(Room(1), start, num_tokens, admits=True))])
-        resumed = slice(PROMPT, num_tokens)
-        same = (memory.kv[:, resumed] == kv).all(2)
-        assert same.all(), f"from {start}: equal KV by layer: {same.sum(1).tolist()} of {NUM_STEPS}"
-        same = (memory.index[:, resumed] == index_keys).all(2)
-        assert same.all(), f"from {start}: equal index keys by group: {same.sum(1).tolist()} of {NUM_STEPS}"
+        bootstrap = bootstrap_of(1, tokens[: PROMPT + num_last + 1], num_resumed_tokens=num_resumed)
+        record = PrefillRequest(nobody, bootstrap, 0.0, page_ids=list(range(num_pages)))
+        assert record.first_stepped == PROMPT
+        runner.run([(record, Chunk(Room(1), start, PROMPT + num_last, admits=True))])
+        last = slice(PROMPT, PROMPT + num_last)
+        same = (memory.kv[:, last] == kv[:, :num_last]).all(2)
+        assert same.all(), f"from {start}: equal KV by layer: {same.sum(1).tolist()} of {num_last}"
+        same = (memory.index[:, last] == index_keys[:, :num_last]).all(2)
+        assert same.all(), f"from {start}: equal index keys by group: {same.sum(1).tolist()} of {num_last}"
         assert torch.equal(memory.kv[:, start:PROMPT], prompt.kv[:, start:])
+
+    for start in (PROMPT, PROMPT - 70):
+        check(NUM_STEPS, NUM_STEPS, start)
+        check(TAIL, 0, start)
+    runner.short.capture(1024)
+    for start in (PROMPT, PROMPT - 70):
+        check(TAIL, 0, start)

@@ -240,7 +240,7 @@ class World:
     def _start_decode(self) -> DecodeNode:
         front = SimFront()
         self._lookups = Lookups()
-        with patch.object(sizing, "GROWTH_PAGES", 1):
+        with patch.object(sizing, "GROWTH_PAGES", 1), patch.object(sizing, "MAX_TAIL_STEPS", 1):
             engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine.memory)
 
@@ -363,8 +363,9 @@ class World:
         ctypes.memmove(piece.dst_addr, content, len(content))
         self.num_landed += 1
 
-    def generate(self, request: Generate, prompt: tuple[int, ...], salt: str = "") -> GenerateGroup:
-        """What the decode node's front sends for ``request``."""
-        self.prompts[request.request_id] = prompt
-        self.roots[request.request_id] = root = root_of(salt or None)
-        return GenerateGroup((request,), root, pack_token_ids(prompt))
+    def generate(self, prompt: tuple[int, ...], *samples: Generate, salt: str = "") -> GenerateGroup:
+        """Return what the decode node's front sends for ``samples`` of a prompt."""
+        root = root_of(salt or None)
+        for sample in samples:
+            self.prompts[sample.request_id], self.roots[sample.request_id] = prompt, root
+        return GenerateGroup(samples, root, pack_token_ids(prompt))

@@ -25,6 +25,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_tables import copy_prompt
 from hisparse_pd.decode_node.step_results import StepResult
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
@@ -158,6 +159,9 @@ class SimRequestTables:
     def prepare_landing(self, request: Request) -> None:
         """Rows have no checks here."""
 
+    def copy_prompt(self, source: Request, request: Request, start: int) -> None:
+        copy_prompt(self.memory, source, request, start)
+
     def start(self, request: Request) -> None:
         self.check(request)
 
@@ -198,6 +202,7 @@ class SimRequestTables:
         """The newest token and drafts behind it. On the device rejected ones are written like any other."""
         root = self._roots[request.request_id]
         tokens = [*self._prompts[request.request_id], *request.output_token_ids, *[NEXT_TOKEN] * num_accepted]
+        del tokens[request.num_kv_tokens + 1 + num_accepted :]  # while the prompt goes on
         for pool, slots, first_layer in self._pools(request):
             is_host = first_layer == 0 and request.mode is Mode.HISPARSE
             for layer, items in enumerate(pool):
@@ -235,11 +240,13 @@ class SimRequestTables:
 
 @dataclass(frozen=True)
 class SimStep:
-    """``num_drafted`` and ``num_accepted``: of each request; ``num_drafts``: made for the next step."""
+    """``num_drafted``, ``num_accepted`` and ``num_known``: of each request, the last one as in StepEntry;
+    ``num_drafts``: made for the next step."""
 
     batch: Sequence[Request]
     num_drafted: list[int]
     num_accepted: list[int]
+    num_known: list[int]
     num_drafts: int
     feeds_next: bool = False
 
@@ -248,8 +255,8 @@ class SimStep:
         return self.num_drafts + 1
 
     def leave(self) -> None:
-        for request, num_drafts in zip(self.batch, self.num_drafted, strict=True):
-            request.leave_step(num_drafts)
+        for request, num_drafts, num_known in zip(self.batch, self.num_drafted, self.num_known, strict=True):
+            request.leave_step(*_positions(num_drafts, num_known))
 
     def draw(self) -> None:
         pass
@@ -258,18 +265,27 @@ class SimStep:
         pass
 
     def result(self) -> list[StepResult]:
-        return [
-            StepResult(
-                [NEXT_TOKEN] * (1 + accepted),
-                [None] * (1 + accepted),
-                "",
-                False,
-                (0, 0, 0),
-                drafted,
-                [NEXT_TOKEN] * self.num_drafts,
+        results = []
+        for drafted, accepted, known in zip(self.num_drafted, self.num_accepted, self.num_known, strict=True):
+            num_tokens = 1 + accepted - known
+            results.append(
+                StepResult(
+                    [NEXT_TOKEN] * num_tokens,
+                    [None] * num_tokens,
+                    "",
+                    False,
+                    (0, 0, 0),
+                    0 if known else drafted,
+                    [NEXT_TOKEN] * (self.num_drafts if num_tokens else 0),
+                    known,
+                )
             )
-            for drafted, accepted in zip(self.num_drafted, self.num_accepted, strict=True)
-        ]
+        return results
+
+
+def _positions(num_drafts: int, num_known: int) -> tuple[int, int]:
+    """Return how many positions a step is sure to compute, and how many more at most."""
+    return (1 + num_drafts, 0) if num_known else (1, num_drafts)
 
 
 class SimDecodeRunner:
@@ -282,16 +298,19 @@ class SimDecodeRunner:
         return False
 
     def launch(self, batch: Sequence[Request], step: NodeStep) -> SimStep:
-        num_drafted, num_accepted = [], []
+        num_drafted, num_accepted, num_known = [], [], []
         for request in batch:
             self._tables.check(request)
             num_drafts = self._tables.max_verifiable(request, step.num_new - 1)
-            drafts = request.take_drafts(num_drafts)
+            known = request.known_next(num_drafts)
+            drafts = known[:num_drafts] or request.take_drafts(num_drafts)
             num_drafted.append(len(drafts))
-            num_accepted.append((request.room + len(request.output_token_ids)) % (len(drafts) + 1))
+            num_known.append(len(known))
+            num_right = len(drafts) if known else request.room + len(request.output_token_ids)
+            num_accepted.append(num_right % (len(drafts) + 1))
             self._tables.write_new(request, num_accepted[-1], len(drafts) - num_accepted[-1])
-            request.enter_step(len(drafts))
-        return SimStep(batch, num_drafted, num_accepted, step.num_new - 1)
+            request.enter_step(*_positions(len(drafts), len(known)))
+        return SimStep(batch, num_drafted, num_accepted, num_known, step.num_new - 1)
 
 
 class NoPoller:

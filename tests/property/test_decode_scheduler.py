@@ -10,6 +10,7 @@ computed. Answers mostly end long before their max_new_tokens, which nobody know
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,9 +23,10 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source, local_modes
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.quarantine import Quarantined
-from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, Reserve
 from hisparse_pd.decode_node.scheduler import AUTO_DENSE_MARGIN, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
@@ -46,7 +48,7 @@ LIMITS = Limits(
     growth_tokens=6,
 )
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
-Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None]
+Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None, int]
 ARRIVALS = st.tuples(
     st.sampled_from([HisparseFlag.FALSE, *HisparseFlag]),
     st.sampled_from([1, 3, 4, 5, 9, 16, 17, 22]),
@@ -55,6 +57,7 @@ ARRIVALS = st.tuples(
     st.sampled_from(PEERS),
     st.sampled_from(["", "", "page sizes differ"]),
     st.sampled_from([None, 0, 0, 1]),
+    st.sampled_from([1, 1, 2, 3]),
 )
 SlotsByKind = dict[PoolKind, tuple[Extent, ...]]
 
@@ -109,26 +112,43 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         peer: PeerAddress,
         dense_refusal: str,
         family: int | None,
+        num_samples: int,
     ) -> None:
         """``family``: of its prompt, the tokens of one are all alike; None: nothing is held for it."""
-        self.num_arrived += 1
-        over = [each.room for each in self.rooms.select(RequestState.ENDING)]
-        room = next((room for room in over if self.rooms.get(room) is None), Room(self.num_arrived))
         prompt = None if family is None else pack_token_ids([family] * num_prompt_tokens)
-        request = make_request(
-            room,
-            num_prompt_tokens,
-            min(max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens),
-            flag,
-            peer,
-            self.now,
-            request_id=str(self.num_arrived),
-            dense_refusal=dense_refusal,
-            prompt_keys=None if prompt is None else PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE),
-        )
-        if not refusal(self.limits, request):
-            enqueue(self.rooms, request, float("inf"))
-            self.stops_after[request.room] = stops_after
+        first = None
+        for _ in range(num_samples):
+            self.num_arrived += 1
+            over = [each.room for each in self.rooms.select(RequestState.ENDING)]
+            room = next((room for room in over if self.rooms.get(room) is None), Room(self.num_arrived))
+            request = make_request(
+                room,
+                num_prompt_tokens,
+                min(max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens),
+                flag,
+                peer,
+                self.now,
+                request_id=str(self.num_arrived),
+                dense_refusal=dense_refusal,
+                prompt_keys=None if prompt is None else PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE),
+                first_sample=first,
+            )
+            if not refusal(self.limits, request):
+                enqueue(self.rooms, request, float("inf"), is_local=bool(self._local_modes(request)))
+                self.stops_after[request.room] = stops_after
+                first = first or request
+
+    def _local_modes(self, request: Request) -> list[Mode]:
+        def num_held(mode: Mode) -> int:
+            found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
+            return found.num_pages * PAGE_SIZE if found else 0
+
+        return local_modes(request, self.limits, num_held)
+
+    @rule()
+    def flush(self) -> None:
+        """What is held and unused is evicted: requests that lacked nothing may lack it now."""
+        self.rooms.held.flush()
 
     @precondition(lambda self: self.landing())
     @rule(first=st.lists(ARRIVALS, min_size=1, max_size=3), later=ARRIVALS)
@@ -154,6 +174,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def step(self) -> None:
         ending = self.rooms.select(RequestState.ENDING)
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
+        were_local = {request for request in waiting if request.is_local}
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
             assert NextPlan(self.limits, self.rooms).make(self.now) == plan, "somebody who fits is forgotten"
@@ -163,10 +184,27 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
         carry_out(self.rooms, plan, float("inf"))
-        for admission in plan.admissions:
-            self.writable[admission.request.room] = remote_slots(admission.request)
-        assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
+        admitted = [admission.request for admission in plan.admissions]
+        sources = {
+            request: copy_source(request, request.mode, request.held_prefix_tokens, PAGE_SIZE)
+            for request in admitted
+        }
+        for request, source in sources.items():
+            if source is None:
+                self.writable[request.room] = remote_slots(request)
+            else:
+                self._check_can_copy(source, request)
+        for request in were_local:
+            if request in admitted:
+                is_copied = sources[request] is not None
+                assert is_copied or request.held_prefix_tokens == request.num_landing_tokens
+        waiting = [request for request in waiting if request not in plan.no_longer_local]
+        in_order = [r for r in waiting if r in admitted or not self._waits_for_first(r)]
+        assert admitted == in_order[: len(admitted)]
         self._check_nothing_is_lost(before)
+        for request, source in sources.items():
+            if source is not None:
+                self._start(request)
         if not (waiting or ending or plan.exchanges):  # what these give up is seen by the next plan
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
@@ -178,6 +216,20 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         stuck = self.rooms.stuck(self.now)
         usable = replace(self.limits, totals=self.limits.totals - stuck)
         return stuck != SlotCounts() and bool(refusal(usable, request))
+
+    def _waits_for_first(self, request: Request) -> bool:
+        first = request.first_sample
+        return first is not None and first.state is RequestState.LANDING
+
+    def _check_can_copy(self, source: Request, request: Request) -> None:
+        """Both have slots for what is copied, each of its own, and nobody may write to either."""
+        start, stop = request.held_prefix_tokens, request.num_landing_tokens
+        for kind in request.kv_pools:
+            src, dst = (slots_of(each)[kind][start:stop] for each in (source, request))
+            assert len(src) == len(dst) == stop - start > 0
+            assert not set(src) & set(dst)
+            written = [extents_to_slots(slots.get(kind, ())).tolist() for slots in self.writable.values()]
+            assert not {*src, *dst} & {*chain(*written)}
 
     def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, dict[PoolKind, list[int]]]]) -> None:
         for request in self.rooms.select(RequestState.RUNNING):

@@ -36,11 +36,16 @@ class AttentionKernels:
     """Attention of a prompt's queries, which are not split. Its format is another than ``kv_format`` where it
     reads unpacked items."""
     step_attention: AttentionBackend
-    """Attention of decode steps' queries, in splits; a prefill node uses it where it repeats what steps
-    computed."""
+    """Attention of decode steps' queries, in splits; a prefill node uses it for those positions of a prompt
+    that have the bits of steps (``first_stepped``)."""
     indexer_scratch: IndexerScratch | None = None
     unpacked: UnpackedMemory | None = None
     """None where prompts read items and keys in the pools."""
+
+    @property
+    def have_steps_other_bits(self) -> bool:
+        """Whether steps may round attention differently from prompts."""
+        return self.attention != self.step_attention
 
     @classmethod
     def reference(cls, spec: ModelSpec) -> AttentionKernels:

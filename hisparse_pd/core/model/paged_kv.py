@@ -22,7 +22,7 @@ from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Most resumed tokens in one call of attention; each split of a query takes memory for its result."""
+"""Most stepped tokens in one call of attention; each split of a query takes memory for its result."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class PagedRequest:
     """The request's pages in position order, at least as many as its whole length needs."""
     prefix_len: int
     num_new_tokens: int
-    num_resumed: int = 0
-    """How many of the new tokens, the last ones, were computed before by steps of a decode node. Their
-    attention is split as in those steps, so that their rows have the same bits."""
+    num_stepped: int = 0
+    """How many of the new tokens, the last ones, are to have the rows that steps of a decode node would give
+    them (``first_stepped``): their attention is split as in steps."""
 
     @property
     def seq_len(self) -> int:
@@ -57,18 +57,17 @@ class PagedRows:
     """Number of tokens without padding: int32 [1]."""
     last_rows: Tensor
     """Each request's last new token among the forward's tokens: int64 [num_requests]."""
-    is_resumed: Tensor
-    """Whether each token is resumed (``PagedRequest.num_resumed``): bool [num_tokens], on the host."""
+    is_stepped: Tensor
+    """Whether each token is stepped (``PagedRequest.num_stepped``): bool [num_tokens], on the host."""
     max_len: int
     """A bound on the requests' lengths."""
+    stepped_tokens: Tensor | None = None
+    """The stepped tokens of rows that ``fill`` fills, int64 [up to QUERIES_AT_ONCE]: the last one is repeated
+    to the end, or a token of padding if none is stepped. None for rows that are not filled."""
 
     @property
-    def has_resumed(self) -> bool:
-        return bool(self.is_resumed.any())
-
-    @property
-    def has_only_resumed(self) -> bool:
-        return bool(self.is_resumed.all())
+    def num_stepped(self) -> int:
+        return int(self.is_stepped.sum())
 
     @classmethod
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
@@ -103,9 +102,9 @@ class PagedRows:
             slots=slots.long(),
             num_tokens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
             last_rows=lengths.cumsum(0) - 1,
-            is_resumed=torch.cat(
+            is_stepped=torch.cat(
                 [
-                    torch.arange(request.num_new_tokens) >= request.num_new_tokens - request.num_resumed
+                    torch.arange(request.num_new_tokens) >= request.num_new_tokens - request.num_stepped
                     for request in requests
                 ]
             ),
@@ -134,15 +133,23 @@ class PagedRows:
             slots=nothing + scratch_slot,
             num_tokens=torch.zeros(1, dtype=torch.int32, device=device),
             last_rows=torch.zeros(num_requests, dtype=torch.int64, device=device),
-            is_resumed=torch.zeros(num_tokens, dtype=torch.bool),
+            is_stepped=torch.zeros(num_tokens, dtype=torch.bool),
             max_len=max_len,
+            stepped_tokens=torch.full((min(num_tokens, QUERIES_AT_ONCE),), num_tokens - 1, device=device),
         )
 
     def fill(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
-        ``others`` must not have more tokens, requests or pages, nor longer requests, nor resumed tokens.
+        ``others`` must not have more tokens, requests or pages, nor longer requests, nor more stepped tokens
+        than ``stepped_tokens``. If none is stepped, there must be padding behind them.
         """
+        assert self.stepped_tokens is not None
+        stepped = others.is_stepped.nonzero().flatten()
+        filler = stepped[-1] if len(stepped) else len(self.positions) - 1
+        filled = torch.full(self.stepped_tokens.shape, int(filler))
+        filled[: len(stepped)] = stepped
+        self.stepped_tokens.copy_(filled)
         num_requests, max_pages = others.page_table.shape
         num_tokens = len(others.positions)
         self.page_table[:num_requests, :max_pages] = others.page_table
@@ -197,7 +204,7 @@ class PagedKv:
         if (unpacked := self._kernels.unpacked) is not None:
             most_pages = unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
-        self._resumed_pieces = _resumed_pieces(self.rows)
+        self._stepped_pieces = _stepped_pieces(self.rows) if self._kernels.have_steps_other_bits else []
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
 
@@ -284,17 +291,17 @@ class PagedKv:
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
-        if self.rows.has_only_resumed:
+        if self._stepped_pieces and self.rows.is_stepped.all():
             out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
         else:
             out = self._attend_as_prompt(items, q, positions, scale)
-        for tokens in self._resumed_pieces:
+        for tokens in self._stepped_pieces:
             slots = self._slots_in(self.rows.page_table, positions)[tokens]
             out[tokens] = self._kernels.step_attention.attend(q[tokens], items, slots, scale)
         return out
 
     def _attend_as_prompt(self, items: Tensor, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        """Return the attention of all new tokens as a prompt has it; resumed ones have another."""
+        """Return the attention of all new tokens as a prompt has it; stepped ones have another."""
         attention, contexts, unpacked = self._kernels.attention, self.contexts, self._kernels.unpacked
         if contexts is None or unpacked is None or unpacked.items is None:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
@@ -337,7 +344,15 @@ def _context_pages(
     return ContextPages.of(page_ids, num_new_tokens, max_pages, most_pages, device)
 
 
-def _resumed_pieces(rows: PagedRows) -> list[Tensor]:
-    """Return the resumed tokens of a forward in pieces, int64 [up to QUERIES_AT_ONCE] each."""
-    tokens = rows.is_resumed.nonzero().flatten().to(rows.positions.device)
-    return [tokens[start : start + QUERIES_AT_ONCE] for start in range(0, len(tokens), QUERIES_AT_ONCE)]
+def _stepped_pieces(rows: PagedRows) -> list[Tensor | slice]:
+    """Return the stepped tokens of a forward in pieces of up to QUERIES_AT_ONCE: as a slice, which takes no
+    copy of the queries, where they are next to each other."""
+    if rows.stepped_tokens is not None:
+        return [rows.stepped_tokens]
+    tokens = rows.is_stepped.nonzero().flatten()
+    pieces: list[Tensor | slice] = []
+    for piece in tokens.split(QUERIES_AT_ONCE) if len(tokens) else ():
+        first, last = int(piece[0]), int(piece[-1])
+        is_run = last - first == len(piece) - 1
+        pieces.append(slice(first, last + 1) if is_run else piece.to(rows.positions.device))
+    return pieces

@@ -291,14 +291,14 @@ def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, dou
     node.tokens_of(answer)
 
 
-@pytest.mark.parametrize("status", [400, 429, 500, 502, 503])
+@pytest.mark.parametrize("status", [400, 429, 500, 502, 503, 504])
 def test_an_error_of_the_prefill_node_is_passed_on_as_one(
     node: EngineHarness, double: PrefillDouble, status: int
 ) -> None:
     failed = node.entrust(PROMPT, 8)
     double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
     failure = node.failure_of(failed, status=status)
-    assert failure.code == (PREFILL_NODE_FAILED if status in (429, 502, 503) else "")
+    assert failure.code == ("" if status in (400, 504) else PREFILL_NODE_FAILED)
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:

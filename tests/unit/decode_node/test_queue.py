@@ -11,6 +11,7 @@ import pytest
 from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.core.paging.prompt_keys import PromptKeys
 from hisparse_pd.decode_node import scheduler
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -220,3 +221,19 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     assert [failed.request_id for failed in node.sent[2:]] == ["id-1"]
     assert len(node.rooms) == 0
     assert node.rooms.num_queued().total() == 0
+
+
+@pytest.mark.I7
+def test_a_sample_waits_past_its_deadline_while_the_first_one_lands() -> None:
+    node = Node()
+    node.arrive(0)
+    node.arrive(1)
+    first, second = node.rooms.all()
+    second.first_sample = first
+    first.prompt_keys = second.prompt_keys = PromptKeys.of(ROOT, first.prompt, LIMITS.page_size)
+    node.lifecycle.refresh_queue(0.0)
+    carry_out(node.rooms, node.next_plan.make(0.0), 400.0)
+    assert (first.state, second.state) == (RequestState.LANDING, RequestState.WAITING)
+    node.lifecycle.expire(300.0)
+    assert node.sent == []
+    assert (second.state, second.deadline) == (RequestState.WAITING, 400.0)

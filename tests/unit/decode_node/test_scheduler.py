@@ -8,17 +8,20 @@ import pytest
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source
+from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatches, Reserve
 from hisparse_pd.decode_node.scheduler import Exchange, StepPlan, plan_step
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
+from hisparse_pd.protocol.prompt_scores import WantedScores
 from tests.books import carry_out, end, enqueue, make_request
 
 LIMITS = Limits(
@@ -337,21 +340,87 @@ def test_further_samples_wait_for_the_pages_of_the_first_and_let_others_ahead() 
     assert [(each.request, each.num_shared_pages) for each in plan.admissions] == [(second, 2), (third, 2)]
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [9, 16])
-def test_samples_that_can_share_no_page_do_not_wait(num_prompt_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "family", "waits"),
+    [
+        (TRUE, 1, 1, False),  # nothing lands
+        (TRUE, 16, 1, True),  # no page is shared, and 15 positions are copied
+        (TRUE, 16, None, True),
+        (TRUE, 17, None, False),  # a whole page would have to be copied
+        (FALSE, 60, None, True),
+    ],
+)
+def test_samples_wait_for_what_they_can_share_or_copy(
+    flag: HisparseFlag, num_prompt_tokens: int, family: int | None, waits: bool
+) -> None:
+    """Without a family the node holds no prefixes."""
     node = Node()
-    first, second = (node.arrive(TRUE, num_prompt_tokens, 9, family=1) for _ in range(2))
+    first, second = (node.arrive(flag, num_prompt_tokens, 9, family) for _ in range(2))
     second.first_sample = first
+    assert [admission.request for admission in node.plan().admissions] == [first, second][: 2 - waits]
+
+
+def test_a_sample_whose_prompt_has_to_be_scored_waits_for_nobody() -> None:
+    node = Node()
+    first, second = (node.arrive(FALSE, 40, 9, family=1) for _ in range(2))
+    second.first_sample, second.scores = first, WantedScores(1, 0)
     assert [admission.request for admission in node.plan().admissions] == [first, second]
 
 
-def test_samples_do_not_wait_for_a_dense_one_that_may_have_to_leave_its_pages() -> None:
+def test_nobody_waits_for_a_first_sample_of_which_nothing_lands() -> None:
+    node = Node()
+    node.arrive(TRUE, 33, 9, family=1)
+    node.step()
+    first, second = (node.arrive(TRUE, 33, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    assert [admission.num_shared_pages for admission in node.plan().admissions] == [2, 2]
+
+
+def test_samples_copy_from_a_dense_one_that_may_have_to_leave_its_pages() -> None:
+    """They share none of its pages, so that it may leave them."""
     node = Node(STEP_BY_STEP)
     first, second = (node.arrive(FALSE, 40, 60, family=1) for _ in range(2))
     second.first_sample = first
-    plan = node.plan()
-    assert [admission.request for admission in plan.admissions] == [first, second]
+    plan = node.step()
+    assert [admission.request for admission in plan.admissions] == [first]
     assert plan.admissions[0].need.device < first.life_tokens
+    assert first.may_leave_pages
+    (admission,) = node.plan().admissions
+    assert (admission.request, admission.num_shared_pages) == (second, 0)
+    assert copy_source(second, admission.mode, 0, node.limits.page_size) is first
+
+
+def test_nothing_is_copied_from_a_sample_that_is_over_or_in_another_mode_or_damaged() -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, 40, 9, family=1) for _ in range(2))
+    second.first_sample = first
+
+    def source(mode: Mode = Mode.HISPARSE, num_held: int = 32) -> Request | None:
+        return copy_source(second, mode, num_held, node.limits.page_size)
+
+    assert source() is None, "it has not landed"
+    node.step()
+    assert source() is first
+    assert source(Mode.DENSE) is None
+    assert source(num_held=16) is None, "a page and more are missing"
+    assert source(num_held=39) is None, "nothing is missing"
+    assert first.prefix is not None
+    node.rooms.held.drop(PoolKind.INDEX, first.prefix.extents(PoolKind.INDEX)[0].start)
+    assert source() is None, "a row is wrong"
+    first.prefix.is_dropped = False
+    node.rooms.start_ending(first, is_sound=True)
+    assert source() is None, "it is over"
+
+
+def test_a_newcomer_is_admitted_beside_samples_that_wait() -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, 40, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    next_plan = NextPlan(node.limits, node.rooms)
+    carry_out(node.rooms, next_plan.make(0.0))
+    assert next_plan.make(0.0) == StepPlan()
+    other = node.arrive(TRUE, 20)
+    assert [admission.request for admission in next_plan.make(0.0).admissions] == [other]
 
 
 def test_a_sample_whose_first_one_failed_waits_no_more() -> None:

@@ -15,7 +15,7 @@ COUNTERS = [(7, 8, 9), (1, 2, 3)]
 def test_a_step_without_drafts_has_a_token_for_each_request() -> None:
     joined = join_plain(ROW_RESULTS, torch.tensor([50, 51]))
     assert joined.shape == (2, num_columns(1))
-    results = read_results(joined.tolist(), 1, None)
+    results = read_results(joined.tolist(), 1, [0, 0], None)
     assert [result.token_ids for result in results] == [[50], [51]]
     assert [result.logprobs for result in results] == [[None], [None]]
     assert [result.counters for result in results] == COUNTERS
@@ -28,7 +28,7 @@ def test_a_step_with_drafts_has_the_accepted_ones_and_the_next() -> None:
     tokens, next_drafts = torch.tensor([[10, 11, 12], [20, 21, 22]]), torch.tensor([[13, 14], [23, 24]])
     joined = join_verified(ROW_RESULTS, num_drafts, num_accepted, tokens, next_drafts)
     assert joined.shape == (2, num_columns(3))
-    results = read_results(joined.tolist(), 3, None)
+    results = read_results(joined.tolist(), 3, [0, 0], None)
     assert [result.token_ids for result in results] == [[10, 11], [20, 21]]
     assert [result.logprobs for result in results] == [[None, None], [None, None]]
     assert [result.counters for result in results] == COUNTERS

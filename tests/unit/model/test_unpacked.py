@@ -20,6 +20,13 @@ PAGE_SIZE, NUM_PAGES, NUM_HEADS = 8, 20, 2
 CPU = torch.device("cpu")
 
 
+class HalvedAttention(TorchAttention):
+    """Stands for the attention of steps, which must be told from that of prompts."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * super().attend(*args, **kwargs)
+
+
 class Prompts:
     """Three requests over a pool of fp8 items whose free slots hold garbage."""
 
@@ -50,6 +57,7 @@ class Prompts:
     def kernels(self, most_pages: int) -> AttentionKernels:
         """Return kernels whose prompts read unpacked items; 0 pages: they read the pool."""
         kernels = AttentionKernels.reference(self.spec)
+        kernels = replace(kernels, step_attention=HalvedAttention(self.spec.item_format))
         if not most_pages:
             return kernels
         fp8 = self.spec.item_format
@@ -84,13 +92,14 @@ def test_any_groups_have_the_bits_of_the_pool(prompts: Prompts, most_pages: int,
     assert torch.equal(prompts.attended(kv), expected)
 
 
-def test_resumed_tokens_attend_as_steps_do(prompts: Prompts) -> None:
+def test_stepped_tokens_attend_as_steps_do(prompts: Prompts) -> None:
     first, *others = prompts.requests
-    resumed = [replace(first, num_resumed=5), *others]
-    expected = prompts.attended(prompts.kv(resumed, 0))
-    kv = prompts.kv(resumed, 7)
+    stepped = [replace(first, num_stepped=5), *others]
+    expected = prompts.attended(prompts.kv(stepped, 0))
+    kv = prompts.kv(stepped, 7)
     assert torch.equal(prompts.attended(kv), expected)
-    only = [replace(request, num_resumed=request.num_new_tokens) for request in prompts.requests]
+    only = [replace(request, num_stepped=request.num_new_tokens) for request in prompts.requests]
+    expected = prompts.attended(prompts.kv(only, 0))
     kernels = prompts.kernels(7)
     kv = PagedKv(prompts.spec, prompts.pool, prompts.index, PAGE_SIZE, only, kernels=kernels)
     assert torch.equal(prompts.attended(kv), expected)
@@ -100,18 +109,22 @@ def test_resumed_tokens_attend_as_steps_do(prompts: Prompts) -> None:
 
 
 def test_padding_holds_one_group_after_another(prompts: Prompts) -> None:
-    """Graphs of short forwards keep their tensors and take other requests in turn."""
+    """Graphs of short forwards keep their tensors and take other requests in turn, with other stepped
+    tokens."""
     rows = PagedRows.padding(4, 9, 24, scratch_slot=0, device=CPU, max_len=9 * PAGE_SIZE)
     padded = prompts.kv(rows, 12)
-    expected = prompts.attended(prompts.kv(prompts.requests, 0))
-    larger = [PagedRequest(torch.arange(9), 60, 12), PagedRequest(torch.arange(9, 12), 0, 12)]
-    for requests in (larger, prompts.requests):
+    larger = [PagedRequest(torch.arange(9), 60, 12, 12), PagedRequest(torch.arange(9, 12), 0, 12, 9)]
+    first, *others = prompts.requests
+    stepped = [replace(request, num_stepped=count) for request, count in zip(others, (1, 4), strict=True)]
+    for requests in (larger, [first, *stepped], [replace(first, num_stepped=8), *others], prompts.requests):
         kv = prompts.kv(requests, 12)
         assert kv.contexts is not None
         assert padded.contexts is not None
         rows.fill(kv.rows, scratch_slot=0)
         padded.contexts.fill(kv.contexts)
-    assert torch.equal(prompts.attended(padded, padding=4), expected)
+        if requests is not larger:
+            expected = prompts.attended(kv)
+            assert torch.equal(prompts.attended(padded, padding=4), expected)
 
 
 def test_where_pages_lie() -> None:

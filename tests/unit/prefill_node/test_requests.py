@@ -110,11 +110,14 @@ def test_tokens_count_while_their_rooms_wait() -> None:
 @pytest.mark.I5
 @pytest.mark.parametrize(
     ("num_resumed", "first_stepped"),
-    [(0, 99), (1, 98), (30, 69), (99, 0)],
-    ids=["none", "one", "some", "all"],
+    [(0, 96), (3, 96), (4, 80), (30, 64), (99, 0)],
+    ids=["none", "same page", "page before", "some", "all"],
 )
-def test_the_token_before_the_resumed_ones_is_of_a_step_too(num_resumed: int, first_stepped: int) -> None:
-    """It was the first step's newest token. Without resumed tokens no computed token is of a step."""
+def test_the_page_of_the_token_before_the_resumed_ones_is_of_steps(
+    num_resumed: int, first_stepped: int
+) -> None:
+    """That token was the newest one of the first step, and what the page has before it was the prompt's tail.
+    The decode node's pages count."""
     request = opened(PrefillRequests(), num_tokens=100, num_resumed_tokens=num_resumed)
     assert request.num_computed_tokens == 99
     assert request.first_stepped == first_stepped

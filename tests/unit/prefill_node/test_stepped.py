@@ -1,14 +1,16 @@
-"""A resumed prompt has the bits that the prompt's forward and the decode node's steps gave it.
+"""A prompt's tail behind its last whole page, and its resumed tokens, get the bits of a decode node's steps.
 
 Steps round attention differently. A factor stands for that here, because a CPU sums in one way only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,13 +23,16 @@ from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
+from hisparse_pd.prefill_node.short_forwards import ShortForwards, _Captured
 from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
 
 PAGE_SIZE = 16
-NUM_TOKENS, FIRST_STEPPED = 400, 60
-"""Tokens that are computed, and the first of them that steps had computed: the original prompt's last one.
-The stepped tokens are more than one call of attention takes."""
+NUM_TOKENS = 410
+"""Tokens that are computed; the next one is the prompt's last."""
+FIRST_STEPPED = {0: 400, 350: 48}
+"""The first stepped position by the number of resumed tokens: where the page of the last other token begins.
+350 are more than one call of attention takes."""
 
 
 @dataclass
@@ -59,7 +64,9 @@ class Node:
         self.prefill, self.steps = (PromptRunner(self.model, self.memory, PAGE_SIZE) for _ in range(2))
         step_attention = StepAttention(self.spec.item_format)
         self.prefill.kernels = replace(self.prefill.kernels, step_attention=step_attention)
-        self.steps.kernels = replace(self.steps.kernels, attention=step_attention)
+        self.steps.kernels = replace(
+            self.steps.kernels, attention=step_attention, step_attention=step_attention
+        )
 
     def part(self, number: int, start: int, stop: int, num_resumed: int = 0) -> tuple[PrefillRequest, Chunk]:
         """Return a chunk of the prompt with this number, and its room."""
@@ -82,11 +89,18 @@ def node(tiny: Path) -> Node:
     return Node(tiny)
 
 
+@pytest.fixture(scope="module", params=FIRST_STEPPED, ids=["a tail", "resumed"])
+def num_resumed(request: pytest.FixtureRequest) -> int:
+    num_resumed: int = request.param
+    return num_resumed
+
+
 @pytest.fixture(scope="module")
-def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
+def undisturbed(node: Node, num_resumed: int) -> tuple[Computed, tuple[Tensor, Tensor]]:
     """What the last step after a prompt selects, and the rows of prompt and steps."""
-    node.prefill.run([node.part(0, 0, FIRST_STEPPED)])
-    for position in range(FIRST_STEPPED, NUM_TOKENS):
+    first = FIRST_STEPPED[num_resumed]
+    node.prefill.run([node.part(0, 0, first)])
+    for position in range(first, NUM_TOKENS):
         computed = node.steps.run([node.part(0, position, position + 1)])
     return computed, node.rows(0)
 
@@ -95,15 +109,16 @@ def undisturbed(node: Node) -> tuple[Computed, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize(
     ("bounds", "has_neighbour"),
     [
-        pytest.param((0, 400), False, id="alone"),
-        pytest.param((0, 400), True, id="one forward"),
-        pytest.param((0, 60, 400), True, id="cut there"),
-        pytest.param((0, 61, 190, 399, 400), True, id="few rows"),
-        pytest.param((0, 48, 112, 113, 400), True, id="cut before"),
+        pytest.param((0, 410), False, id="alone"),
+        pytest.param((0, 410), True, id="one forward"),
+        pytest.param((0, 48, 400, 410), True, id="cut there"),
+        pytest.param((0, 61, 190, 403, 409, 410), True, id="few rows"),
+        pytest.param((0, 32, 112, 113, 399, 410), True, id="cut before"),
     ],
 )
-def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
+def test_the_last_tokens_are_computed_as_in_steps(
     node: Node,
+    num_resumed: int,
     undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
     bounds: Sequence[int],
     has_neighbour: bool,
@@ -113,7 +128,6 @@ def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
     neighbour = node.rows(1)
     node.memory.kv.zero_()
     node.memory.index.zero_()
-    num_resumed = NUM_TOKENS - FIRST_STEPPED  # the decode node computes the last of them
     for start, stop in pairwise(bounds):
         batch = [node.part(0, start, stop, num_resumed)]
         if has_neighbour:
@@ -127,11 +141,62 @@ def test_resumed_tokens_and_the_one_before_are_computed_as_in_steps(
         assert not has_neighbour or torch.equal(found, wanted)
 
 
+class StandInGraph:
+    """Computes anew what a CUDA graph would replay."""
+
+    def __init__(self, short: ShortForwards, size: int, num_replays: Counter[int]) -> None:
+        self.short, self.size, self.num_replays = short, size, num_replays
+
+    def replay(self) -> None:
+        self.num_replays[self.size] += 1
+        captured = self.short._captured[self.size]
+        captured.hidden.copy_(self.short._forward(captured.token_ids, captured.kv))
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize(
+    ("bounds", "sizes"),
+    [
+        pytest.param((0, 410), {0: {512: 1}, 350: {}}, id="whole"),
+        pytest.param((0, 48, 400, 410), {0: {16: 1, 64: 1, 512: 1}, 350: {16: 1, 64: 1}}, id="cut there"),
+        pytest.param((0, 336, 400, 410), {0: {16: 1, 512: 2}, 350: {16: 1, 64: 1}}, id="a full graph"),
+    ],
+)
+def test_graphs_of_short_forwards_give_the_same_rows(
+    node: Node,
+    num_resumed: int,
+    undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
+    bounds: Sequence[int],
+    sizes: dict[int, dict[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph attends to at most 128 tokens as in steps, and to one of its padding if no other is stepped."""
+    short, num_replays = node.prefill.short, Counter[int]()
+    monkeypatch.setattr(short, "_kernels", node.prefill.kernels)
+    captured = {}
+    for size in (16, 64, 512):
+        token_ids, kv = short._padding(size)
+        hidden = torch.zeros((size, node.spec.hidden_size), dtype=node.spec.dtype)
+        captured[size] = _Captured(StandInGraph(short, size, num_replays), token_ids, kv, hidden)  # type: ignore[arg-type]
+    monkeypatch.setattr(short, "_captured", captured)
+    node.memory.kv.zero_()
+    node.memory.index.zero_()
+    for start, stop in pairwise(bounds):
+        computed = node.prefill.run([node.part(0, start, stop, num_resumed)])
+    assert num_replays == sizes[num_resumed]
+    expected, rows = undisturbed
+    assert torch.equal(computed.hints[Room(0)], expected.hints[Room(0)])
+    for found, wanted in zip(node.rows(0), rows, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_other_attention_gives_other_rows(
-    node: Node, undisturbed: tuple[Computed, tuple[Tensor, Tensor]]
+    node: Node, num_resumed: int, undisturbed: tuple[Computed, tuple[Tensor, Tensor]]
 ) -> None:
     """This shows that the test above can fail."""
-    node.prefill.run([node.part(0, 0, NUM_TOKENS)])
-    kv, _ = node.rows(0)
-    assert torch.equal(kv[:, :FIRST_STEPPED], undisturbed[1][0][:, :FIRST_STEPPED])
-    assert not torch.equal(kv[:, FIRST_STEPPED:], undisturbed[1][0][:, FIRST_STEPPED:])
+    prompt_only = replace(node.prefill.kernels, step_attention=node.prefill.kernels.attention)
+    with patch.object(node.prefill, "kernels", prompt_only):
+        node.prefill.run([node.part(0, 0, NUM_TOKENS)])
+    (kv, _), first = node.rows(0), FIRST_STEPPED[num_resumed]
+    assert torch.equal(kv[:, :first], undisturbed[1][0][:, :first])
+    assert not torch.equal(kv[:, first:], undisturbed[1][0][:, first:])

@@ -1,0 +1,282 @@
+"""A decode node computes the short tail of a prompt in its steps, with the same rows and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
+from hisparse_pd.decode_node.sizing import MAX_TAIL_STEPS
+from tests.unit.decode_node.conftest import oracle_tokens
+from tests.unit.decode_node.speculation_support import (
+    MAX_DRAFTS,
+    TOP_K,
+    Calls,
+    by_turns,
+    drafts,
+    exchange_in_every_step,
+    harness,
+    make_behind,
+)
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    computed,
+    load_checkpoint,
+    random_prompt,
+)
+
+CHECKPOINT = "drafting"
+PAGE = 16
+NUM_NEW = 12
+NUM_HELD = 5 * PAGE
+HELD = random_prompt(3, NUM_HELD + 1)
+MOST = MAX_TAIL_STEPS * (MAX_DRAFTS + 1)
+"""Most tokens that may be missing."""
+assert MOST == PAGE, "a whole page's tail can be computed"
+PROMPTS: list[Prompt] = [
+    (*HELD[:NUM_HELD], *random_prompt(100 + missing, missing)) for missing in range(2, 17)
+]
+"""Prompts of which 2, 3 and so on up to 16 tokens are missing."""
+NODE: dict[str, Any] = {"page_size": PAGE, "disable_prefix_cache": False, "host_pool_tokens": 16384}
+FLAGS = [HisparseFlag.TRUE, HisparseFlag.FALSE]
+RUNNERS = pytest.mark.parametrize("make", [make_runner, make_behind], ids=["read first", "behind"])
+
+
+@pytest.fixture
+def make() -> Callable[..., DeviceRunner]:
+    return make_behind
+
+
+@pytest.fixture
+def node(
+    checkpoint: Checkpoint, tmp_path: Path, make: Callable[..., DeviceRunner]
+) -> Iterator[EngineHarness]:
+    with closing(harness(checkpoint, tmp_path, make, **NODE)) as node:
+        for flag in FLAGS:
+            node.ask(HELD, 1, flag)
+        yield node
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, oracle_tokens(checkpoint.path, tuple(PROMPTS), NUM_NEW), strict=True))
+
+
+def finish(node: EngineHarness, answers: Sequence[Answer]) -> None:
+    node.turn_until(lambda: all(answer.is_over for answer in answers))
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
+    node.engine.requests.pools.check_integrity()
+
+
+def only_running(node: EngineHarness) -> Request:
+    (request,) = node.engine.requests.select(RequestState.RUNNING)
+    return request
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("numbers", [(3,), (0,), (1, 0, 3, 2)], ids=["drafts", "none", "any"])
+@RUNNERS
+def test_a_short_tail_needs_no_prefill_node(
+    node: EngineHarness, expected: dict[Prompt, list[int]], flag: HisparseFlag, numbers: tuple[int, ...]
+) -> None:
+    """Tails are computed one after the other, then all at once, each at another place of its prompt."""
+    num_before = len(node.double.bootstraps)
+    with drafts(node, *numbers):
+        for prompt in PROMPTS[::4]:
+            answer = node.ask(prompt, NUM_NEW, flag)
+            assert answer.token_ids == expected[prompt]
+            assert answer.stats.num_held_tokens == answer.stats.num_cached_tokens == NUM_HELD
+            assert answer.stats.transfer_bytes == 0
+            assert answer.prefill == []
+            assert answer.phases == ["queue", "landing", "first_step"]
+        answers = [node.generate(prompt, NUM_NEW, flag) for prompt in PROMPTS]
+        finish(node, answers)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{len(prompt) - NUM_HELD} tokens are missing"
+    assert len(node.double.bootstraps) == num_before
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("number", [3, 0])
+def test_the_rows_are_those_of_a_prefill_node(
+    node: EngineHarness, checkpoint: Checkpoint, flag: HisparseFlag, number: int
+) -> None:
+    """So are the draft layer's and the row checks."""
+    prompt = PROMPTS[-2]
+    ready = computed(checkpoint, prompt, PAGE)
+    memory = node.engine.tables.memory
+    with drafts(node, number):
+        answer = node.generate(prompt, NUM_NEW, flag)
+        node.turn_until(lambda: answer.token_ids)
+        node.engine.steps.settle()
+    request = only_running(node)
+    tail = slice(NUM_HELD, len(prompt) - 1)
+    is_dense = request.mode is Mode.DENSE
+    kind, pool = (PoolKind.DEVICE, memory.k_dev) if is_dense else (PoolKind.HOST, memory.k_host)
+    assert memory.row_checks is not None
+    for found, of, wanted in (
+        (pool, kind, ready.kv),
+        (memory.index, PoolKind.INDEX, ready.index),
+        (memory.row_checks, PoolKind.INDEX, ready.row_checks),
+    ):
+        slots = slots_tensor(request.extents(of))[tail]
+        assert torch.equal(found[:, slots], wanted[:, tail])
+    finish(node, [answer])
+
+
+@RUNNERS
+@pytest.mark.parametrize("missing", [2, 4, 5, 13, 16])
+@pytest.mark.parametrize("number", [3, 0])
+def test_steps_take_as_many_tokens_as_they_verify(
+    node: EngineHarness, calls: Calls, missing: int, number: int
+) -> None:
+    """No draft counts as verified meanwhile, and nobody is told of anything before the first token."""
+    prompt = PROMPTS[missing - 2]
+    calls.all.clear()
+    with drafts(node, number):
+        answer = node.generate(prompt, 1, HisparseFlag.FALSE)
+        finish(node, [answer])
+    entries = [entry for step in calls.steps for entry in step.entries]
+    assert [entry.num_sure for entry in entries[:-1]] == [number + 1] * (len(entries) - 1)
+    assert sum(entry.num_sure for entry in entries) == missing
+    assert [len(entry.drawn_at) for entry in entries] == [0] * (len(entries) - 1) + [1]
+    assert len(entries) == -(-missing // (number + 1))
+    assert (answer.stats.num_drafted, answer.stats.num_accepted) == (0, 0)
+    assert len(answer.token_ids) == 1
+
+
+def test_a_longer_tail_goes_to_a_prefill_node(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Without drafts a step takes one token. What is missing must begin where the last whole page ends."""
+    without_drafts = load_checkpoint(checkpoint.path)
+    prompts = [(*HELD[:NUM_HELD], *random_prompt(7, missing)) for missing in (4, 5)]
+    with closing(EngineHarness(without_drafts, tmp_path, **NODE)) as node:
+        node.ask(HELD, 1, HisparseFlag.TRUE)
+        answers = [node.ask(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+        assert [bootstrap.num_held_tokens for bootstrap in node.double.bootstraps] == [0, NUM_HELD]
+        node.ask(HELD[: NUM_HELD - PAGE] + (9,) * (PAGE + 1), 1, HisparseFlag.TRUE)
+        assert node.double.bootstraps[-1].num_held_tokens == NUM_HELD - PAGE, "a page is missing"
+        few = random_prompt(8, 4)
+        assert node.ask(few, NUM_NEW, HisparseFlag.TRUE).stats.num_held_tokens == 0
+        assert len(node.double.bootstraps) == 3, "a prompt of few tokens needs none"
+    texts = oracle_tokens(checkpoint.path, tuple(prompts), NUM_NEW)
+    assert [answer.token_ids for answer in answers] == texts
+
+
+@pytest.mark.I5
+@RUNNERS
+def test_draws_are_those_behind_a_prompt_that_a_prefill_node_computed(
+    node: EngineHarness, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """This holds for seeds, penalties, logprobs, grammars, tokens that may not come yet and resumed ones,
+    beside requests that draft."""
+    wanted: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 4},
+        {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"frequency_penalty": 0.5, "num_logprobs": 2},
+        {"min_new_tokens": 5, "num_logprobs": 0},
+        {"temperature": 1.0, "seed": 6, "num_resumed_tokens": 3, "frequency_penalty": 0.5},
+        {"grammar": 'start: "{" /[a-z]{3}/ ("," /[0-9]+/)? "}"', "ignore_eos": False},
+        {},
+    ]
+    (tmp_path / "other").mkdir()
+    settings = {**NODE, "disable_prefix_cache": True}
+    given: list[list[Answer]] = []
+    with closing(harness(checkpoint, tmp_path / "other", **settings)) as other:
+        for each in (other, node):
+            with drafts(each, 3, 0, 2):
+                beside = each.generate(PROMPTS[0], 40, HisparseFlag.FALSE)
+                each.turn_until(lambda: beside.token_ids)  # noqa: B023
+                given.append(
+                    [
+                        each.generate(prompt, NUM_NEW, by_turns(number), **sampling)
+                        for number, (prompt, sampling) in enumerate(zip(PROMPTS[1:15:2], wanted, strict=True))
+                    ]
+                )
+                finish(each, [beside, *given[-1]])
+    assert len(node.double.bootstraps) == len(FLAGS)
+    for one, two in zip(*given, strict=True):
+        assert one.token_ids == two.token_ids
+        assert [logprob.token_id for logprob in one.logprobs] == [each.token_id for each in two.logprobs]
+        for logprob, same in zip(one.logprobs, two.logprobs, strict=True):
+            assert logprob.logprob == pytest.approx(same.logprob, abs=1e-4)
+
+
+@pytest.mark.I4
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_hot_buffer_may_change_after_every_step(
+    node: EngineHarness,
+    expected: dict[Prompt, list[int]],
+    flag: HisparseFlag,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = PROMPTS[10:]
+    smallest = TOP_K + MAX_DRAFTS + 1
+    with drafts(node, 2, 1):
+        answers = [node.generate(prompt, NUM_NEW, flag) for prompt in prompts]
+        node.turn_until(lambda: node.engine.requests.select(RequestState.RUNNING))
+        if flag is HisparseFlag.FALSE:  # one that shares pages never becomes hisparse
+            finish(node, answers)
+        else:
+            num_exchanges = exchange_in_every_step(
+                node, answers, cycle([smallest, 2 * smallest]), monkeypatch
+            )
+            assert num_exchanges > len(prompts) * MAX_TAIL_STEPS
+    assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in prompts]
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize("flag", FLAGS)
+@RUNNERS
+def test_a_client_may_leave_at_any_step_of_a_tail(
+    node: EngineHarness, expected: dict[Prompt, list[int]], flag: HisparseFlag
+) -> None:
+    """What it leaves serves the next request of the same prompt."""
+    prompt, requests = PROMPTS[-1], node.engine.requests
+    with drafts(node, 2):
+        for num_turns in range(7):
+            answer = node.generate(prompt, NUM_NEW, flag)
+            node.turn_until(lambda: requests.select(RequestState.RUNNING))
+            for _ in range(num_turns):
+                node.turn()
+            node.leave(answer)
+            node.turn_until(lambda: not len(requests))
+            requests.pools.check_integrity()
+            assert node.ask(prompt, NUM_NEW, flag).token_ids == expected[prompt]
+
+
+@pytest.mark.I7
+def test_a_short_tail_is_computed_while_the_prefill_node_is_down(
+    node: EngineHarness, checkpoint: Checkpoint, expected: dict[Prompt, list[int]]
+) -> None:
+    away = PrefillDouble(checkpoint, PAGE)
+    away.close()
+    for prompt, flag in zip(PROMPTS, FLAGS, strict=False):
+        assert node.ask(prompt, NUM_NEW, flag, double=away).token_ids == expected[prompt]
+
+
+def test_samples_of_one_prompt_share_what_is_held(
+    node: EngineHarness, expected: dict[Prompt, list[int]]
+) -> None:
+    num_before = len(node.double.bootstraps)
+    for flag in FLAGS:
+        answers = node.generate_samples(PROMPTS[8], NUM_NEW, 3, flag)
+        finish(node, answers)
+        assert [answer.token_ids for answer in answers] == [expected[PROMPTS[8]]] * 3
+    assert len(node.double.bootstraps) == num_before
