@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.harness import Deployment, generate, generate_body, openai_client, streamed
+from tests.integration.harness import Deployment, generate_body, openai_client, streamed
 
 PROMPT = "The pages of the pool are sixty-four tokens long, and the last one is rarely full. " * 4
 
@@ -124,18 +124,3 @@ def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
     assert whole["meta_info"]["finish_reason"]["type"] == "length"
     assert whole["meta_info"]["hisparse"]["mode"] == "hisparse"
     assert streamed(f"{pair.url}/generate", body)[-1]["text"] == whole["text"]
-
-
-@pytest.mark.I6
-@pytest.mark.parametrize("hisparse", [True, False])
-def test_a_prompt_may_fill_the_context(pair: Deployment, hisparse: bool) -> None:
-    """The one token after it takes no place; a second one, or a longer prompt, is refused."""
-    for num_prompt_tokens, num_new_tokens, status in ((8192, 1, 200), (8192, 2, 400), (8193, 1, 400)):
-        prompt = [65 + number % 26 for number in range(num_prompt_tokens)]
-        params = {"max_new_tokens": num_new_tokens}
-        answer = generate(pair.url, input_ids=prompt, hisparse=hisparse, params=params)
-        assert answer.status_code == status, answer.text
-        if status == 200:
-            assert len(answer.json()["output_ids"]) == 1
-        else:
-            assert "8192" in answer.json()["error"]["message"]
