@@ -29,13 +29,6 @@ def complete(client: openai.OpenAI, **options: Any) -> openai.types.Completion:
     return completion
 
 
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="another"):
-        client.models.retrieve("another")
-
-
 def test_completion_usage_says_what_happened(client: openai.OpenAI) -> None:
     completion = complete(client, extra_body={"hisparse": True, "ignore_eos": True})
     assert completion.usage is not None
@@ -98,21 +91,6 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert chosen is not None
         assert chosen <= 0
         assert max(top.values()) == pytest.approx(chosen, abs=1e-5)  # greedy picks the likeliest
-
-
-def test_n_and_seed(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 20}
-    first, second = complete(client, **options), complete(client, **options)
-    texts = [choice.text for choice in sorted(first.choices, key=lambda choice: choice.index)]
-    assert texts == [choice.text for choice in sorted(second.choices, key=lambda choice: choice.index)]
-    assert len(set(texts)) == 3
-    assert {choice.index for choice in first.choices} == {0, 1, 2}
-
-
-def test_several_prompts(client: openai.OpenAI) -> None:
-    alone = [complete(client, prompt=prompt).choices[0].text for prompt in ("one", "two and more")]
-    together = complete(client, prompt=["one", "two and more"])
-    assert [choice.text for choice in sorted(together.choices, key=lambda choice: choice.index)] == alone
 
 
 def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
