@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -137,9 +138,8 @@ def prompt_logits_kernel(
     """Score eight queries over one split of their positions.
 
     A ring of STAGES tiles of keys in shared memory connects the loading warp and the two groups. ``is_full``
-    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``turns`` of
-    a group completes when the other group has started its product. ``seen``: what the functions below need to
-    know which keys the queries see.
+    of a stage completes when its keys have arrived, ``is_free`` when both groups have read them. ``seen``:
+    what the functions below need to know which keys the queries see.
     """
     tiles = gl.allocate_shared_memory(keys.dtype, [STAGES, TILE, HEAD_DIM], keys.layout)
     queries = gl.allocate_shared_memory(keys.dtype, [2, GROUP_QUERIES * NUM_HEADS, HEAD_DIM], keys.layout)
@@ -259,7 +259,7 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     mine.store((q * reciprocals[:, None]).to(gl.float8e4nv))
     fence_async_shared()
     head_weights = gl.load(weights + head_rows)
-    head_weights *= bits.to(gl.float32, bitcast=True) * (0.5 * score_scale)
+    head_weights *= bits.to(gl.float32, bitcast=True) * score_scale
     head_weights = gl.convert_layout(head_weights, gl.SliceLayout(0, mma))
 
     zeros = gl.zeros([TILE, COLUMNS], gl.float32, mma)
@@ -285,7 +285,7 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
             products = warpgroup_mma(tiles.index(stage), heads, zeros, use_acc=False, is_async=True)
             products = warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(is_free.index(stage), count=1)
-            products = (products + gl.abs(products)) * head_weights[None, :]
+            products = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * head_weights[None, :]
             score = gl.sum(gl.reshape(products, [TILE, GROUP_QUERIES, NUM_HEADS]), axis=2) * scale[:, None]
             is_seen = positions[:, None] < lengths[None, :]
             gl.store(logits[None, :] + positions[:, None], score, mask=is_seen)

@@ -206,7 +206,7 @@ def _score_run(
                 q = q.to(tl.float32)
                 q_scales, reciprocals = power_of_two_scales(tl.max(tl.abs(q), axis=0), FP8_MAX)
                 q = (q * reciprocals[None, :]).to(tl.float8e4nv)
-                head_weights *= q_scales * (0.5 * score_scale)
+                head_weights *= q_scales * score_scale
 
         # The next tile's page is loaded one tile ahead of its keys.
         next_page = tl.load(pages + first_tile * TILE // PAGE_SIZE)
@@ -247,11 +247,9 @@ def _score_run(
                 else:
                     key = tl.load(key_rows[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
                 products = tl.dot(key, q)
-            if IS_FLOAT32 or not IS_FP8:
-                products = tl.maximum(products * score_scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            else:
-                # Twice the ReLU: GPUs add faster than they compare, and the head's weight is half.
-                products += tl.abs(products)
+            if IS_FLOAT32 or not IS_FP8:  # otherwise the head's weight includes the scale
+                products *= score_scale
+            products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
             if BLOCK_HEADS != NUM_HEADS:
                 # Infinite keys give NaN for absent heads.
                 products = tl.where(is_column[None, :], products, 0.0)

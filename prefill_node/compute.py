@@ -121,13 +121,13 @@ class PromptRunner:
                 on_size(size)
                 self._model.expect_tokens(size)
                 for num_stepped in (0, size - 1):
-                    record = self._warm_up_record(size, num_stepped)
-                    self.run([(record, Chunk(Room(0), 0, size, admits=True))])
+                    request = self._warm_up_request(size, num_stepped)
+                    self.run([(request, Chunk(Room(0), 0, size, admits=True))])
         self._model.expect_tokens(0)
         if ranks is None and self._model.device.type == "cuda":
             self.short.capture(most_tokens)
 
-    def _warm_up_record(self, num_tokens: int, num_stepped: int) -> PrefillRequest:
+    def _warm_up_request(self, num_tokens: int, num_stepped: int) -> PrefillRequest:
         """Return a room in the first pages that wants ``num_tokens`` zeros computed and scored, the last
         ``num_stepped`` of them as in steps."""
         bootstrap = Bootstrap(
@@ -167,9 +167,9 @@ class PromptRunner:
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
                 torch.cuda.current_stream(self._model.device).synchronize()
 
-    def _paged(self, record: PrefillRequest, chunk: Chunk) -> PagedRequest:
-        page_ids = torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
-        num_stepped = max(0, chunk.stop - max(chunk.start, record.first_stepped))
+    def _paged(self, request: PrefillRequest, chunk: Chunk) -> PagedRequest:
+        page_ids = torch.tensor(request.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+        num_stepped = max(0, chunk.stop - max(chunk.start, request.first_stepped))
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_stepped)
 
 

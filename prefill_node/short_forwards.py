@@ -3,6 +3,9 @@
 ``PromptRunner`` calls ``capture`` once all kernels are compiled, and tries ``run`` before each forward. A
 graph is captured for one number of tokens, over tensors of its own. Before a replay the wanted forward's
 tokens are copied into these; the rest is padding, whose rows are stored in the pools' scratch slots.
+
+Where only the tail of a prompt is missing, all tokens are stepped (``first_stepped``). Graphs of their own
+leave out the attention that the other tokens of prompts have.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.paged_kv import QUERIES_AT_ONCE, PagedKv, PagedRows
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.sizing import GRAPH_TOKENS
+from hisparse_pd.prefill_node.sizing import GRAPH_TOKENS, STEPPED_GRAPH_TOKENS
 
 MOST_REQUESTS: Final = 8
 """Most requests in a graph's forward."""
@@ -45,19 +48,23 @@ class ShortForwards:
         self, model: DsaModel, memory: PrefillMemory, page_size: int, kernels: AttentionKernels
     ) -> None:
         self._model, self._memory, self._page_size, self._kernels = model, memory, page_size, kernels
-        self._captured: dict[int, _Captured] = {}
-        """Graphs by number of tokens, smallest first."""
+        self._captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
+        """Graphs by whether all their tokens are stepped, and by number of tokens, smallest first."""
 
     @torch.inference_mode()
     def capture(self, most_tokens: int) -> None:
         """Capture graphs for forwards of up to ``most_tokens``. All kernels must have been compiled."""
         started = time.monotonic()
         stream = torch.cuda.Stream()
-        captured, pool = {}, None  # pool: CUDA memory that all graphs share
-        for size in (
-            size for size in GRAPH_TOKENS if size <= most_tokens
-        ):  # the largest first needs most memory
-            token_ids, kv = self._padding(size)
+        captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
+        pool = None  # CUDA memory that all graphs share, so the largest one comes first
+        wanted = [(False, size) for size in GRAPH_TOKENS]
+        if self._kernels.have_steps_other_bits:
+            wanted += [(True, size) for size in STEPPED_GRAPH_TOKENS]
+        for is_stepped, size in wanted:
+            if size > most_tokens:
+                continue
+            token_ids, kv = self._padding(size, is_stepped=is_stepped)
             stream.wait_stream(torch.cuda.current_stream())  # the current stream makes the padding
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
@@ -65,10 +72,11 @@ class ShortForwards:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 hidden = self._forward(token_ids, kv)
             pool = graph.pool()
-            captured[size] = _Captured(graph, token_ids, kv, hidden)
-        self._captured = dict(sorted(captured.items()))
-        sizes = list(self._captured)
-        log.info("captured CUDA graphs of %s tokens in %.1f s", sizes, time.monotonic() - started)
+            captured[is_stepped][size] = _Captured(graph, token_ids, kv, hidden)
+        self._captured = {kind: dict(sorted(graphs.items())) for kind, graphs in captured.items()}
+        sizes = [list(graphs) for graphs in self._captured.values()]
+        secs = time.monotonic() - started
+        log.info("captured CUDA graphs of %s tokens, and of %s stepped ones, in %.1f s", *sizes, secs)
 
     @torch.inference_mode()
     def run(self, token_ids: Tensor, kv: PagedKv) -> Tensor | None:
@@ -79,13 +87,18 @@ class ShortForwards:
         A graph does not call the layer hook of ``kv``; the caller must call it for every layer.
         """
         num_tokens, num_requests, num_stepped = len(token_ids), len(kv.last_rows), kv.rows.num_stepped
-        fewest = num_tokens + (num_stepped == 0)  # a graph attends to at least one token as in steps
-        size = next((size for size in self._captured if size >= fewest), None)
-        if size is None or num_requests > MOST_REQUESTS or num_stepped > QUERIES_AT_ONCE:
+        if num_requests > MOST_REQUESTS or num_stepped > QUERIES_AT_ONCE:
             return None
         if kv.contexts is not None and len(kv.contexts.groups) > 1:  # pages are unpacked in several passes
             return None
-        captured = self._captured[size]
+        # A graph of tokens of both kinds attends to at least one as in steps.
+        kinds = [(True, num_tokens)] if num_stepped == num_tokens else []
+        kinds.append((False, num_tokens + (num_stepped == 0)))
+        fitting = (
+            graph for kind, least in kinds for size, graph in self._captured[kind].items() if size >= least
+        )
+        if (captured := next(fitting, None)) is None:
+            return None
         captured.token_ids[:num_tokens] = token_ids
         captured.kv.fill(kv, self._memory.scratch_slot)
         captured.graph.replay()
@@ -95,7 +108,7 @@ class ShortForwards:
     def _forward(self, token_ids: Tensor, kv: PagedKv) -> Tensor:
         return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows[:0])[1]
 
-    def _padding(self, size: int) -> tuple[Tensor, PagedKv]:
+    def _padding(self, size: int, *, is_stepped: bool = False) -> tuple[Tensor, PagedKv]:
         memory, spec = self._memory, self._model.spec
         max_pages = -(-spec.context_length // self._page_size)
         rows = PagedRows.padding(
@@ -105,6 +118,7 @@ class ShortForwards:
             memory.scratch_slot,
             self._model.device,
             spec.context_length,
+            is_stepped=is_stepped,
         )
         pools = memory.kv, memory.index, self._page_size
         kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks)

@@ -17,8 +17,9 @@ TOKEN_RESERVE_BYTES = 512 << 10
 """Bytes reserved for one token's activations: twice the queries, 128 heads of 576 numbers, and smaller
 ones."""
 GRAPH_TOKENS = (1024, 256, 64, 16)
-"""Sizes, in tokens, of the forwards that are captured as CUDA graphs. They share memory, so that together
-they keep the activations of the largest."""
+STEPPED_GRAPH_TOKENS = (64, 32, 16)
+"""Sizes, in tokens, of the forwards that are captured as CUDA graphs, and of those whose tokens are all
+stepped. They share memory, so that together they keep the activations of the largest."""
 MAX_INDEXER_BYTES = 1 << 30
 """Most bytes of indexer scores; scores that would take more are computed in blocks of queries."""
 

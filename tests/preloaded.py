@@ -7,7 +7,7 @@ a service starts by ``multiprocessing``, its engines and further fronts, is fork
 spawned child would get: the pickled process, no other descriptor, and no signal handler.
 
 Forks share what would differ between two interpreters, such as the seed of hashes. Therefore
-``test_failures`` starts one node of each kind by the command.
+``test_failures`` starts a decode node by the command, and ``test_wheel`` all services.
 """
 
 from __future__ import annotations

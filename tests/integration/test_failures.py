@@ -48,7 +48,7 @@ def nodes(
 ) -> Iterator[Deployment]:
     """Two prefill nodes, over shared memory and over TCP, with one decode node; heartbeats are quick.
 
-    One node of each kind and the router are processes as operators start them, not forks.
+    The decode node is a process as operators start it, not a fork.
     """
     checkpoint, directory = tiny_checkpoint("v32"), tmp_path_factory.mktemp("nodes")
     prefill = [
@@ -57,8 +57,7 @@ def nodes(
     ]
     decode = [decode_service(checkpoint, directory, "decode", DECODE)]
     router = router_service(prefill, decode, directory, ROUTER)
-    for service in (prefill[0], *decode, router):
-        service.preloaded = None  # type: ignore[misc]
+    decode[0].preloaded = None  # type: ignore[misc]
     with running([*prefill, *decode, router]):
         yield Deployment(prefill, decode, router)
 

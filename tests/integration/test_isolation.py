@@ -5,6 +5,7 @@ The pools are whole again afterwards. Invariants I2, I5 and I7.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 from hisparse_pd.protocol import bootstrap, messages
 from hisparse_pd.protocol.channels import ControlClient
 from tests.integration.harness import (
+    DEVICE,
     PROMPT,
     Deployment,
     Service,
@@ -26,6 +28,7 @@ from tests.integration.harness import (
     pool_usage,
     wait_until,
 )
+from tools.bench import same_tokens
 
 Checkpoint = Callable[[str], Path]
 
@@ -45,6 +48,20 @@ def cramped(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
         ],
     ) as started:
         yield started
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="float32 products of a GPU follow the number of rows")
+def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(pair: Deployment) -> None:
+    asked = argparse.Namespace(
+        url=f"{pair.url}/v1",
+        requests=2,
+        prompt_tokens=140,
+        output_tokens=8,
+        token_range=(3, 250),
+        seed=0,
+    )
+    for row in same_tokens.measure(asked):
+        assert row["equal logprobs"] == row["answers"] == 2, row["question"]
 
 
 def test_a_client_that_leaves_frees_everything(pair: Deployment) -> None:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.harness import Deployment, generate, generate_body, openai_client, streamed
+from tests.integration.harness import Deployment, generate_body, openai_client, streamed
 
 PROMPT = "The pages of the pool are sixty-four tokens long, and the last one is rarely full. " * 4
 
@@ -27,13 +27,6 @@ def complete(client: openai.OpenAI, **options: Any) -> openai.types.Completion:
     completion = client.completions.create(**ASKED | options)
     assert isinstance(completion, openai.types.Completion)
     return completion
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="another"):
-        client.models.retrieve("another")
 
 
 def test_completion_usage_says_what_happened(client: openai.OpenAI) -> None:
@@ -120,21 +113,6 @@ def test_a_stream_echoes_its_prompt_with_logprobs(client: openai.OpenAI) -> None
     assert len(prompt_logprobs) == len(PROMPT.encode())
 
 
-def test_n_and_seed(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 20}
-    first, second = complete(client, **options), complete(client, **options)
-    texts = [choice.text for choice in sorted(first.choices, key=lambda choice: choice.index)]
-    assert texts == [choice.text for choice in sorted(second.choices, key=lambda choice: choice.index)]
-    assert len(set(texts)) == 3
-    assert {choice.index for choice in first.choices} == {0, 1, 2}
-
-
-def test_several_prompts(client: openai.OpenAI) -> None:
-    alone = [complete(client, prompt=prompt).choices[0].text for prompt in ("one", "two and more")]
-    together = complete(client, prompt=["one", "two and more"])
-    assert [choice.text for choice in sorted(together.choices, key=lambda choice: choice.index)] == alone
-
-
 def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
     body = generate_body(text=PROMPT, params={"max_new_tokens": 9}, hisparse=True)
     whole = httpx.post(f"{pair.url}/generate", json=body, timeout=60).json()
@@ -144,18 +122,3 @@ def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
     assert whole["meta_info"]["finish_reason"]["type"] == "length"
     assert whole["meta_info"]["hisparse"]["mode"] == "hisparse"
     assert streamed(f"{pair.url}/generate", body)[-1]["text"] == whole["text"]
-
-
-@pytest.mark.I6
-@pytest.mark.parametrize("hisparse", [True, False])
-def test_a_prompt_may_fill_the_context(pair: Deployment, hisparse: bool) -> None:
-    """The one token after it takes no place; a second one, or a longer prompt, is refused."""
-    for num_prompt_tokens, num_new_tokens, status in ((8192, 1, 200), (8192, 2, 400), (8193, 1, 400)):
-        prompt = [65 + number % 26 for number in range(num_prompt_tokens)]
-        params = {"max_new_tokens": num_new_tokens}
-        answer = generate(pair.url, input_ids=prompt, hisparse=hisparse, params=params)
-        assert answer.status_code == status, answer.text
-        if status == 200:
-            assert len(answer.json()["output_ids"]) == 1
-        else:
-            assert "8192" in answer.json()["error"]["message"]

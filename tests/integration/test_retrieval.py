@@ -5,18 +5,15 @@ A wrong row paged in, a selection that is off, or a stale hot buffer gives a wro
 
 from __future__ import annotations
 
-import argparse
-
 import httpx
 import pytest
 
-from tests.integration.harness import DEVICE, Deployment
-from tools.bench import same_tokens
+from tests.integration.harness import Deployment
 from tools.bench.accuracy import NUM_CLIENTS, ask_pair
 from tools.bench.accuracy_report import Response
 from tools.bench.retrieval import Retrieval, retrievals
 
-SAMPLE = {512: 4, 1024: 2}
+SAMPLE = {256: 2, 512: 2, 1024: 1}
 FULL = {2048: 2, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
 SHARE_RIGHT = 0.96
@@ -49,20 +46,6 @@ def test_answers_are_right_and_the_same_in_every_mode(
     long = [answer for answer in answers["hisparse"] if answer.length == max(num_prompts)]
     assert all(answer.misses > 0 for answer in long)
     assert len(prompts) > NUM_CLIENTS  # requests of all modes met in batches
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="float32 products of a GPU follow the number of rows")
-def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(trained_pair: Deployment) -> None:
-    asked = argparse.Namespace(
-        url=f"{trained_pair.url}/v1",
-        requests=2,
-        prompt_tokens=140,
-        output_tokens=8,
-        token_range=(3, 250),
-        seed=0,
-    )
-    for row in same_tokens.measure(asked):
-        assert row["equal logprobs"] == row["answers"] == 2, row["question"]
 
 
 def test_a_question_in_a_chat_of_ones_own_is_answered(trained_pair: Deployment) -> None:

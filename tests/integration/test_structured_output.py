@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from tests.integration.harness import Deployment, at_once, generated
-from tests.structured_checks import Served, check_chats, check_required_tool
+from tests.structured_checks import Served, check_generate, check_required_tool
 
 NO_WHITE_SPACE = {"logit_bias": {str(byte): -100 for byte in b" \t\n\r"}}
 """Bias against white space, which an untrained model writes by the dozen wherever a form allows it."""
@@ -22,7 +22,7 @@ def served(pair: Deployment) -> Iterator[Served]:
 
 def test_clients_get_what_they_asked_for(served: Served) -> None:
     """The checks run at once, so that they share steps. All others run against a scripted engine."""
-    at_once(lambda check: check(served), (check_chats, check_required_tool), 2)
+    at_once(lambda check: check(served), (check_generate, check_required_tool), 2)
 
 
 def test_constrained_and_free_samples_share_a_batch(pair: Deployment) -> None:

@@ -107,6 +107,7 @@ def all_over(jobs: list[Answer]) -> bool:
     return all(job.is_over for job in jobs)
 
 
+@pytest.mark.slow
 def test_alone_they_are_transformers_own(checkpoint: Checkpoint, expected: dict[Prompt, Expected]) -> None:
     tokens = greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW)
     assert [expected[prompt].token_ids for prompt in PROMPTS] == tokens

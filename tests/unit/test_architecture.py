@@ -117,7 +117,8 @@ def package_of(name: str) -> str:
     return ".".join(others[: 2 if others[0] in GROUPS else 1])
 
 
-def imported(file: Path) -> set[str]:
+@cache
+def imported(file: Path) -> frozenset[str]:
     """Return the modules and names that a file imports at its top, in functions, and for types only."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -125,7 +126,7 @@ def imported(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 @cache
@@ -224,6 +225,19 @@ def test_a_library_has_its_owners(library: str) -> None:
         and not str(file.relative_to(ROOT)).startswith(OWNERS[library])
     ]
     assert not strangers
+
+
+@pytest.mark.parametrize("node", ["prefill_node", "decode_node"])
+def test_an_engine_imports_nothing_of_traces(node: str) -> None:
+    """Not even late. The processes of fronts and of the router are tried in ``test_traces.py``."""
+    waiting = [f"hisparse_pd.{node}.engine"]
+    seen = {*waiting}
+    while waiting:
+        found = (imports(waiting.pop()) & sources().keys()) - seen
+        seen |= found
+        waiting += found
+    assert len(seen) > 100
+    assert "hisparse_pd.base.tracing" not in seen
 
 
 def test_no_test_module_is_imported() -> None:

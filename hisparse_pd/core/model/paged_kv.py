@@ -62,8 +62,9 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """The stepped tokens of rows that ``fill`` fills, int64 [up to QUERIES_AT_ONCE]: the last one is repeated
-    to the end, or a token of padding if none is stepped. None for rows that are not filled."""
+    """The stepped tokens of rows that ``fill`` fills with tokens of both kinds, int64 [up to
+    QUERIES_AT_ONCE]: the last one is repeated to the end, or a token of padding if none is stepped. None for
+    other rows."""
 
     @property
     def num_stepped(self) -> int:
@@ -120,11 +121,15 @@ class PagedRows:
         scratch_slot: int,
         device: torch.device,
         max_len: int,
+        *,
+        is_stepped: bool = False,
     ) -> PagedRows:
         """Return rows of padding, which are stored at ``scratch_slot``, for ``fill`` to overwrite.
 
-        ``max_len``: a bound on the lengths of the requests that it may hold.
+        ``max_len``: a bound on the lengths of the requests that it may hold. ``is_stepped``: only stepped
+        tokens fill it.
         """
+        stepped_tokens = torch.full((min(num_tokens, QUERIES_AT_ONCE),), num_tokens - 1, device=device)
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
             page_table=torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
@@ -133,9 +138,9 @@ class PagedRows:
             slots=nothing + scratch_slot,
             num_tokens=torch.zeros(1, dtype=torch.int32, device=device),
             last_rows=torch.zeros(num_requests, dtype=torch.int64, device=device),
-            is_stepped=torch.zeros(num_tokens, dtype=torch.bool),
+            is_stepped=torch.full((num_tokens,), is_stepped),
             max_len=max_len,
-            stepped_tokens=torch.full((min(num_tokens, QUERIES_AT_ONCE),), num_tokens - 1, device=device),
+            stepped_tokens=None if is_stepped else stepped_tokens,
         )
 
     def fill(self, others: PagedRows, scratch_slot: int) -> None:
@@ -144,12 +149,12 @@ class PagedRows:
         ``others`` must not have more tokens, requests or pages, nor longer requests, nor more stepped tokens
         than ``stepped_tokens``. If none is stepped, there must be padding behind them.
         """
-        assert self.stepped_tokens is not None
-        stepped = others.is_stepped.nonzero().flatten()
-        filler = stepped[-1] if len(stepped) else len(self.positions) - 1
-        filled = torch.full(self.stepped_tokens.shape, int(filler))
-        filled[: len(stepped)] = stepped
-        self.stepped_tokens.copy_(filled)
+        if self.stepped_tokens is not None:
+            stepped = others.is_stepped.nonzero().flatten()
+            filler = stepped[-1] if len(stepped) else len(self.positions) - 1
+            filled = torch.full(self.stepped_tokens.shape, int(filler))
+            filled[: len(stepped)] = stepped
+            self.stepped_tokens.copy_(filled)
         num_requests, max_pages = others.page_table.shape
         num_tokens = len(others.positions)
         self.page_table[:num_requests, :max_pages] = others.page_table

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from hisparse_pd.serving.api.prompts import MAX_VALUES
 from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
 from hisparse_pd.serving.api.schemas import parse_request
 from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.http import rank_link
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.http_errors import ApiError, QueueFull
 from hisparse_pd.serving.http.queue_limits import QueueLimits
@@ -381,11 +383,24 @@ async def test_long_bodies_are_parsed_beside_the_loop(
 @pytest.mark.I7
 @pytest.mark.I8
 @pytest.mark.parametrize("direction", ["receive", "send"])
-def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> None:
+def test_a_backlog_on_the_link_lets_others_have_their_turns(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ZMQ's sockets return at once while messages are waiting, so awaiting them gives others no turn."""
 
     class Backlog:
         num_left = 1000
+        loss_fileno = None
+
+        def __init__(self) -> None:
+            self._never_readable, self._other_end = socket.socketpair()
+
+        def fileno(self) -> int:
+            return self._never_readable.fileno()
+
+        def close(self) -> None:
+            self._never_readable.close()
+            self._other_end.close()
 
         def receive(self) -> Iterator[FromEngine]:
             for _ in range(min(64, self.num_left if direction == "receive" else 0)):
@@ -404,13 +419,15 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
 
     async def main() -> int:
         link = connectionless_link(QueueLimits(10**6, 10**6))
-        backlog = link.ranks[0]._socket = Backlog()  # type: ignore[assignment]
+        backlog = Backlog()
+        monkeypatch.setattr(rank_link, "FrontSocket", lambda *_: backlog)
         with link.open([group_of(1, 1, f"r{number}") for number in range(1000)]):
             turns = Turns()
-            link.ranks[0]._schedule_turn()
+            link.ranks[0].start()
             while backlog.num_left:
                 await asyncio.sleep(0)
             turns.stop()
+            link.ranks[0].close()
             return turns.count
 
     assert asyncio.run(main()) >= 1000 // {"receive": 64, "send": 8}[direction] - 1

@@ -354,12 +354,12 @@ def test_the_variables_of_opentelemetry_hold(receiver: Receiver, monkeypatch: py
 
 
 def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
-    """The process of the test imports the modules of fronts, engines, router and command line."""
+    """The process of the test imports the modules of fronts, router and command line."""
     code = """
 import sys, threading
 from hisparse_pd.commands import cli
-from hisparse_pd.decode_node import engine as decode_engine, server as decode_server
-from hisparse_pd.prefill_node import engine as prefill_engine, server as prefill_server
+from hisparse_pd.decode_node import server as decode_server
+from hisparse_pd.prefill_node import server as prefill_server
 from hisparse_pd.router import process
 from hisparse_pd.serving.api import node
 from hisparse_pd.router.server import create_app

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import select
 import signal
 import socket
 import time
@@ -27,6 +28,7 @@ from hisparse_pd.serving.http.http_connection import (
     BODY_WINDOW_SECS,
     HEAD_SECS,
     UNREAD_SECS,
+    HttpConnection,
 )
 from hisparse_pd.serving.http.listening import HttpServer
 from tests.unit import servers
@@ -43,11 +45,27 @@ POST = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n"
 class Client:
     """A raw connection from an address of loopback."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server_end: HttpConnection
+    ) -> None:
         self._reader, self._writer = reader, writer
+        self._num_unheard = 0
+        take_in = server_end.data_received
+
+        def count_and_take_in(data: bytes) -> None:
+            self._num_unheard -= len(data)
+            take_in(data)
+
+        server_end.data_received = count_and_take_in  # type: ignore[method-assign]
 
     def send(self, data: bytes) -> None:
+        self._num_unheard += len(data)
         self._writer.write(data)
+
+    async def say(self, data: bytes) -> None:
+        """Send ``data``, and return once the server has read it."""
+        self.send(data)
+        await until(lambda: self._num_unheard == 0, "the server has read what was sent")
 
     async def read(self) -> bytes:
         """Return all that comes until the other end closes."""
@@ -74,19 +92,19 @@ class Served:
     async def connect(self, data: bytes = b"", source: str = "127.0.0.1", **options: int) -> Client:
         """Connect a new client and send ``data``. Returns once the server has read it."""
         opened = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0), **options)
-        client = Client(*opened)
+        client = Client(*opened, await self.server_end(opened[1].get_extra_info("sockname")))
         self.clients.append(client)
-        name = opened[1].get_extra_info("sockname")
-        await until(lambda: any(c.client == name for c in established(self.connections)))
-        if data:
-            client.send(data)
-            await self.heard()
+        await client.say(data)
         return client
 
-    async def heard(self) -> None:
-        """Give the server, which runs in this loop, the turns to read what was sent."""
-        for _ in range(5):
-            await asyncio.sleep(0.002)
+    async def server_end(self, client: tuple[str, int]) -> HttpConnection:
+        """Return the connection of the client with this address and port, once the server has it."""
+
+        def found() -> list[HttpConnection]:
+            return [each for each in established(self.connections) if each.client == client]
+
+        await until(found, "the server has the connection")
+        return found()[0]
 
     def pass_time(self, secs: float) -> None:
         self.connections.now += secs
@@ -151,8 +169,7 @@ async def test_a_request_that_is_not_sent_is_not_waited_for(
         client = await served.connect(first)
         for drip in more:
             served.pass_time(max(HEAD_SECS, BODY_WINDOW_SECS) / 4)
-            client.send(drip)
-            await served.heard()
+            await client.say(drip)
         assert len(served.connections.live) == 1
         served.pass_time(max(HEAD_SECS, BODY_WINDOW_SECS))
         got = await client.read()
@@ -169,8 +186,7 @@ async def test_a_head_after_an_answer_has_its_time_from_its_first_byte() -> None
         await client.read_head()
         served.pass_time(2 * HEAD_SECS)
         assert len(served.connections.live) == 1, "uvicorn's own limit holds between requests"
-        client.send(b"GET /he")
-        await served.heard()
+        await client.say(b"GET /he")
         served.pass_time(HEAD_SECS / 2)
         assert len(served.connections.live) == 1
         served.pass_time(HEAD_SECS)
@@ -186,31 +202,30 @@ async def test_a_long_body_and_a_long_answer_have_all_the_time_they_use() -> Non
         num_left = 1_000_000
         while num_left:
             piece = min(num_left, 4 * BODY_WINDOW_BYTES)
-            body.send(b"x" * piece)
+            await body.say(b"x" * piece)
             num_left -= piece
-            await served.heard()
             served.pass_time(BODY_WINDOW_SECS)
         assert b"200 OK" in await body.read_head()
         served.release.set()
         assert b"200 OK" in await waits.read_head()
 
 
+def is_full(connection: HttpConnection) -> bool:
+    """Whether the kernel takes nothing more from the connection."""
+    return not select.select([], [connection.transport.get_extra_info("socket")], [], 0)[1]
+
+
 async def test_an_answer_that_nobody_reads_ends() -> None:
     async with serving() as served:
-        reads_nothing = await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
-        (connection,) = established(served.connections)
-        await until(lambda: connection.flow.write_paused)
-        served.pass_time(0)
-        num_unread = -1
-        while num_unread != connection.transport.get_write_buffer_size():  # the kernel's buffers fill up
-            num_unread = connection.transport.get_write_buffer_size()
-            await asyncio.sleep(0.05)
-        served.pass_time(0)
-        served.pass_time(UNREAD_SECS / 2)
-        assert served.connections.live
-        served.pass_time(UNREAD_SECS)
-        await until(lambda: not served.server.server_state.connections)
-        reads_nothing.close()
+        with socket.create_connection(("127.0.0.1", served.port)) as reads_nothing:
+            connection = await served.server_end(reads_nothing.getsockname())
+            reads_nothing.sendall(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
+            await until(lambda: connection.flow.write_paused and is_full(connection), "the buffers are full")
+            served.pass_time(0)
+            served.pass_time(UNREAD_SECS / 2)
+            assert served.connections.live
+            served.pass_time(UNREAD_SECS)
+            await until(lambda: not served.server.server_state.connections)
 
 
 def test_what_the_server_stood_still_for_is_nobodys_silence() -> None:

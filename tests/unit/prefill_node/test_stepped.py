@@ -5,11 +5,11 @@ Steps round attention differently. A factor stands for that here, because a CPU 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -144,12 +144,12 @@ def test_the_last_tokens_are_computed_as_in_steps(
 class StandInGraph:
     """Computes anew what a CUDA graph would replay."""
 
-    def __init__(self, short: ShortForwards, size: int, num_replays: Counter[int]) -> None:
-        self.short, self.size, self.num_replays = short, size, num_replays
+    def __init__(self, short: ShortForwards, is_stepped: bool, size: int, replayed: list[int | str]) -> None:
+        self.short, self.is_stepped, self.size, self.replayed = short, is_stepped, size, replayed
 
     def replay(self) -> None:
-        self.num_replays[self.size] += 1
-        captured = self.short._captured[self.size]
+        self.replayed.append(str(self.size) if self.is_stepped else self.size)
+        captured = self.short._captured[self.is_stepped][self.size]
         captured.hidden.copy_(self.short._forward(captured.token_ids, captured.kv))
 
 
@@ -157,9 +157,10 @@ class StandInGraph:
 @pytest.mark.parametrize(
     ("bounds", "sizes"),
     [
-        pytest.param((0, 410), {0: {512: 1}, 350: {}}, id="whole"),
-        pytest.param((0, 48, 400, 410), {0: {16: 1, 64: 1, 512: 1}, 350: {16: 1, 64: 1}}, id="cut there"),
-        pytest.param((0, 336, 400, 410), {0: {16: 1, 512: 2}, 350: {16: 1, 64: 1}}, id="a full graph"),
+        pytest.param((0, 410), {0: [512], 350: []}, id="whole"),
+        pytest.param((0, 48, 400, 410), {0: [64, 512, "16"], 350: [64, "16"]}, id="cut there"),
+        pytest.param((0, 336, 400, 410), {0: [512, 512, "16"], 350: ["64", "16"]}, id="a full graph"),
+        pytest.param((0, 395, 410), {0: [512, 16], 350: ["16"]}, id="both kinds"),
     ],
 )
 def test_graphs_of_short_forwards_give_the_same_rows(
@@ -167,23 +168,25 @@ def test_graphs_of_short_forwards_give_the_same_rows(
     num_resumed: int,
     undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
     bounds: Sequence[int],
-    sizes: dict[int, dict[int, int]],
+    sizes: dict[int, list[int | str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A graph attends to at most 128 tokens as in steps, and to one of its padding if no other is stepped."""
-    short, num_replays = node.prefill.short, Counter[int]()
+    """A graph attends to at most 128 tokens as in steps, and to one of its padding if no other is stepped.
+    Sizes in quotes are of the graphs whose tokens are all stepped."""
+    short, replayed = node.prefill.short, list[int | str]()
     monkeypatch.setattr(short, "_kernels", node.prefill.kernels)
-    captured = {}
-    for size in (16, 64, 512):
-        token_ids, kv = short._padding(size)
+    captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
+    for is_stepped, size in ((False, 16), (False, 64), (False, 512), (True, 16), (True, 64)):
+        token_ids, kv = short._padding(size, is_stepped=is_stepped)
         hidden = torch.zeros((size, node.spec.hidden_size), dtype=node.spec.dtype)
-        captured[size] = _Captured(StandInGraph(short, size, num_replays), token_ids, kv, hidden)  # type: ignore[arg-type]
+        graph: Any = StandInGraph(short, is_stepped, size, replayed)
+        captured[is_stepped][size] = _Captured(graph, token_ids, kv, hidden)
     monkeypatch.setattr(short, "_captured", captured)
     node.memory.kv.zero_()
     node.memory.index.zero_()
     for start, stop in pairwise(bounds):
         computed = node.prefill.run([node.part(0, start, stop, num_resumed)])
-    assert num_replays == sizes[num_resumed]
+    assert replayed == sizes[num_resumed]
     expected, rows = undisturbed
     assert torch.equal(computed.hints[Room(0)], expected.hints[Room(0)])
     for found, wanted in zip(node.rows(0), rows, strict=True):

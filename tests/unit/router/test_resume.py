@@ -48,7 +48,6 @@ def journaled(*pieces: bytes, cut: bool = False) -> Behaviour:
         for piece in pieces:
             await write(send, piece)
         if cut:
-            await asyncio.sleep(0.1)  # until what is written has been sent
             raise CutConnection
         await write(send, b"", more=False)
 
