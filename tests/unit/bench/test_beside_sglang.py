@@ -173,9 +173,6 @@ class Server(FakeNode):
     num_until_failing: int = 10**6
     prompts: list[list[int]] = field(default_factory=list)
 
-    def body(self) -> dict[str, Any]:
-        return dict(json.loads(self.requests[-1][2]))
-
 
 async def serves(node: FakeNode, send: Send) -> None:
     assert isinstance(node, Server)
