@@ -411,8 +411,10 @@ def test_an_archive_is_the_same_for_the_same_files(site: Path, tmp_path: Path) -
 def test_our_packages_are_links_into_the_archive(site: Path) -> None:
     for name in carry.OUR_PACKAGES:
         (site / name).mkdir(exist_ok=True)
+    own = site / carry.OURS / "starlette"
+    own.mkdir(parents=True)
     carry.link_ours(site)
-    links = {path.name: path.resolve() for path in (site / carry.OURS).iterdir()}
+    links = {path.name: path.resolve() for path in (site / carry.OURS).iterdir() if path != own}
     assert links == {name: (site / name).resolve() for name in carry.OUR_PACKAGES}
     shutil.rmtree(site / carry.OURS)
     (site / "zmq").rmdir()
