@@ -6,6 +6,7 @@ their metrics.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -53,10 +54,12 @@ class PairError(Exception):
 
 
 @contextmanager
-def running_pair(model_path: Path, options: Sequence[str], console: Console) -> Iterator[Pair]:
+def running_pair(
+    model_path: Path, options: Sequence[str], console: Console, start_secs: float = math.inf
+) -> Iterator[Pair]:
     """Start prefill node, decode node and router with these options of ``hisparse-pd pair``.
 
-    Raises PairError.
+    Raises PairError, also where they are not healthy after ``start_secs``.
     """
     ports = {name: free_port() for name in ("--port", "--prefill-port", "--decode-port", "--bootstrap-port")}
     words = [*options, *(f"{name}={port}" for name, port in ports.items())]
@@ -73,7 +76,7 @@ def running_pair(model_path: Path, options: Sequence[str], console: Console) -> 
         try:
             urls = (ports[name] for name in ("--port", "--prefill-port", "--decode-port"))
             pair = Pair(*(f"http://127.0.0.1:{port}" for port in urls))
-            _wait_healthy(process, pair, console)
+            _wait_healthy(process, pair, console, start_secs)
             yield pair
         except PairError:
             console.print(log_path.read_text(errors="replace")[-6000:], markup=False, highlight=False)
@@ -85,8 +88,9 @@ def running_pair(model_path: Path, options: Sequence[str], console: Console) -> 
             raise PairError(f"the pair stopped with status {status}")
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console) -> None:
+def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console, start_secs: float) -> None:
     """Wait until the pair is healthy. It ends by itself when its start gets stuck."""
+    deadline = time.monotonic() + start_secs
     waiting = {"prefill node": pair.prefill_url, "decode node": pair.decode_url, "router": pair.router_url}
     with console.status("") as status:
         while waiting:
@@ -94,6 +98,8 @@ def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console
             waiting = {name: url for name, url in waiting.items() if not is_healthy(url)}
             if process.poll() is not None:
                 raise PairError(f"the pair exited with status {process.returncode} while it started")
+            if waiting and time.monotonic() > deadline:
+                raise PairError(f"{', '.join(waiting)}: not healthy after {start_secs:.0f} s")
             time.sleep(0.1)
 
 

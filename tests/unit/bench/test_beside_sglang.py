@@ -1,4 +1,4 @@
-"""The benchmark beside SGLang, without a GPU: the log, turns, comparison, model, and the archive."""
+"""The benchmark beside SGLang, without a GPU: the log, turns, comparison, HTTP, model, and the archive."""
 
 from __future__ import annotations
 
@@ -6,23 +6,39 @@ import json
 import lzma
 import shutil
 import tarfile
+import time
 import zipfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from starlette.types import Send
 
+from hisparse_pd.commands.cli import NOT_SETTINGS, make_parser, pair_settings
 from hisparse_pd.core.model.spec import load_spec
+from tests.unit.router.cluster import FakeNode, answer, serving, start, write
+from tests.waiting import WAIT_SECS
 from tools.bench.beside_sglang import __main__ as beside_sglang
 from tools.bench.beside_sglang import carry, guest
-from tools.bench.beside_sglang.comparison import beside, our_cells, prefill_beside, sglang_cells, steps_table
+from tools.bench.beside_sglang.comparison import (
+    beside,
+    http_beside,
+    http_table,
+    our_cells,
+    prefill_beside,
+    sglang_cells,
+    steps_table,
+)
 from tools.bench.beside_sglang.environment import GuestMissing, check_guest, versions
-from tools.bench.beside_sglang.guest import GuestTurn, engine_arguments
+from tools.bench.beside_sglang.guest import GuestTurn, engine_arguments, server_arguments
 from tools.bench.beside_sglang.model import main as write_model
+from tools.bench.beside_sglang.over_http import STOP_SECS, http_turn, measure_points, pair_options
 from tools.bench.beside_sglang.prewarm import Warming, jobs_of, outcomes, products
+from tools.bench.beside_sglang.run import Run
 from tools.bench.beside_sglang.scheduler_log import CELL, DONE, prefill_rate, read_cells
-from tools.bench.beside_sglang.turns import Engine, Turn, limits, plan
+from tools.bench.beside_sglang.turns import Engine, Mode, Turn, limits, plan
 
 TURN = Turn("sglang", "hisparse", 32768, (2, 64))
 
@@ -98,10 +114,15 @@ def test_turns_go_by_context_mode_and_engine() -> None:
         Turn("sglang", "dense", 65536, (1, 16)),
         Turn("ours", "dense", 65536, (1, 16)),
     ]
-    most: dict[Engine, float] = {"sglang": 100.0, "ours": 50.0}
+
+    def most(turn: Turn) -> float:
+        return 100.0 if turn.engine == "sglang" else 50.0
+
     assert [secs for _, secs in limits(turns, most, 300.0)] == [100.0, 50.0, 100.0, 50.0]
     assert [secs for _, secs in limits(turns, most, 240.0)] == [100.0, 50.0, 40.0, 50.0]
     assert [secs for _, secs in limits(turns, most, 220.0)] == [100.0, 50.0, 0.0, 50.0]
+    names = [turn.name for turn in plan([32768], {"dense": [1]}, over_http=True)]
+    assert names == ["http-sglang-dense-32768", "http-ours-dense-32768"]
 
 
 def cell(engine: str, batch: int, step_ms: float) -> dict[str, Any]:
@@ -137,6 +158,140 @@ def test_both_ratios_above_one_say_that_ours_is_faster() -> None:
     [row] = prefill_beside(cells)
     assert row["ratio"] == pytest.approx(1.5)
     assert row["ours_prefill_tokens_a_second"] == 300.0
+
+
+CONTEXT = 2048
+NUM_CACHED = 1984
+"""Whole pages of a prompt before its last token."""
+
+
+@dataclass
+class Server(FakeNode):
+    """A server that has the prompts cached which it has seen, and that fails requests when it is told to."""
+
+    is_caching: bool = True
+    num_until_failing: int = 10**6
+    prompts: list[list[int]] = field(default_factory=list)
+
+
+async def serves(node: FakeNode, send: Send) -> None:
+    assert isinstance(node, Server)
+    body = node.body()
+    num_cached = NUM_CACHED if node.is_caching and body["prompt"] in node.prompts else 0
+    node.prompts.append(body["prompt"])
+    if len(node.prompts) > node.num_until_failing:
+        await answer(send, b"full", 503)
+        return
+    usage = {
+        "prompt_tokens": len(body["prompt"]),
+        "completion_tokens": body["max_tokens"],
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    events: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in ("a", "bc")]
+    await start(send)
+    for event in (*events, {"choices": [{"text": "", "finish_reason": "length"}]}, {"usage": usage}):
+        await write(send, b"data: " + json.dumps(event).encode() + b"\n\n")
+    await write(send, b"data: [DONE]\n\n", more=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Return a run that has measured nothing, with a model's config."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 32768}')
+    words = ["--guest", str(tmp_path / "site"), "--model", str(tmp_path), "--logs", str(tmp_path / "logs")]
+    options = beside_sglang.parse([*words, "--output-tokens", "3", "--http-clients", "1", "2"])
+    return Run(options, Console(quiet=True), time.monotonic() + WAIT_SECS)
+
+
+async def measured(run: Run, server: Server, engine: Engine = "ours", mode: Mode = "dense") -> None:
+    turn = Turn(engine, mode, CONTEXT, (1, 2), over_http=True)
+    async with serving(server) as url:
+        await measure_points(run, turn, url, run.deadline)
+
+
+@pytest.mark.anyio
+async def test_both_servers_are_asked_the_same_first_new_and_then_cached_prompts(run: Run) -> None:
+    ours, sglang = Server(serves), Server(serves)
+    await measured(run, ours)
+    await measured(run, sglang, "sglang")
+    assert run.notes == []
+    figures = ("engine", "cached", "clients", "num_requests", "cached_tokens")
+    assert [tuple(cell[name] for name in figures) for cell in run.http] == [
+        (engine, cached, clients, num_requests, num_cached)
+        for engine in ("ours", "sglang")
+        for cached, clients, num_requests, num_cached in (
+            ("nothing", 1, 3, 0.0),
+            ("nothing", 2, 3, 0.0),
+            ("all", 1, 8, NUM_CACHED),
+            ("all", 2, 8, NUM_CACHED),
+        )
+    ]
+    assert sorted(ours.prompts) == sorted(sglang.prompts)
+    assert [ours.body()["hisparse"], "hisparse" in sglang.body()] == [False, False]
+    rows = http_beside(run.http)
+    assert [row["ours_num_requests"] == row["sglang_num_requests"] for row in rows] == [True] * 4
+    assert all(row["ours_tokens_a_second"] > 0 and row["tokens_ratio"] > 0 for row in rows)
+
+
+@pytest.mark.anyio
+async def test_points_with_failures_and_points_that_were_not_cached_are_dropped(run: Run) -> None:
+    await measured(run, Server(serves, is_caching=False))
+    assert [cell["cached"] for cell in run.http] == ["nothing", "nothing"]
+    reason = "dropped, 0.0% of the prompts' tokens were cached"
+    names = [f"http-ours-dense-2048, all cached, {number} clients" for number in (1, 2)]
+    assert run.notes == [f"{name}: {reason}" for name in names]
+    run.http, run.notes = [], []
+    await measured(run, Server(serves, num_until_failing=4 + 3 + 1))
+    assert [(cell["cached"], cell["clients"]) for cell in run.http] == [("nothing", 1)]
+    failed = "2 clients: dropped, 2 of 3 requests failed, 2 x HTTP 503: full"
+    assert run.notes[0] == f"http-ours-dense-2048, nothing cached, {failed}"
+
+
+@pytest.mark.anyio
+async def test_sglang_has_no_cached_prompts_with_hisparse(run: Run) -> None:
+    await measured(run, Server(serves), "sglang", "hisparse")
+    assert [cell["cached"] for cell in run.http] == ["nothing", "nothing"]
+    assert ["no points with cached prompts" in note for note in run.notes] == [True]
+    ours = Server(serves)
+    await measured(run, ours, "ours", "hisparse")
+    assert ours.body()["hisparse"] is True
+    assert len(run.http) == 6
+
+
+@pytest.mark.anyio
+async def test_a_turn_at_its_limit_measures_no_more(run: Run) -> None:
+    run.deadline = time.monotonic()
+    await measured(run, Server(serves))
+    assert run.http == []
+    assert run.notes == ["http-ours-dense-2048, nothing cached, 2 clients: the turn reached its limit"]
+
+
+def test_a_server_that_does_not_start_is_a_line(run: Run) -> None:
+    http_turn(run, Turn("sglang", "dense", CONTEXT, (1,), over_http=True), STOP_SECS + WAIT_SECS)
+    assert "No module named" in run.notes[0]
+    assert run.secs.keys() == {"http-sglang-dense-2048"}
+    http_turn(run, Turn("ours", "dense", CONTEXT, (1,), over_http=True), STOP_SECS)
+    assert run.notes[1].endswith("router: not healthy after 0 s")
+
+
+def http_cell_of(engine: str, **figures: float) -> dict[str, Any]:
+    shared = {"context": 32768, "mode": "dense", "cached": "all", "clients": 16}
+    return {"engine": engine, **shared, "ttft_p99_ms": 900.0, **figures}
+
+
+def test_ratios_over_http_above_one_say_that_ours_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = http_cell_of("ours", ttft_p50_ms=100.0, tokens_a_second=3000.0)
+    sglang = http_cell_of("sglang", ttft_p50_ms=250.0, tokens_a_second=2000.0)
+    [row] = http_beside([sglang, ours])
+    assert (row["ttft_ratio"], row["tokens_ratio"]) == (2.5, 1.5)
+    [alone] = http_beside([ours])
+    assert (alone["ttft_ratio"], alone["tokens_ratio"], alone["sglang_ttft_p50_ms"]) == (None, None, None)
+    Console(width=190).print(http_table("some GPU", [row]))
+    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if "dense" in line]
+    assert line == [
+        *("32,768", "dense", "all", "16", "100.0", "250.0", "900.0", "900.0", "3,000", "2,000"),
+        *("2.50", "1.50"),
+    ]
 
 
 def test_our_cells_are_those_of_decode_steps_report() -> None:
@@ -177,6 +332,27 @@ def test_sglangs_pools_hold_more_than_the_largest_batch() -> None:
     assert hisparse["max_total_tokens"] > 128 * 4096 + 2 * 32768
     assert hisparse["max_total_tokens"] < dense["max_total_tokens"] / 4
     assert settings["host_to_device_ratio"] * hisparse["max_total_tokens"] >= dense["max_total_tokens"]
+
+
+def test_both_servers_pools_hold_the_same_requests() -> None:
+    turn = GuestTurn("DIR", "dense", 32768, (1, 64), 160, 4096, 32768, port=30000, stream_interval=8)
+    sglang = server_arguments(turn)
+    assert (sglang["port"], sglang["skip_tokenizer_init"], sglang["enable_cache_report"]) == (
+        30000,
+        False,
+        True,
+    )
+    options = beside_sglang.parse(["--guest", "DIR", "--http", "--stream-interval", "8"])
+    words = pair_options(options, Turn("ours", "dense", 32768, (1, 64), over_http=True))
+    ours = dict(word.removeprefix("--").split("=") for word in words)
+    num_tokens = sglang["max_total_tokens"]
+    assert num_tokens > (64 + 4) * (32768 + 160)
+    pools = ("kv-pool-tokens", "device-pool-tokens", "host-pool-tokens")
+    assert [int(ours[name]) for name in pools] == [num_tokens] * 3
+    assert int(ours["stream-interval"]) == sglang["stream_interval"] == 8
+    given = vars(make_parser().parse_args(["pair", "--model-path", "DIR", *words]))
+    _, prefill, decode, _ = pair_settings({k: v for k, v in given.items() if k not in NOT_SETTINGS})
+    assert (prefill.kv_pool_tokens, decode.device_pool_tokens) == (num_tokens, num_tokens)
 
 
 def test_kernels_are_compiled_for_every_batch_and_for_chunks() -> None:
@@ -235,8 +411,10 @@ def test_an_archive_is_the_same_for_the_same_files(site: Path, tmp_path: Path) -
 def test_our_packages_are_links_into_the_archive(site: Path) -> None:
     for name in carry.OUR_PACKAGES:
         (site / name).mkdir(exist_ok=True)
+    own = site / carry.OURS / "starlette"
+    own.mkdir(parents=True)
     carry.link_ours(site)
-    links = {path.name: path.resolve() for path in (site / carry.OURS).iterdir()}
+    links = {path.name: path.resolve() for path in (site / carry.OURS).iterdir() if path != own}
     assert links == {name: (site / name).resolve() for name in carry.OUR_PACKAGES}
     shutil.rmtree(site / carry.OURS)
     (site / "zmq").rmdir()

@@ -1,12 +1,11 @@
-"""Measures decode steps and prefill of SGLang's whole engine and of ours on one GPU, by turns.
+"""Measures decode steps, prefill and answers over HTTP of SGLang and of ours on one GPU, by turns.
 
     python -m tools.bench.beside_sglang --guest FOLDER [--out STEM]
-        [--dense 1 16 64] [--hisparse 16 128] [--context 32768] [--seconds 400]
+        [--dense 1 16 64] [--hisparse 16 128] [--http] [--context 32768] [--seconds 400]
 
-Each turn is one process that has the GPU alone. ``--guest`` is the folder in which the archive of
-``carry.py`` was unpacked. The JSON is written after every turn, and everything ends within ``--seconds``: a
-turn at its limit keeps the cells that it has finished. ``README.md`` has what is compared and what is not
-stock.
+In each turn one engine has the GPU alone. ``--guest`` is the folder in which the archive of ``carry.py`` was
+unpacked. The JSON is written after every turn, and everything ends within ``--seconds``: a turn at its limit
+keeps the cells that it has finished. ``README.md`` has what is compared and what is not stock.
 """
 
 from __future__ import annotations
@@ -14,21 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
-
-from rich.console import Console
+from typing import Final
 
 from tools.bench.beside_sglang.carry import CACHE
 from tools.bench.beside_sglang.comparison import (
     beside,
+    http_beside,
+    http_table,
     our_cells,
     prefill_beside,
     prefill_cells,
@@ -36,100 +32,26 @@ from tools.bench.beside_sglang.comparison import (
     sglang_prefill,
     steps_table,
 )
-from tools.bench.beside_sglang.environment import (
-    HOST_BYTES,
-    GuestMissing,
-    check_guest,
-    guest_command,
-    guest_environment,
-    has_free_gpu,
-    versions,
-)
-from tools.bench.beside_sglang.guest import CHUNK, GuestTurn
+from tools.bench.beside_sglang.environment import GuestMissing, check_guest, guest_command
+from tools.bench.beside_sglang.guest import CHUNK
 from tools.bench.beside_sglang.model import add_shape_options
+from tools.bench.beside_sglang.over_http import http_turn
 from tools.bench.beside_sglang.prewarm import Warming, outcomes
+from tools.bench.beside_sglang.run import Run
 from tools.bench.beside_sglang.scheduler_log import read_cells
-from tools.bench.beside_sglang.turns import Engine, Turn, limits, plan
-from tools.bench.facts import OUT, ROOT, gpus
-from tools.bench.report import make_console, table_of, write_report
+from tools.bench.beside_sglang.turns import MODES, Mode, Turn, limits, plan
+from tools.bench.facts import OUT, gpus
+from tools.bench.report import make_console, table_of
 
 ITEM_BYTES: Final = 656
 """Bytes of one token's fp8 KV in one layer, in both engines."""
-FREE_MIB: Final = 2500
-FREE_SECS: Final = 20.0
-"""Limits of waiting until the driver has taken back the last process's memory."""
-KEPT_LOG_CHARS: Final = 3000
-
-
-@dataclass
-class Run:
-    """Everything measured so far, and the time that is left."""
-
-    options: argparse.Namespace
-    console: Console
-    deadline: float
-    cells: list[dict[str, Any]] = field(default_factory=list)
-    prefill: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    secs: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def secs_left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-
-    def process(self, name: str, command: Sequence[str], secs: float, environment: Mapping[str, str]) -> str:
-        """Run a process to its end or its limit, and return what it printed, which stays in a file, too."""
-        path = self.options.logs / f"{name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        with path.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, cwd=ROOT, env=dict(environment), start_new_session=True
-            )
-            try:
-                status = f"exited with status {process.wait(max(1.0, min(secs, self.secs_left)))}"
-            except subprocess.TimeoutExpired:
-                status = "reached its limit"
-            finally:
-                self._end_group(process)
-        self.secs[name] = time.monotonic() - started
-        self.console.print(f"{name}: {self.secs[name]:.0f} s", highlight=False)
-        text: str = path.read_text(errors="replace")
-        if status != "exited with status 0":
-            self.note(f"{name} {status}; the end of {path.name}:\n{text[-KEPT_LOG_CHARS:]}")
-        return text
-
-    def _end_group(self, process: subprocess.Popen[bytes]) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        deadline = time.monotonic() + FREE_SECS
-        while not has_free_gpu(FREE_MIB) and time.monotonic() < deadline:
-            time.sleep(0.5)
-
-    def write(self) -> None:
-        """Write all figures, with the facts that they depend on."""
-        write_report(
-            self.options.out,
-            {
-                "gpus": gpus(),
-                "sglang_versions": versions(self.options.guest),
-                "options": {name: str(value) for name, value in vars(self.options).items()},
-                "steps": beside(self.cells),
-                "prefill": prefill_beside(self.prefill),
-                "notes": self.notes,
-                "secs": self.secs,
-            },
-        )
 
 
 def take_turn(run: Run, turn: Turn, secs: float) -> None:
     """Give ``turn`` the GPU, and add its cells to ``run``."""
-    if turn.engine == "ours":
+    if turn.over_http:
+        http_turn(run, turn, secs)
+    elif turn.engine == "ours":
         _our_turn(run, turn, secs)
     else:
         _sglang_turn(run, turn, secs)
@@ -157,19 +79,7 @@ def _our_turn(run: Run, turn: Turn, secs: float) -> None:
 
 
 def _sglang_turn(run: Run, turn: Turn, secs: float) -> None:
-    options = run.options
-    config = json.loads((options.model / "config.json").read_text())
-    of_guest = GuestTurn(
-        model=str(options.model),
-        mode=turn.mode,
-        context=turn.context,
-        batches=turn.batches,
-        num_output_tokens=options.output_tokens,
-        buffer=options.buffer,
-        vocabulary=config["vocab_size"],
-    )
-    command = guest_command("guest", json.dumps(asdict(of_guest)))
-    text = run.process(turn.name, command, secs, _guest_environment(options))
+    text = run.process(turn.name, run.guest_turn(turn), secs, run.guest_environment())
     cells = read_cells(text.splitlines())
     found, dropped = sglang_cells(turn, cells, ITEM_BYTES)
     run.cells += found
@@ -178,11 +88,6 @@ def _sglang_turn(run: Run, turn: Turn, secs: float) -> None:
         run.note(line)
     for batch in turn.batches[len(cells) :]:
         run.note(f"sglang {turn.mode} {batch} at {turn.context}: not reached")
-
-
-def _guest_environment(options: argparse.Namespace) -> dict[str, str]:
-    host_bytes = str(int(options.host_gb * 1e9))
-    return {**guest_environment(options.guest, options.cache), HOST_BYTES: host_bytes}
 
 
 def prepare(run: Run) -> None:
@@ -194,16 +99,17 @@ def prepare(run: Run) -> None:
         command = [sys.executable, "-m", "tools.bench.beside_sglang.model", "--out", str(options.model)]
         run.process("model", [*command, *words], options.model_secs, os.environ)
     if options.prewarm_secs:
+        http_clients = options.http_clients if options.http else ()
         warming = Warming(
             model=str(options.model),
-            rows=tuple(sorted({*options.dense, *options.hisparse, CHUNK})),
+            rows=tuple(sorted({*options.dense, *options.hisparse, *http_clients, CHUNK})),
             item_bytes=ITEM_BYTES,
             buffer=options.buffer,
             num_processes=options.processes,
             secs=options.prewarm_secs - 2,
         )
         command = guest_command("prewarm", json.dumps(asdict(warming)))
-        text = run.process("prewarm", command, options.prewarm_secs, _guest_environment(options))
+        text = run.process("prewarm", command, options.prewarm_secs, run.guest_environment())
         num_compiled, failed = outcomes(text)
         run.console.print(f"compiled {num_compiled} kernels", highlight=False)
         for line in failed:
@@ -211,10 +117,14 @@ def prepare(run: Run) -> None:
 
 
 def show(run: Run) -> None:
-    rows, prefilled = beside(run.cells), prefill_beside(run.prefill)
     gpu = ", ".join(gpus()) or "no GPU"
-    run.console.print(steps_table(f"{gpu}; step times, ratio: SGLang's by ours", rows))
-    run.console.print(table_of("prefill; ratio: our rate by SGLang's", prefilled))
+    steps, prefilled, over_http = beside(run.cells), prefill_beside(run.prefill), http_beside(run.http)
+    if steps or prefilled:
+        run.console.print(steps_table(f"{gpu}; step times, ratio: SGLang's by ours", steps))
+        run.console.print(table_of("prefill; ratio: our rate by SGLang's", prefilled))
+    if over_http:
+        title = f"{gpu}; over HTTP, ratios: SGLang's TTFT by ours, our tokens a second by SGLang's"
+        run.console.print(http_table(title, over_http))
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -230,7 +140,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dense", type=int, nargs="*", default=[1, 16, 64], help="batches of dense requests")
     add("--hisparse", type=int, nargs="*", default=[16, 128], help="batches of hisparse requests")
     add("--context", type=int, nargs="+", default=[32768], help="tokens of each prompt")
-    add("--output-tokens", type=int, default=160, help="tokens of each of SGLang's answers")
+    add("--output-tokens", type=int, default=160, help="tokens of SGLang's answers, over HTTP of all answers")
+    add("--http", action="store_true", help="measure answers over HTTP, too")
+    add("--http-clients", type=int, nargs="+", default=[1, 16, 64], help="numbers of clients over HTTP")
+    add("--http-modes", nargs="+", default=["dense"], choices=MODES, help="modes of requests over HTTP")
+    add("--stream-interval", type=int, default=1, help="tokens of a chunk of an answer over HTTP")
     add("--buffer", type=int, default=4096, help="entries of a hot buffer")
     add("--host-gb", type=float, default=100, help="main memory that SGLang may take, in GB")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that compile kernels")
@@ -239,6 +153,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prewarm-secs", type=float, default=60, help="limit of compiling kernels; 0: compile none before")
     add("--sglang-secs", type=float, default=130, help="limit of one turn of SGLang")
     add("--our-secs", type=float, default=75, help="limit of one turn of ours")
+    add("--http-secs", type=float, default=120, help="limit of one turn over HTTP of either engine")
     add("--out", type=Path, default=OUT / "beside_sglang", help="JSON file, without its suffix")
     add("--logs", type=Path, default=OUT / "beside_sglang_logs", help="folder of the processes' output")
     add_shape_options(parser)
@@ -260,19 +175,26 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     run = Run(options, console, time.monotonic() + options.seconds)
     prepare(run)
-    most: dict[Engine, float] = {"sglang": options.sglang_secs, "ours": options.our_secs}
     turns = plan(options.context, {"dense": options.dense, "hisparse": options.hisparse})
-    for turn, planned in limits(turns, most, run.secs_left):
+    if options.http:
+        clients: dict[Mode, list[int]] = dict.fromkeys(options.http_modes, options.http_clients)
+        turns += plan(options.context, clients, over_http=True)
+
+    def most_secs(turn: Turn) -> float:
+        own: float = options.our_secs if turn.engine == "ours" else options.sglang_secs
+        return options.http_secs if turn.over_http else own
+
+    for turn, planned in limits(turns, most_secs, run.secs_left):
         console.print(f"{turn.name}: at most {planned:.0f} s planned", highlight=False)
     for number in range(len(turns)):
-        turn, secs = next(limits(turns[number:], most, run.secs_left))
+        turn, secs = next(limits(turns[number:], most_secs, run.secs_left))
         if not secs:
             run.note(f"{turn.name}: no time left")
             continue
         take_turn(run, turn, secs)
         run.write()
     show(run)
-    return 0 if run.cells else 1
+    return 0 if run.cells or run.http else 1
 
 
 if __name__ == "__main__":

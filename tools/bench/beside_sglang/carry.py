@@ -69,10 +69,12 @@ OURS: Final = "_ours"
 processes, so that they see nothing else of the archive."""
 OUR_PACKAGES: Final = (
     *("annotated_types", "llguidance", "llguidance-1.9.1.dist-info", "msgspec", "pydantic"),
-    *("pydantic_core", "typing_inspection", "zmq", "pyzmq.libs"),
+    *("pydantic_core", "typing_inspection", "uvicorn", "zmq", "pyzmq.libs"),
     *("sgl_kernel", "sglang_kernel-0.4.5.dist-info"),
 )
-"""Packages that ``tools.bench.decode_step`` imports and a machine with PyTorch lacks."""
+"""Packages that our processes import and a machine with PyTorch lacks."""
+OUR_WHEELS: Final = ("starlette==1.10.0",)
+"""Packages of which our processes need another version than SGLang's."""
 DROPPED: Final = {
     "sgl_kernel/flash_ops*": "FlashAttention 3: fp8 KV is attended by FlashMLA",
     "sgl_kernel/sm100": "kernels of Blackwell GPUs",
@@ -90,8 +92,11 @@ DROPPED: Final = {
 STANDING_IN: Final = {
     "IPython/__init__.py": "",
     "IPython/display.py": "HTML = display = None\n",
+    "jsonschema/__init__.py": "Draft202012Validator = SchemaError = None\n",
+    "soundfile.py": "",
 }
-"""Files of a package that SGLang imports for notebooks, and that the machine lacks."""
+"""Files of packages that SGLang imports for notebooks, and its server for tools and audio, none of which is
+used here, and that the machine lacks."""
 _GLIBC: Final = (17, 24, 26, 27, 28, 31, 34, 35, 39)
 """Minor versions of glibc 2 whose manylinux wheels run on the machine."""
 
@@ -100,15 +105,15 @@ class CarryError(Exception):
     """The archive could not be made, or is too large."""
 
 
-def download(folder: Path) -> list[Path]:
-    """Download the wheels to ``folder``, and return them. Raises CarryError."""
+def download(packages: Sequence[str], folder: Path) -> list[Path]:
+    """Download the packages' wheels to ``folder``, and return them. Raises CarryError."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC]
     platforms += ["manylinux2014_x86_64", "manylinux1_x86_64", "linux_x86_64"]
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     words += ["--python-version", PYTHON, "--implementation", "cp", "--dest", str(folder)]
     words += [f"--abi={abi}" for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none")]
     words += [f"--platform={platform}" for platform in platforms]
-    if subprocess.run([*words, *PACKAGES], check=False).returncode:
+    if subprocess.run([*words, *packages], check=False).returncode:
         raise CarryError("pip could not download the wheels")
     return sorted(folder.glob("*.whl"))
 
@@ -145,8 +150,8 @@ def strip(site: Path) -> Iterator[tuple[str, int]]:
 
 
 def link_ours(site: Path) -> None:
-    """Make the folder OURS, with its links. Raises CarryError where one is absent."""
-    (site / OURS).mkdir()
+    """Add the links of OUR_PACKAGES to the folder OURS. Raises CarryError where one is absent."""
+    (site / OURS).mkdir(exist_ok=True)
     for name in OUR_PACKAGES:
         if not (site / name).exists():
             raise CarryError(f"{name}: not in these wheels; look at OUR_PACKAGES")
@@ -188,10 +193,11 @@ def carry(out: Path, work: Path, cache: Path | None) -> int:
     wheels, site = work / "wheels", work / "site"
     if site.exists():
         raise CarryError(f"{site} exists already; give an empty --work, or remove it")
-    unpack(download(wheels), site)
+    unpack(download(PACKAGES, wheels), site)
     for pattern, num_bytes in strip(site):
         print(f"without {pattern} ({DROPPED[pattern]}): {num_bytes / 2**20:.1f} MiB")
     strip_symbols(site)
+    unpack(download(OUR_WHEELS, work / "our-wheels"), site / OURS)
     link_ours(site)
     if cache is not None:
         shutil.copytree(cache, site / CACHE)

@@ -16,6 +16,10 @@ from tools.bench.beside_sglang.turns import Turn
 from tools.bench.report import table_of
 
 STEPS: Final = ("step_ms", "tokens_a_second", "misses_a_token", "mb_a_step")
+HTTP: Final = (
+    *("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tokens_a_second"),
+    *("num_requests", "cached_tokens", "client_cpu_share"),
+)
 
 
 def our_cells(turn: Turn, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -60,48 +64,83 @@ def sglang_prefill(turn: Turn, cells: Sequence[CellLog], chunk: int) -> list[dic
     return prefill_cells(turn, prefill_rate(cells, chunk))
 
 
+def http_cell(turn: Turn, cached: str, point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cell of a point of ``tools.bench.serve``; ``cached``: which prompts the server had seen."""
+    ttft, tpot = point["ttft_secs"], point["tpot_secs"]
+    return {
+        "engine": turn.engine,
+        "mode": turn.mode,
+        "context": turn.context,
+        "cached": cached,
+        "clients": point["concurrency"],
+        "num_requests": point["num_requests"],
+        "ttft_p50_ms": 1e3 * ttft["p50"],
+        "ttft_p99_ms": 1e3 * ttft["p99"],
+        "tpot_p50_ms": 1e3 * tpot["p50"] if tpot else None,
+        "tokens_a_second": point["output_tokens_per_sec"],
+        "cached_tokens": point["mean_cached_tokens"],
+        "client_cpu_share": point["client_cpu_share"],
+    }
+
+
 def beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each mode, context and batch: our figures, SGLang's, and its step time divided by
     ours."""
-    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for cell in cells:
-        key = cell["context"], cell["mode"], cell["batch"]
-        rows.setdefault(key, {})[cell["engine"]] = dict(cell)
-    return [
-        _row({"context": context, "mode": mode, "batch": batch}, engines, STEPS, "step_ms")
-        for (context, mode, batch), engines in sorted(rows.items())
-    ]
+    rows = _rows(cells, ("context", "mode", "batch"), STEPS)
+    return [{**row, "ratio": _ratio(row["sglang_step_ms"], row["ours_step_ms"])} for row in rows]
 
 
 def prefill_beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each mode and context with both rates, and ours divided by SGLang's."""
-    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for cell in cells:
-        rows.setdefault((cell["context"], cell["mode"]), {})[cell["engine"]] = dict(cell)
     name = "prefill_tokens_a_second"
-    found = []
-    for (context, mode), engines in sorted(rows.items()):
-        row = _row({"context": context, "mode": mode}, engines, (name,), name)
-        # ``_row`` divides SGLang's figure by ours; of rates, unlike times, the larger one is better.
-        row["ratio"] = None if row["ratio"] is None else 1 / row["ratio"]
-        found.append(row)
-    return found
+    rows = _rows(cells, ("context", "mode"), (name,))
+    return [{**row, "ratio": _ratio(row[f"ours_{name}"], row[f"sglang_{name}"])} for row in rows]
+
+
+def http_beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each mode, context, state of the caches and number of clients, with the ratios of
+    medians of TTFT (SGLang's by ours) and of tokens a second (ours by SGLang's)."""
+    return [
+        {
+            **row,
+            "ttft_ratio": _ratio(row["sglang_ttft_p50_ms"], row["ours_ttft_p50_ms"]),
+            "tokens_ratio": _ratio(row["ours_tokens_a_second"], row["sglang_tokens_a_second"]),
+        }
+        for row in _rows(cells, ("context", "mode", "cached", "clients"), HTTP)
+    ]
 
 
 def steps_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of steps. A ratio above 1 says that ours is faster, in both tables."""
+    """Return the table of steps. A ratio above 1 says that ours is faster, in all tables."""
     columns = ("context", "mode", "batch", "ours_step_ms", "sglang_step_ms", "ratio")
     more = ("ours_tokens_a_second", "sglang_tokens_a_second", "ours_misses_a_token", "sglang_misses_a_token")
     return table_of(title, [{name: row[name] for name in (*columns, *more)} for row in rows])
 
 
-def _row(
-    key: dict[str, Any], engines: Mapping[str, Mapping[str, Any]], names: Sequence[str], compared: str
-) -> dict[str, Any]:
-    """Return the row at ``key`` with the figures ``names``, and SGLang's ``compared`` divided by ours."""
-    row = {f"{engine}_{n}": engines.get(engine, {}).get(n) for n in names for engine in ("ours", "sglang")}
-    ours, theirs = row[f"ours_{compared}"], row[f"sglang_{compared}"]
-    return {**key, **row, "ratio": theirs / ours if ours and theirs else None}
+def http_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of answers over HTTP."""
+    names = ("ttft_p50_ms", "ttft_p99_ms", "tokens_a_second")
+    figures = [f"{engine}_{name}" for name in names for engine in ("ours", "sglang")]
+    columns = ("context", "mode", "cached", "clients", *figures, "ttft_ratio", "tokens_ratio")
+    return table_of(title, [{name: row[name] for name in columns} for row in rows])
+
+
+def _rows(
+    cells: Iterable[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return a row for each value of ``keys``, in order, with both engines' figures ``names``."""
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for cell in cells:
+        found.setdefault(tuple(cell[key] for key in keys), {})[cell["engine"]] = cell
+    return [
+        dict(zip(keys, values, strict=True))
+        | {f"{engine}_{n}": engines.get(engine, {}).get(n) for n in names for engine in ("ours", "sglang")}
+        for values, engines in sorted(found.items(), key=lambda item: item[0])
+    ]
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator and denominator else None
 
 
 def _cell(

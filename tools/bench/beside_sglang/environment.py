@@ -65,6 +65,8 @@ def guest_environment(site: Path, cache: Path) -> dict[str, str]:
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         # Every prompt is prefilled by sparse attention, as ours is.
         "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+        # /health tells whether the server is up, without a request of its own.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_HOST_IP": "127.0.0.1",
         "HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",

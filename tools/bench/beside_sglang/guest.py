@@ -1,11 +1,11 @@
-"""The guest's process: SGLang's offline engine, one cell after another.
+"""The guest's process: SGLang's offline engine, one cell after another, or its HTTP server.
 
     python -m tools.bench.beside_sglang.guest TURN
 
-``TURN`` is the JSON of a ``GuestTurn``. All requests of a cell are sent at once, and SGLang prefills what
-waits before it decodes, so that decode steps have the full batch. Figures come from the scheduler's log
-(``scheduler_log.py``); beside it the process writes what a client sees and how fast the GPU receives over
-PCIe.
+``TURN`` is the JSON of a ``GuestTurn``. With a port the process serves until it is ended (``over_http.py``).
+Without one all requests of a cell are sent at once, and SGLang prefills what waits before it decodes, so that
+decode steps have the full batch. Figures come from the scheduler's log (``scheduler_log.py``); beside it the
+process writes what a client sees and how fast the GPU receives over PCIe.
 
 Three things are not stock, and hold in the engine's own processes as well, which import this module anew:
 
@@ -41,6 +41,9 @@ CHUNK: Final = 8192
 NUM_SPARE: Final = 8
 """Requests more than the largest batch that may run and that the pools hold: SGLang admits by an estimate of
 what runs on."""
+FIRST_ID: Final = 16
+NUM_LAST_IDS: Final = 256
+"""Token ids at the beginning and the end of the vocabulary that no prompt has."""
 _SAMPLE_SECS: Final = 0.02
 
 
@@ -55,12 +58,21 @@ class GuestTurn:
     num_output_tokens: int
     buffer: int
     vocabulary: int
+    port: int = 0
+    """Port of the HTTP server; 0: no server."""
+    stream_interval: int = 1
+    """Tokens of a chunk that the server sends."""
+
+
+def tokens_of_request(context: int, num_output_tokens: int) -> int:
+    """Return the tokens that pools have for one request: whole pages, and one more."""
+    return PAGE_SIZE * (math.ceil((context + num_output_tokens) / PAGE_SIZE) + 1)
 
 
 def engine_arguments(turn: GuestTurn) -> dict[str, Any]:
     """Return the arguments of SGLang's engine."""
     largest = max(turn.batches)
-    of_request = PAGE_SIZE * (math.ceil((turn.context + turn.num_output_tokens) / PAGE_SIZE) + 1)
+    of_request = tokens_of_request(turn.context, turn.num_output_tokens)
     num_tokens = (largest + NUM_SPARE) * of_request
     arguments: dict[str, Any] = {
         "model_path": turn.model,
@@ -92,6 +104,17 @@ def engine_arguments(turn: GuestTurn) -> dict[str, Any]:
             "hisparse_config": json.dumps(settings),
         }
     return arguments
+
+
+def server_arguments(turn: GuestTurn) -> dict[str, Any]:
+    """Return the arguments of SGLang's server, whose answers have text and say what was cached."""
+    return engine_arguments(turn) | {
+        "skip_tokenizer_init": False,
+        "host": "127.0.0.1",
+        "port": turn.port,
+        "stream_interval": turn.stream_interval,
+        "enable_cache_report": True,
+    }
 
 
 def draw_weights(model: Any) -> None:
@@ -185,7 +208,7 @@ class PcieRate:
 
 def run_cell(engine: Any, turn: GuestTurn, batch: int, rate: PcieRate) -> dict[str, Any]:
     """Run ``batch`` requests to their end, and return what a client sees of it."""
-    ids = range(16, turn.vocabulary - 256)
+    ids = range(FIRST_ID, turn.vocabulary - NUM_LAST_IDS)
     prompts = [random.Random(number).choices(ids, k=turn.context) for number in range(batch)]
     sampling = {"temperature": 0.0, "max_new_tokens": turn.num_output_tokens, "ignore_eos": True}
     arrivals: list[float] = []
@@ -214,11 +237,23 @@ def run_cell(engine: Any, turn: GuestTurn, batch: int, rate: PcieRate) -> dict[s
     }
 
 
+def serve(turn: GuestTurn) -> int:
+    """Run SGLang's HTTP server until this process is ended."""
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    print(f"turn {asdict(turn)}, arguments {server_arguments(turn)}", flush=True)
+    launch_server(ServerArgs(**server_arguments(turn)))
+    return 1  # a server that ends by itself has failed
+
+
 def main(argv: list[str]) -> int:
     found = json.loads(argv[0])
     turn = GuestTurn(**{**found, "batches": tuple(found["batches"])})
     started = time.perf_counter()
     adapt_sglang()
+    if turn.port:
+        return serve(turn)
     from sglang.srt.entrypoints.engine import Engine
 
     print(f"turn {asdict(turn)}, arguments {engine_arguments(turn)}", flush=True)

@@ -1,18 +1,19 @@
 """Plans which engine has the GPU when, and for how long.
 
-For each context and mode the guest has its turn, then ours, so that a machine's drift affects both. A turn is
-one process with all cells of its context and mode. Turns end at their limits, and all of them before
-``--seconds`` is over.
+For each context and mode the guest has its turn, then ours, so that a machine's drift affects both. A turn
+measures all cells of its context and mode: decode steps in one process, or answers over HTTP of one server.
+Turns end at their limits, and all of them before ``--seconds`` is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 Engine = Literal["sglang", "ours"]
 Mode = Literal["dense", "hisparse"]
+MODES: Final[tuple[Mode, ...]] = ("dense", "hisparse")
 ENGINES: Final[tuple[Engine, ...]] = ("sglang", "ours")
 LEAST_SECS: Final = 30.0
 """A turn that would have less time does not begin: neither engine starts in it."""
@@ -20,22 +21,26 @@ LEAST_SECS: Final = 30.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One process that has the GPU."""
+    """One engine that has the GPU."""
 
     engine: Engine
     mode: Mode
     context: int
     batches: tuple[int, ...]
+    """Requests of each cell that run at once: a batch of decode steps, or clients over HTTP."""
+    over_http: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.engine}-{self.mode}-{self.context}"
+        return f"{'http-' if self.over_http else ''}{self.engine}-{self.mode}-{self.context}"
 
 
-def plan(contexts: Sequence[int], batches: Mapping[Mode, Sequence[int]]) -> list[Turn]:
+def plan(
+    contexts: Sequence[int], batches: Mapping[Mode, Sequence[int]], *, over_http: bool = False
+) -> list[Turn]:
     """Return the turns in order; a mode without batches has none."""
     return [
-        Turn(engine, mode, context, tuple(sorted(batches[mode])))
+        Turn(engine, mode, context, tuple(sorted(batches[mode])), over_http)
         for context in contexts
         for mode in batches
         if batches[mode]
@@ -44,15 +49,15 @@ def plan(contexts: Sequence[int], batches: Mapping[Mode, Sequence[int]]) -> list
 
 
 def limits(
-    turns: Sequence[Turn], most_secs: Mapping[Engine, float], secs_left: float
+    turns: Sequence[Turn], most_secs: Callable[[Turn], float], secs_left: float
 ) -> Iterator[tuple[Turn, float]]:
     """Yield the turns with their limits where each takes all of its own.
 
     A turn of SGLang leaves later turns of ours their time, so that what it measures has something beside it.
     """
     for number, turn in enumerate(turns):
-        reserved = sum(most_secs["ours"] for later in turns[number + 1 :] if later.engine == "ours")
-        limit = min(most_secs[turn.engine], secs_left - reserved)
+        reserved = sum(most_secs(later) for later in turns[number + 1 :] if later.engine == "ours")
+        limit = min(most_secs(turn), secs_left - reserved)
         limit = limit if limit >= LEAST_SECS else 0.0
         yield turn, limit
         secs_left -= limit
