@@ -69,7 +69,10 @@ class ResumableStream:
             await asyncio.gather(self._resuming, return_exceptions=True)
 
     def _feed(self, chunk: bytes) -> bytes:
-        """Add ``chunk`` to the journal. Returns the bytes that the client may have now."""
+        """Add ``chunk`` to the journal. Returns the bytes that the client may have now.
+
+        A node that shuts down says in its streams that it is leaving.
+        """
         was_leaving = self._journal.is_leaving
         shown = self._journal.feed(chunk)
         if self._journal.is_leaving and not was_leaving:

@@ -46,7 +46,7 @@ def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: M
         if isinstance(value, bool) and field.annotation is not bool:  # pydantic would read it as 0 or 1
             raise SettingsError(f"{source}: {name}: expected {metavar(field)}, got {value}")
     values = {**from_file, **given}
-    if model is RouterSettings and isinstance(values.get("prefill"), list):
+    if model is RouterSettings and isinstance(values.get("prefill"), list):  # a file may leave ports out
         values["prefill"] = [_with_bootstrap_port(entry) for entry in values["prefill"]]
     try:
         return model.model_validate(values)
@@ -102,7 +102,7 @@ def to_options(settings: BaseModel) -> list[str]:
         match value:
             case bool():
                 options.append(flag(name) if value else flag(f"no_{name}"))
-            case tuple():
+            case tuple():  # an option for each entry, which may be a pair such as (URL, port)
                 for entry in value:
                     words = entry if isinstance(entry, tuple) else (entry,)
                     options += [flag(name), *(str(word) for word in words if word is not None)]
@@ -156,8 +156,9 @@ def _explain(
     if problem["type"] == "missing" and len(location) == 1:
         return f"{flag(name)} is required: {field.description}"
     where = flag(name) if name in given else f"{source}: {name}"
-    hint = did_you_mean(_shown(problem["input"]).strip("'"), choices(field))
-    return f"{where}: {_shown(problem['input'])}: {problem['msg']}{hint}"
+    shown = _shown(problem["input"])
+    hint = did_you_mean(shown.strip("'"), choices(field))
+    return f"{where}: {shown}: {problem['msg']}{hint}"
 
 
 def _shown(value: Any) -> str:

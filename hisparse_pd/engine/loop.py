@@ -96,12 +96,13 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._heartbeats = Heartbeats.within(
             settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs
         )
+        # Mooncake itself lets any caller read and write the registered memory.
         with guarded_listeners(settings.reachable_host, self._allowed):
             self.transfer = TransferEngine(
                 settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
             )
         self._lockstep = Lockstep(model.ranks)
-        self._wakeup = Wakeup()
+        self._wakeup = Wakeup()  # the node's threads set it when they have something for the next turn
         self.poller = Poller()
         for channel in socket.channels:
             self.poller.register(channel)
@@ -194,7 +195,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self.socket.send(replace(stats, set_aside=self._live.set_aside.shown()))
         if not parent_is_alive():
             log.error("the front process is gone, leaving")
-            self._has_stopped = True  # other ranks of this machine see the same
+            self._has_stopped = True  # without agreement: ranks on this machine had the same front
 
     def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
         """Handle a message about requests or their landing zones, which only a decode node has."""

@@ -33,9 +33,9 @@ class Stretch(NamedTuple):
 class PrefixScrub:
     """Verifies all prefixes, over and over; the page of a wrong row is set aside.
 
-    The first of a prefix's ``kinds`` is the pool of its KV, the last one that of its indexer keys, at whose
-    slots row checks are, too. ``kv``: uint8 [num_layers, num_slots, item_bytes] of each pool that may be such
-    a first kind. ``row_checks``: int32 [num_layers, num_slots]; None: nothing is verified.
+    A prefix has its KV in the pool that is the first of its ``kinds``, its indexer keys in that of the last
+    one. ``kv``: the pools that KV may be in, uint8 [num_layers, num_slots, item_bytes] each. ``row_checks``:
+    int32 [num_layers, num_slots], at the slots of the indexer keys; None: nothing is verified.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PrefixScrub:
         self._stretches: Iterator[Stretch] = iter(())
 
     def verify_next(self) -> None:
-        """Verify the next stretch. Waits for the device."""
+        """Verify the next stretch, or list all stretches anew behind the last one. Waits for the device."""
         if self._row_checks is None:
             return
         stretch = next(self._stretches, None)
@@ -62,13 +62,13 @@ class PrefixScrub:
             self._stretches = self._all_stretches()
             return
         prefix, start, stop = stretch
-        first, end = prefix.start_page * self._page_size, prefix.end_page * self._page_size
-        if prefix not in self._prefixes or prefix.is_dropped or start < first or stop > end:
+        begin, end = prefix.start_page * self._page_size, prefix.end_page * self._page_size
+        if prefix not in self._prefixes or prefix.is_dropped or start < begin or stop > end:
             return  # the prefix was given up or cut since the stretches were listed
         kv_kind, check_kind = prefix.kinds[0], prefix.kinds[-1]
         slots, check_slots = (
-            torch.from_numpy(extents_to_slots(slice_extents(prefix.holding[of], start - first, stop - first)))
-            for of in (kv_kind, check_kind)
+            torch.from_numpy(extents_to_slots(slice_extents(extents, start - begin, stop - begin)))
+            for extents in (prefix.holding[kv_kind], prefix.holding[check_kind])
         )
         device = self._row_checks.device
         positions = torch.arange(start, stop, device=device)

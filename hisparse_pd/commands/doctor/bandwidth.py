@@ -168,8 +168,8 @@ def measure(
     """Measure writes to the other doctor's buffer, each size for ``secs_per_size`` and at least one batch.
 
     Returns the rates over the network and, if both doctors are on one machine, over shared memory; and the
-    lane, which says why there is no shared memory if there is none. ``directory``: of the lane's sockets.
-    Raises DoctorError, TransferError.
+    lane, which says why there is no shared memory if there is none. ``directory``: where the lane's sockets
+    are. Raises DoctorError, TransferError.
     """
     offer = _ask(client, engine)
     if offer.num_bytes < max(message_bytes):
@@ -181,6 +181,7 @@ def measure(
     random = np.random.default_rng(SEED)
 
     def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
+        # New bytes each time: those that arrived over the network must not pass for shared memory's.
         source.fill(random.integers(0, 256, num_bytes, np.uint8))
         rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
         arrived = _ask(client, engine, num_bytes).crc32
@@ -195,9 +196,9 @@ def measure(
         rates = rates_over(engine.transport.protocol, engine)
         region = (offer.base_addr, offer.num_bytes)
         gpu = source.gpu_writer()
-        with lane_to(offer.lane, offer.session, region, engine, directory, gpu) as (lanes, lane):
+        with lane_to(offer.lane, offer.session, region, engine, directory, gpu) as (writer, lane):
             if lane.kind == "shm":
-                rates += rates_over("shm", lanes)
+                rates += rates_over("shm", writer)
     finally:
         source.close()
     return rates, lane
@@ -224,7 +225,8 @@ def _measure_size(
 def _write(writer: Writer, session: str, writes: Descriptors) -> None:
     """Write, and try again if the transport failed, which makes a new connection.
 
-    Raises TransferError, which says how often it was tried.
+    Raises TransferError: at once if the arguments were refused (no byte may land), else after the last
+    attempt.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:

@@ -64,7 +64,8 @@ class RankGroup:
         """
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
-        """Tokens of each rank in the current forward, padding included; 0: as many as are given."""
+        """Tokens of the rank that has most in the current forward, to which the others pad theirs; 0: all
+        ranks have equally many."""
         self.exchange: rank_exchange.RankExchange | None = None
         """The exchange over GPUs' memory, or None. NCCL carries what the exchange does not take."""
         self._is_rehearsal = False
@@ -75,7 +76,7 @@ class RankGroup:
         self._start_secs = start_secs
         self._device = device
         self._stream = SideStream(device)
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its start-up fails where fabrics are split
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL fails with it on a split fabric
         try:
             own_address = _use_network(place)
             self._store = _open_store(place, start_secs)
@@ -261,6 +262,7 @@ class RankGroup:
         self._stream.join()
 
     def _together(self, operation: Callable[[], Any]) -> Any:
+        """Return what an operation of all ranks returns. Raises RankGroupError if one does not join."""
         try:
             return operation()
         except RuntimeError as error:

@@ -111,7 +111,8 @@ class SampleOutput:
         return Delta(self.index, "", 0, 0, None, scored=tokens)
 
     def replay_scored(self, num_tokens: int) -> Delta:
-        """Take in the next tokens of the prompt whose logprobs the client has."""
+        """Take in the next tokens of the prompt, whose logprobs the client of a resumed stream already has.
+        They are not written again, so their ids are enough."""
         token_ids = self.sample.scored_ids[self.num_scored :][:num_tokens]
         return self.score([PromptToken(token_id) for token_id in token_ids.tolist()])
 
@@ -125,17 +126,17 @@ class SampleOutput:
             self.stats = message.stats
         first_token = len(self.token_ids)
         text = ""
-        read, trimmed = message.token_ids, message.token_ids[:0]
-        if self._trims_stop_token and read[-1:] == (message.matched_stop_token,):
-            read, trimmed = read[:-1], read[-1:]
-        for token_id in read:
+        with_text, without_text = message.token_ids, message.token_ids[:0]
+        if self._trims_stop_token and with_text[-1:] == (message.matched_stop_token,):
+            with_text, without_text = with_text[:-1], with_text[-1:]
+        for token_id in with_text:
             self.token_ids.append(token_id)
             text += self._detokenizer.feed(token_id)
             if self._detokenizer.matched is not None:
                 self.finish = Finish(FinishReason.STOP, self._detokenizer.matched)
                 break
-        else:
-            self.token_ids += trimmed
+        else:  # no stop string has ended the sample before its stop token
+            self.token_ids += without_text
         if self.finish is None and message.finish_reason is not None:
             text += self._detokenizer.finish()
             matched = self._detokenizer.matched  # the last, incomplete character may complete a stop string

@@ -88,6 +88,7 @@ class ApiRequest:
     endpoint: Endpoint
     prompts: tuple[Prompt, ...]
     prompt_field: str
+    """Field of the prompts, for errors."""
     is_batch: bool
     """Whether the prompts came as a list, so that ``/generate`` answers with a list."""
     options: tuple[SampleOptions, ...]
@@ -258,26 +259,37 @@ def _rendezvous(body: GeneratingBody, samples_per_prompt: Sequence[int]) -> tupl
     rooms = _spread("bootstrap_room", body.bootstrap_room, samples_per_prompt)
     all_rendezvous = tuple(
         Rendezvous(
-            _bootstrap_host(host),
-            DEFAULT_BOOTSTRAP_PORT if port is None else port,
-            derive_room(room, sample_index),
+            _bootstrap_host(host.value),
+            DEFAULT_BOOTSTRAP_PORT if port.value is None else port.value,
+            derive_room(room.value, room.index),
         )
-        for (host, _), (port, _), (room, sample_index) in zip(hosts, ports, rooms, strict=True)
+        for host, port, room in zip(hosts, ports, rooms, strict=True)
     )
     if len({rendezvous.room for rendezvous in all_rendezvous}) != len(all_rendezvous):
         raise InvalidField("bootstrap_room", body.bootstrap_room, "must be a different room for each sample")
     return all_rendezvous
 
 
-def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[tuple[Any, int]]:
-    """Return the value of each sample, and the sample's index among those that share the value."""
+class _Spread(NamedTuple):
+    """A field's value for one sample, and the sample's index among those that share this entry."""
+
+    value: Any
+    index: int
+
+
+def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[_Spread]:
+    """Return the value of a field for each sample. Raises InvalidField for a list of another length."""
     num_samples = sum(samples_per_prompt)
     if not isinstance(value, list):
-        return [(value, index) for index in range(num_samples)]
+        return [_Spread(value, index) for index in range(num_samples)]
     if len(value) == num_samples:
-        return [(item, 0) for item in value]
+        return [_Spread(item, 0) for item in value]
     if len(value) == len(samples_per_prompt):
-        return [(item, i) for item, n in zip(value, samples_per_prompt, strict=True) for i in range(n)]
+        return [
+            _Spread(item, index)
+            for item, num in zip(value, samples_per_prompt, strict=True)
+            for index in range(num)
+        ]
     rule = f"must have one entry a prompt, {len(samples_per_prompt)}, or one a sample, {num_samples}"
     raise InvalidField(field, value, rule)
 
@@ -317,7 +329,7 @@ def _labels(body: GeneratingBody) -> Labels:
 
 def _hisparse(body: GeneratingBody, labels: Labels) -> HisparseFlag | None:
     given = labels.hisparse if body.hisparse is None else body.hisparse
-    return None if given is None else HisparseFlag(str(given).lower())
+    return None if given is None else HisparseFlag(str(given).lower())  # JSON's true is True here
 
 
 def _roots(body: GeneratingBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:

@@ -87,7 +87,7 @@ class Connections:
     """Number of connections that were closed or refused since the last report, by the reason."""
     on_change: Callable[[], None] = lambda: None
     """Called when the number of connections has changed."""
-    _swept_at: float = float("inf")
+    _swept_at: float = float("inf")  # the first sweep advances nothing
 
     def admit(self, connection: KeptConnection) -> bool:
         """Take a new connection, which waits for its client. Returns whether there is room for it.
@@ -98,7 +98,7 @@ class Connections:
         self.on_change()
         if len(self.live) > self.limit and self.waiting:
             self.closed["closed for a new one"] += 1
-            self.waiting.oldest_of_most().drop()
+            self.waiting.oldest_of_most().drop()  # which forgets it here, at once
         self.waiting.add(connection)
         return len(self.live) <= self.limit
 
