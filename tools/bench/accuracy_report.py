@@ -32,11 +32,10 @@ class Response(Served):
 def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
     """Return the counts of each system, JSON-able.
 
-    ``lengths``: for each prompt length [right answers, answers, prompts with all answers right, prompts].
-    ``depths``: for each fifth of the prompt [right answers, answers]. ``tokens_per_step``: over all decode
-    steps, with and without drafts; None without steps. ``num_identical``: how many of ``num_compared``
-    answers are the first system's to the same prompt, token for token. The first system is transformers,
-    unless it was left out.
+    ``lengths``, ``depths``: see ``_by_length``, ``_by_depth``. ``tokens_per_step``: over all decode steps,
+    with and without drafts; None without steps. ``num_identical``: how many of ``num_compared`` answers are
+    the first system's to the same prompt, token for token. The first system is transformers, unless it was
+    left out. A system is compared if it has an answer to each prompt that the first one has answered.
     """
     found: dict[str, dict[str, Any]] = {}
     first = responses[0].system if responses else ""
@@ -45,27 +44,14 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
     for response in responses:
         by_system.setdefault(response.system, []).append(response)
     for system, answers in by_system.items():
-        lengths: dict[str, list[int]] = {}
-        depths = [[0, 0] for _ in range(NUM_DEPTHS)]
-        for answer in answers:
-            counts = lengths.setdefault(str(answer.length), [0, 0, 0, 0])
-            for at, value in enumerate((sum(answer.right), len(answer.right), all(answer.right), 1)):
-                counts[at] += value
-            for is_right, depth in zip(answer.right, answer.depths, strict=True):
-                counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
-                counts[0] += is_right
-                counts[1] += 1
-        # Systems that answer all prompts have them in the same order as the first.
-        has_tokens = len(answers) == len(expected) and system != first
+        # As many answers as the first system's are those to the same prompts, in the same order.
+        is_compared = len(answers) == len(expected) and system != first
+        pairs = list(zip(answers, expected, strict=True)) if is_compared else []
         found[system] = {
-            "lengths": lengths,
-            "depths": depths,
-            "num_compared": len(expected) if has_tokens else 0,
-            "num_identical": sum(
-                answer.tokens == tokens for answer, tokens in zip(answers, expected, strict=True)
-            )
-            if has_tokens
-            else 0,
+            "lengths": _by_length(answers),
+            "depths": _by_depth(answers),
+            "num_compared": len(pairs),
+            "num_identical": sum(answer.tokens == tokens for answer, tokens in pairs),
             "modes": dict(Counter(answer.mode for answer in answers if answer.mode)),
             "hits": sum(answer.hits for answer in answers),
             "misses": sum(answer.misses for answer in answers),
@@ -73,6 +59,27 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
             "num_failed": sum(bool(answer.error) for answer in answers),
             "mean_prompt_tokens": round(sum(a.num_prompt_tokens for a in answers) / len(answers)),
         }
+    return found
+
+
+def _by_length(answers: Sequence[Response]) -> dict[str, list[int]]:
+    """Return for each prompt length [right answers, answers, prompts with all answers right, prompts]."""
+    found: dict[str, list[int]] = {}
+    for length in dict.fromkeys(answer.length for answer in answers):
+        rights = [answer.right for answer in answers if answer.length == length]
+        num_answers = sum(map(len, rights))
+        found[str(length)] = [sum(map(sum, rights)), num_answers, sum(map(all, rights)), len(rights)]
+    return found
+
+
+def _by_depth(answers: Sequence[Response]) -> list[list[int]]:
+    """Return for each fifth of the prompt [right answers, answers]."""
+    found = [[0, 0] for _ in range(NUM_DEPTHS)]
+    for answer in answers:
+        for is_right, depth in zip(answer.right, answer.depths, strict=True):
+            counts = found[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
+            counts[0] += is_right
+            counts[1] += 1
     return found
 
 
@@ -95,8 +102,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     by_length, by_depth, serving = [], [], []
     for system, entry in systems.items():
         counts = entry["lengths"]
-        perfect = [sum(c[at] for c in counts.values()) for at in (2, 3)]
-        by_length.append([system, *(_share(counts.get(length)) for length in lengths), _share(perfect)])
+        all_right = sum(num_all_right for _, _, num_all_right, _ in counts.values())
+        prompts = sum(num_prompts for _, _, _, num_prompts in counts.values())
+        shares = [_share(counts.get(length)) for length in lengths]
+        by_length.append([system, *shares, _share((all_right, prompts))])
         by_depth.append([system, *map(_share, entry["depths"])])
         num_selected = entry["hits"] + entry["misses"]
         serving.append(
@@ -111,11 +120,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 str(entry["num_failed"] or ""),
             ]
         )
-    match = "Exact match of answers, by"
-    console.print(table(f"{match} prompt length in tokens", ("", *lengths, "prompts all right"), by_length))
-    console.print(
-        table(f"{match} their depth in the prompt", ("", *map(_fifth, range(NUM_DEPTHS))), by_depth)
-    )
+    title = "Exact match of answers, by prompt length in tokens"
+    console.print(table(title, ("", *lengths, "prompts all right"), by_length))
+    title = "Exact match of answers, by their depth in the prompt"
+    console.print(table(title, ("", *map(_fifth, range(NUM_DEPTHS))), by_depth))
     headings = ("modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens", "failed")
     console.print(table("Served", ("", f"tokens as {next(iter(systems))}", *headings), serving))
 
@@ -125,6 +133,7 @@ def _fifth(at: int) -> str:
 
 
 def _share(counts: Sequence[int] | None) -> str:
+    """Return the share of ``counts[0]`` in ``counts[1]``, with both."""
     if counts is None or not counts[1]:
         return ""
     return f"{counts[0] / counts[1]:.1%} {counts[0]}/{counts[1]}"

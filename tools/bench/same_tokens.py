@@ -2,10 +2,10 @@
 
     python -m tools.bench.same_tokens --url http://127.0.0.1:8000/v1 [--requests 24] [--prompt-tokens 4096]
 
-A running service gives greedy answers with logprobs. It counts how many answers are equal to those of the
-same prompt asked before, in their tokens, and in tokens and logprobs to the last bit. Prompts are cached from
-the second pass on, so that answers are computed from the same KV but for the end of the prompt. "Going on"
-asks for the second half of an answer with its first half as part of the prompt.
+Asks a running service for greedy answers with logprobs. Each row of the table compares two passes over the
+same prompts: how many answers have equal tokens, and equal tokens and logprobs to the last bit. From the
+second pass on, the KV of all prompts but for their last tokens comes from the cache. "Going on" asks for the
+second half of an answer with its first half as part of the prompt.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tools.bench.facts import OUT
 from tools.bench.report import make_console, table_of, write_report
 
 REQUEST_TIMEOUT_SECS = 300.0
+LENGTH_STEP = 37
+"""Tokens by which each prompt is longer than the one before, so that prompts end anywhere in a page."""
 
 
 class Answer(NamedTuple):
@@ -51,6 +53,7 @@ def ask(url: str, output_tokens: int, hisparse: bool, prompt: Sequence[int]) -> 
 
 
 def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
+    """Return a row of the table: how many answers of two passes are equal."""
     pairs = list(zip(some, others, strict=True))
     return {
         "question": question,
@@ -63,7 +66,7 @@ def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     draw = random.Random(options.seed)
     prompts = [
-        [draw.randrange(*options.token_range) for _ in range(options.prompt_tokens + 37 * number)]
+        [draw.randrange(*options.token_range) for _ in range(options.prompt_tokens + LENGTH_STEP * number)]
         for number in range(options.requests)
     ]
 
@@ -109,7 +112,7 @@ def main() -> None:
         "--prompt-tokens",
         type=int,
         default=4096,
-        help="tokens of the first prompt; each further one has 37 more",
+        help=f"tokens of the first prompt; each further one has {LENGTH_STEP} more",
     )
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument(

@@ -1,11 +1,14 @@
 """Reads tool calls from an answer's text as it comes: shows the name at once, then arguments as JSON text.
 
 ``MessageParser`` (``chat_message.py``) makes a ``CallReader`` at each mark that opens calls and drives its
-``read``, a generator. Calls go into the answer's ``BlockList``. What has been shown is never taken back: an
-argument is withheld while only its end tells whether it is a string. A text without a name is no call, but
-content. From a fault on, the rest of a call is shown in its arguments as it stands, with the mark that ends
-the call. The arguments are no JSON then, so that no client takes them for what the model meant. A call that
-is cut off keeps the arguments that were certain.
+``read``, a generator. Calls go into the answer's ``BlockList``.
+
+- What has been shown is never taken back. An argument is therefore withheld as long as it may be JSON or a
+  string, until its end decides.
+- A call has a name; markup around a text without one is shown as content.
+- From a fault on, the rest of a call is shown in its arguments as it stands, with the mark that ends the
+  call. The arguments are no JSON then, so that no client takes them for what the model meant.
+- A call that is cut off keeps the arguments that were certain.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _MAX_NAME_CHARS = 512
 """Longest name with the white space around it; a tool's name has 256 characters at most."""
 
 _HEAD_CHARS = 8
-"""Characters of a value, behind white space, that tell a text from any word of JSON."""
+"""Characters at the beginning of a value, behind white space, that tell a text from a word of JSON, of which
+"false" is the longest."""
 
 
 class _JsonCall(msgspec.Struct):
@@ -75,8 +79,11 @@ class CallReader:
         return "".join(self._unshown)
 
     def read(self, marks_beside_name: Marks) -> Reading[str]:
-        """Read the calls to their end. Returns the mark that ended them where the caller has to read it:
-        another opening, or one of ``marks_beside_name``, which show that what looked like a name is none."""
+        """Read the calls to their end. Returns the mark that ended them if the caller has to read it.
+
+        Such a mark is another opening, or one of ``marks_beside_name``, which show that what looked like a
+        name is none.
+        """
         if self._markup.call:
             return (yield from self._read_list(marks_beside_name))
         return (yield from self._read_only_call(marks_beside_name))
@@ -84,13 +91,13 @@ class CallReader:
     def _read_list(self, marks_beside_name: Marks) -> Reading[str]:
         """Do ``read`` for markup in which calls with marks of their own stand between opening and closing."""
         markup, mark = self._markup, ""
-        while mark != markup.closing:
+        while mark != markup.closing:  # which ends an open call, too
             mark = yield from self._read_gap((markup.call, markup.closing))
             if mark == markup.closing:
                 break
             self._unshown.append(mark)
             marks = (markup.end_of_name, *self._ends, *marks_beside_name)
-            name, mark = yield from self._collect(marks, self._is_no_name)
+            name, mark = yield from self._collect(marks, self._is_too_long_for_name)
             if mark in marks_beside_name:
                 return mark
             if mark == markup.end_of_name and (name := name.strip()):
@@ -104,10 +111,10 @@ class CallReader:
         """Do ``read`` for markup in which opening and closing are those of one call."""
         markup = self._markup
         marks = (markup.end_of_name or markup.key, *self._ends, *markup.openings, *marks_beside_name)
-        text, mark = yield from self._collect(tuple(filter(None, marks)), self._is_no_name)
+        text, mark = yield from self._collect(tuple(filter(None, marks)), self._is_too_long_for_name)
         text = text.strip()
         if not mark or mark in (*marks_beside_name, *markup.openings):
-            return mark  # the opening was none, for no call followed
+            return mark  # no call followed, so that the opening is shown by the caller, as text
         if markup.is_json:
             self._show_json_call(text, mark)
         elif text:
@@ -139,7 +146,7 @@ class CallReader:
 
     # --- beside calls ---------------------------------------------------------------------------------
 
-    def _is_no_name(self, text: str, num_chars: int) -> bool:
+    def _is_too_long_for_name(self, text: str, num_chars: int) -> bool:
         return num_chars > _MAX_NAME_CHARS and not self._markup.is_json
 
     def _read_gap(self, marks: Marks) -> Reading[str]:
@@ -162,8 +169,8 @@ class CallReader:
             self._blocks.add(BlockKind.TEXT, text)
 
     def _read_no_call(self, mark: str) -> Reading[str]:
-        """Show what turned out to be no call as content, with the mark that would end it. Returns this mark,
-        which is not shown if it opens the next call."""
+        """Show what turned out to be no call as content: the unshown text, ``mark``, and all up to one of the
+        marks that end calls. Returns that one, which is shown, too, unless it opens the next call."""
         self._show_content(mark)
         if mark not in self._ends:
             mark = yield from self._read_content(self._ends)
@@ -188,8 +195,8 @@ class CallReader:
     # --- a call: each method reads up to the mark that ends the call, and returns it ----------------------
 
     def _read_call(self, name: str, mark: str) -> Reading[str]:
-        """Read a call behind its name and the ``mark`` after it."""
-        markup, keys = self._markup, set[str]()
+        """Read a call behind its name and the ``mark`` after it, which may be the first argument's."""
+        markup, keys = self._markup, set[str]()  # keys shown so far: the first comes behind "{"
         self._begin_call(name)
         if mark in self._ends:
             return self._end_call("{}", mark)
@@ -211,14 +218,14 @@ class CallReader:
     def _read_argument(self, tool: str, keys: set[str]) -> Reading[str]:
         """Read an argument behind the mark of its key, and add the key to ``keys``. Returns "" where the call
         goes on."""
-        markup, said = self._markup, ""
+        markup, declared = self._markup, ""
         self._unshown.append(markup.key)
         key, mark = yield from self._collect((markup.end_of_key, *self._ends))
         if mark != markup.end_of_key:
             return self._end_early(mark)
         self._unshown.append(mark)
         if markup.says_type:
-            key, _, said = key.partition(STRING_ATTRIBUTE)
+            key, _, declared = key.partition(STRING_ATTRIBUTE)
         else:
             key = key.strip()
         if key in keys and not markup.takes_repeated_keys:
@@ -231,7 +238,7 @@ class CallReader:
                 return self._end_early(mark)
         self._show(("{" if not keys else ", ") + f"{_string(key)}: ")
         keys.add(key)
-        return (yield from self._read_value(tool, key, is_string=said == "true"))
+        return (yield from self._read_value(tool, key, is_string=declared == "true"))
 
     def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
         """Read an argument's value. ``is_string``: whether it is certain already that it is a string."""
@@ -239,17 +246,17 @@ class CallReader:
         if is_string:
             self._show('"')
         marks = (markup.end_of_value, *(() if markup.values_hide_marks else self._ends))
-        text, is_mark = "", False
+        text, is_mark = "", False  # a first piece without text: some parameters take nothing but strings
         while not is_mark:
             if is_string:
-                self._show(_string(text)[1:-1])
+                self._show(_string(text)[1:-1])  # between the quotes
             else:
                 self._unshown.append(text)
                 head = (head + text).lstrip()[:_HEAD_CHARS]
-                # A value that is declared as JSON may still not be JSON.
+                # Where the markup says that the value is JSON, only the end tells whether it is.
                 if not markup.says_type and not self._schemas.may_be_json(tool, key, head):
                     is_string = True
-                    self._show(_string(self.unshown)[:-1])
+                    self._show(_string(self.unshown)[:-1])  # with the opening quote
             text, is_mark = yield marks
         if text == markup.end_of_value:
             self._show('"' if is_string else self._as_json(tool, key))
@@ -272,7 +279,7 @@ class CallReader:
         beginning."""
         self._unshown.clear()
         space: list[str] = []
-        """White space behind the shown text."""
+        """White space behind the shown text, which is shown if more text follows."""
         has_json = is_mark = False
         while not is_mark:
             if shown := text.rstrip() if has_json else text.strip():

@@ -1,8 +1,8 @@
 """Numbers of schemas as clients spell them, and which of them llguidance, which keeps doubles, can enforce.
 
 ``grammars.py`` reads schemas with ``read_json``; ``schema_numbers.py`` and ``json_grammars.py`` ask about
-each number. JSON's integers become Python's, of any size. Another number that its double does not spell back,
-such as 1.0e2 or 0.1000000000000000000001, keeps its spelling beside the double.
+each number. JSON's integers become Python's, of any size. Other numbers become doubles; one whose double is
+written differently, such as 1.0e2 or 0.1000000000000000000001, is a ``SpelledFloat``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Final, TypeGuard
 _MAX_EXACT: Final = 2**53
 """Largest integer up to which a double has every integer."""
 _MAX_DECIMALS: Final = 22
-"""Most digits behind a point. Up to this power of ten, doubles have the power itself, and a quotient by it is
-the nearest double if the digits without the point are at most _MAX_EXACT. Of other numbers llguidance may
-read a neighbour."""
+"""Most digits behind a point. Doubles have powers of ten up to this one exactly. Digits of at most _MAX_EXACT
+divided by such a power make the double nearest to the number; else llguidance may read a neighbour of it."""
 _MAX_BOUND: Final = 2**63
 """Bound of llguidance's ranges, which are of 64-bit integers."""
 _MAX_COEFFICIENT: Final = 2**32 // 10 - 1
@@ -38,7 +37,7 @@ Number = int | float
 
 
 class SpelledFloat(float):
-    """A double, and the text that it was read from."""
+    """A double, and the text that it was read from, which Python would write differently."""
 
     __slots__ = ("text",)
     text: str
@@ -71,8 +70,8 @@ def spelling(value: Number) -> str:
     return value.text if isinstance(value, SpelledFloat) else repr(value)
 
 
-def for_doubles(value: Number) -> str:
-    """Return the spelling that llguidance reads best, which has no point where the number is whole."""
+def spelling_for_llguidance(value: Number) -> str:
+    """Return the text in which llguidance is given the number: its double, without a point if it is whole."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _MAX_BOUND
     return str(int(value)) if is_whole else repr(value)
 
@@ -100,21 +99,21 @@ def exact(value: Number) -> Decimal:
     return Decimal(spelling(value))
 
 
-def spelled_by_doubles(value: Number) -> str:
-    """Return llguidance's spelling of the number; "" where it would read another number."""
-    if not has_double(value):
+def spelling_by_llguidance(value: Number) -> str:
+    """Return the text in which llguidance lets a model write the number; "" if it would be another number."""
+    if not is_kept_by_llguidance(value):
         return ""
     digits = format(Decimal(repr(float(value))), "f")
     return digits.removesuffix(".0")
 
 
-def is_plain(value: Number) -> bool:
+def is_spelled_alike(value: Number) -> bool:
     """Whether llguidance spells the number as the client did."""
-    return spelled_by_doubles(value) == spelling(value)
+    return spelling_by_llguidance(value) == spelling(value)
 
 
-def has_double(value: Number) -> bool:
-    """Whether llguidance reads and spells this very number, given ``for_doubles``."""
+def is_kept_by_llguidance(value: Number) -> bool:
+    """Whether llguidance, given ``spelling_for_llguidance``, reads and spells this very number."""
     try:
         near = float(value)
     except OverflowError:
@@ -127,19 +126,19 @@ def has_double(value: Number) -> bool:
 
 
 def fault_of_bound(word: str, value: Number, *, of_integers: bool) -> str:
-    """Return "" where llguidance can enforce the bound exactly, else a text that says which bounds it can.
+    """Return "" if llguidance can enforce the bound exactly, else which bounds are enforced exactly.
 
-    ``word`` is one of BOUNDS. The bound may be ``of_integers`` alone.
+    ``word``: one of BOUNDS. ``of_integers``: whether the bounded values are integers only.
     """
     if word == "multipleOf":
-        digits, num_decimals = _parts(exact(value)) if has_double(value) else (0, 0)
+        digits, num_decimals = _parts(exact(value)) if is_kept_by_llguidance(value) else (0, 0)
         if 0 < digits <= _MAX_COEFFICIENT and num_decimals <= _MAX_MULTIPLE_DECIMALS and value > 0:
             return ""
         return f"multiples of up to {_MAX_COEFFICIENT} are, with up to {_MAX_MULTIPLE_DECIMALS} decimals"
     # llguidance turns an exclusive bound into the next integer, which has to be exact, too.
     is_exclusive = word.startswith("exclusive")
     is_whole = exact(value) == exact(value).to_integral_value()
-    is_exact = _is_whole_double(value) if of_integers and is_whole else has_double(value)
+    is_exact = _is_whole_double(value) if of_integers and is_whole else is_kept_by_llguidance(value)
     if is_exact and not (is_exclusive and abs(value) >= _MAX_EXACT):
         return ""
     return f"integers up to {_MAX_EXACT - is_exclusive} are, and decimals of up to 15 digits"
@@ -151,15 +150,16 @@ def _is_whole_double(value: Number) -> bool:
     return abs(value) < _MAX_BOUND and Decimal(float(value)) == exact(value)
 
 
-def lets_its_bound_pass(bounds: Mapping[str, object]) -> bool:
-    """Whether llguidance would admit an integer that a bound excludes. It does where the other bound comes
-    before the next integer."""
+def admits_excluded_integer(bounds: Mapping[str, object]) -> bool:
+    """Whether llguidance would admit an integer that a bound excludes. It does if the other bound comes
+    before the next integer: exclusiveMinimum 1 and maximum 1.5 would admit 1."""
     low = _tightest(bounds, "minimum", "exclusiveMinimum", max)
     high = _tightest(bounds, "maximum", "exclusiveMaximum", min)
     if low is None or high is None:
         return False
-    # Each bound in turn is the near one; negated, an upper bound is a lower one.
-    for (near, is_excluded), (far, _) in ((low, high), ((-high[0], high[1]), (-low[0], low[1]))):
+    negated_high, negated_low = (-high[0], high[1]), (-low[0], low[1])
+    # The near bound is the low one, then the high one, which is a low one of the negated numbers.
+    for (near, is_excluded), (far, _) in ((low, high), (negated_high, negated_low)):
         if is_excluded and near >= 0 and near == math.floor(near) == math.floor(far):
             return True
     return False
@@ -175,7 +175,8 @@ def _tightest(
 
 
 def _parts(number: Decimal) -> tuple[int, int]:
-    """Return a finite number's digits, as an integer, and how many of them are behind the point."""
+    """Return a finite number's digits, as an integer without zeros behind the last decimal, and how many of
+    them are behind the point: 1.50 has (15, 1), 1200 has (1200, 0)."""
     _, digits, exponent = number.as_tuple()
     assert isinstance(exponent, int)
     text = "".join(map(str, digits)).lstrip("0")

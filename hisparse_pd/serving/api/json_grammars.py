@@ -16,11 +16,11 @@ from hisparse_pd.serving.api.argument_forms import SchemaReader
 from hisparse_pd.serving.api.exact_numbers import (
     BOUNDS,
     exact,
-    for_doubles,
     is_number,
-    is_plain,
-    spelled_by_doubles,
+    is_spelled_alike,
     spelling,
+    spelling_by_llguidance,
+    spelling_for_llguidance,
     write_json,
 )
 from hisparse_pd.serving.api.json_schemas import (
@@ -67,7 +67,7 @@ def _by_llguidance(schema: Schema, is_lenient: bool) -> str:
     options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
     if is_lenient:
         options["lenient"] = True
-    return "%json " + write_json({**schema, "x-guidance": options}, for_doubles)
+    return "%json " + write_json({**schema, "x-guidance": options}, spelling_for_llguidance)
 
 
 class _Writer:
@@ -166,7 +166,7 @@ class _Writer:
         self._steps.spend(1)
         if is_number(value):
             return self._number(value)
-        if all(map(is_plain, numbers_in(value))):
+        if all(map(is_spelled_alike, numbers_in(value))):
             return _by_llguidance({"const": value}, is_lenient=False)
         gap = self._gap
         if isinstance(value, dict):
@@ -180,7 +180,9 @@ class _Writer:
         return sequence(literal("["), gap, items, gap, literal("]"))
 
     def _number(self, *values: int | float) -> str:
-        texts = [text for value in values for text in (spelling(value), spelled_by_doubles(value)) if text]
+        texts = [
+            text for value in values for text in (spelling(value), spelling_by_llguidance(value)) if text
+        ]
         return self._lark.terminal(one_of(list(dict.fromkeys(texts))))
 
     # --- schemas that contain literals -------------------------------------------------------------------

@@ -12,11 +12,11 @@ from typing import Final
 from hisparse_pd.serving.api.exact_numbers import (
     BOUNDS,
     LENGTHS,
+    admits_excluded_integer,
     fault_of_bound,
-    has_double,
+    is_kept_by_llguidance,
     is_number,
-    is_plain,
-    lets_its_bound_pass,
+    is_spelled_alike,
     spelling,
 )
 from hisparse_pd.serving.api.json_schemas import InexactNumber, Steps, as_list, reference_path, types_of
@@ -73,10 +73,10 @@ class SchemaNumbers:
             values = [*([schema["const"]] if "const" in schema else []), *as_list(schema.get("enum"))]
             numbers = [number for value in values for number in numbers_in(value)]
             self._steps.spend(len(numbers) // 8)
-            if not all(map(is_plain, numbers)):
+            if not all(map(is_spelled_alike, numbers)):
                 self.need_spelling = True
                 self._literals.add(id(schema))
-                self.exceed_doubles |= not all(map(has_double, numbers))
+                self.exceed_doubles |= not all(map(is_kept_by_llguidance, numbers))
             for part_place, part in self._parts(place, schema):
                 self._users.setdefault(id(part), []).append(id(schema))
                 if id(part) not in seen:
@@ -119,7 +119,7 @@ class SchemaNumbers:
                     f"has {word} {spelling(value):.80} at {place:.200}; it must be an integer from 0 to "
                     f"{most}, or left out"
                 )
-        if not of_integers and lets_its_bound_pass(schema):
+        if not of_integers and admits_excluded_integer(schema):
             raise InexactNumber(
                 f"has bounds at {place:.200} of which one excludes an integer and the other is before the "
                 "next one, which cannot be enforced exactly; use a minimum or a maximum"
