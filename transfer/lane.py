@@ -156,7 +156,7 @@ class Lanes:
             return
         columns = as_descriptors(writes)
         self.network.check_sources(columns)
-        elsewhere = mapping.write(columns, stop, is_sole=pair.is_sole)
+        elsewhere = mapping.write(columns, stop, may_be_elsewhere=not pair.is_sole)
         if elsewhere.any():
             self.network.write(session, columns.at(elsewhere), stop)
 

@@ -137,11 +137,11 @@ class Mapping:
         return bool((ranges_around(self._starts, self._ends, base, num_bytes) >= 0).all())
 
     def write(
-        self, writes: Descriptors, stop: Callable[[], str] | None = None, *, is_sole: bool = True
+        self, writes: Descriptors, stop: Callable[[], str] | None = None, *, may_be_elsewhere: bool = False
     ) -> NDArray[np.bool_]:
         """Copy what goes to this memory; returns which destinations are elsewhere, bool [num_descriptors].
 
-        ``is_sole``: no destination may be elsewhere. ``stop`` is called between parts. Raises TransferError,
+        ``may_be_elsewhere``: do not refuse those. ``stop`` is called between parts. Raises TransferError,
         also once the mapping is closed; bytes may still land only after a failure of the GPU.
         """
         with self._lock:
@@ -149,7 +149,7 @@ class Mapping:
                 raise TransferError("this node has closed the decode node's memory")
             self._num_writes += 1
         try:
-            windows = self._windows_of(writes, is_sole)
+            windows = self._windows_of(writes, may_be_elsewhere)
             self._copy_in_parts(windows, writes, stop)
             return windows < 0
         finally:
@@ -159,14 +159,15 @@ class Mapping:
             if is_last:
                 self._unmap()
 
-    def _windows_of(self, writes: Descriptors, is_sole: bool) -> SlotArray:
+    def _windows_of(self, writes: Descriptors, may_be_elsewhere: bool) -> SlotArray:
         """Return the window in which each destination lies, or -1 for none. Raises TransferError for a -1
-        with ``is_sole``, and for a destination that lies across the end of a window."""
+        unless it ``may_be_elsewhere``, and for a destination that lies across the end of a window."""
         _, dst, num_bytes = writes
         found = ranges_around(self._starts, self._ends, dst, num_bytes)
         bad = found < 0
-        if not is_sole and bad.any():  # a destination may be elsewhere, unless it begins in a window
-            bad &= ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0
+        if may_be_elsewhere and bad.any():
+            begins_in_window = ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0
+            bad &= begins_in_window
         if bad.any():
             worst = int(np.argmax(bad))
             raise TransferError(
@@ -185,8 +186,8 @@ class Mapping:
                 for part in _parts(writes.at(windows == window)):
                     if stop is not None and (reason := stop()):
                         raise TransferError(f"stopped after {num_copied} bytes: {reason}")
-                    before, in_flight = in_flight, self._start_copy(window, part)
-                    _wait(before)
+                    previous, in_flight = in_flight, self._start_copy(window, part)
+                    _wait(previous)  # behind the start of this part, so that the GPU does not stand still
                     num_copied += part.num_bytes
         finally:
             _wait(in_flight)

@@ -19,9 +19,9 @@ The default makes the overlap of 44% that was published for consecutive steps of
 rate is a setting here and says nothing about a trained model's. Draw random prompts from the whole
 vocabulary, because equal tokens have equal keys.
 
-``--draft SHARE`` adds an MTP layer whose guesses are right in that share of cases: the words stand in a
-circle, and behind that share of them the model says the next one, whatever came before. The layer knows the
-circle too.
+``--draft SHARE`` adds an MTP layer whose guesses are right in that share of cases. All words are put in a
+circle. Behind that share of them the model says the circle's next word, whatever came before. The layer has
+the model's embedding and head and says the same there; behind other words it hardly ever guesses right.
 
 ``--published MODEL_TYPE`` writes no weights, only what ``--load-format dummy`` needs: a whole model's
 configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.
@@ -50,9 +50,11 @@ MIN_PERIOD = 500
 CONSTANT = 3.0
 """Value of hidden channel 0, where the others have unit variance."""
 CIRCLE_GAIN = 80.0
-"""Logit of the next word of the circle, before the layers' part of the hidden state takes its share."""
+"""Logit of the circle's next word for an embedding alone. The layers add to the hidden state, whose norm then
+makes the embedding's part smaller."""
 SHARED_QUERY = 8.0
-"""Element 0 of the query latent, where the others have unit variance."""
+"""Element 0 of the query latent, where the others have unit variance. It is the part that all tokens
+share, and only the indexer reads it."""
 _ROPE_THETA = 10000.0
 _NOT_IN_CONFIG = ("jitter", "expert_size", "draft_agreement")
 """Fields of SyntheticShape that config.json does not have, and that may be 0."""
@@ -183,9 +185,9 @@ def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **c
     whole = CONFIG_MAPPING[model_type]()
     text_type = type(whole.get_text_config())
     format_of_all = {"dtype": "bfloat16", **({"quantization_config": QUANTIZATION} if in_fp8 else {})}
-    of_text = text_type(**changes).to_dict() | format_of_all
-    around = None if isinstance(whole, text_type) else whole.to_dict() | format_of_all
-    written = write_config(out_dir, of_text, around)
+    text_part = text_type(**changes).to_dict() | format_of_all
+    has_other_parts = not isinstance(whole, text_type)  # such as a model that takes images
+    written = write_config(out_dir, text_part, whole.to_dict() | format_of_all if has_other_parts else None)
     _write_tokenizer(out_dir, written["vocab_size"], written["max_position_embeddings"])
 
 
@@ -225,6 +227,7 @@ class _Maker:
         self._shape = shape
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
+        # The circle draws from its own, so that all other weights are those of a model without drafts.
         self._circle_generator = torch.Generator(device).manual_seed(seed)
 
     def ends(self) -> dict[str, Tensor]:
@@ -254,9 +257,10 @@ class _Maker:
         generator, device = self._circle_generator, self._device
         circle = first + torch.randperm(num_words, generator=generator, device=device)
         is_followed = torch.rand(num_words, generator=generator, device=device) < share
-        said = embedding[circle[is_followed]] * (CIRCLE_GAIN / self._shape.hidden_size)
-        said[:, 0] = 0
-        head[circle.roll(-1)[is_followed]] += said
+        # The head's row of a next word gets the embedding of the word before, but for the constant channel.
+        before = embedding[circle[is_followed]] * (CIRCLE_GAIN / self._shape.hidden_size)
+        before[:, 0] = 0
+        head[circle.roll(-1)[is_followed]] += before
 
     def layer(self, number: int) -> dict[str, Tensor]:
         shape = self._shape
@@ -272,7 +276,8 @@ class _Maker:
                 weights |= self._mlp(f"mlp.{name}", shape.expert_dim)
         norms = ["input_layernorm", "post_attention_layernorm"]
         if number == shape.num_layers:
-            # The embedding and as much of the hidden state, mixed so that the head does not recognize it.
+            # The embedding, from which the head reads the guess, and the hidden state with the same variance,
+            # mixed so that the head reads no word in it.
             mixed = self._to_hidden(shape.hidden_size, 1.0)
             mixed[:, 0] = 0
             weights["eh_proj.weight"] = torch.cat(
@@ -286,13 +291,13 @@ class _Maker:
     def _attention(self) -> dict[str, Tensor]:
         shape = self._shape
         q_a = self._from_hidden(shape.q_lora_rank)
-        q_a[0] = 0
+        q_a[0] = 0  # SHARED_QUERY takes the place of element 0
         q_a[0, 0] = SHARED_QUERY / CONSTANT
         # Logits with a standard deviation of 2 to 3 spread attention over some tens of the selected tokens.
         q_b = self._matrix(
             shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim), shape.q_lora_rank, 2.5
         )
-        q_b[:, 0] = 0
+        q_b[:, 0] = 0  # attention does not read SHARED_QUERY
         kv_b = self._matrix(shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.kv_lora_rank)
         weights = {
             "q_a_proj.weight": q_a,
@@ -309,12 +314,14 @@ class _Maker:
         """Return the indexer's weights.
 
         Heads come in pairs of opposite sign in query and weight: relu(a) - relu(-a) = a, so that the score is
-        the mean of the pairs' dot products, and the heads' own parts average to ``jitter``.
+        the mean of the pairs' dot products. Each pair's query is a random part, which depends on the token,
+        and the part that all tokens share. The mean over pairs leaves the random part a variance of
+        ``jitter``.
         """
         shape = self._shape
         num_pairs = shape.index_n_heads // 2
-        own = math.sqrt(shape.jitter * num_pairs / shape.index_head_dim)
-        heads = self._matrix(num_pairs * shape.index_head_dim, shape.q_lora_rank, own)
+        random_gain = math.sqrt(shape.jitter * num_pairs / shape.index_head_dim)
+        heads = self._matrix(num_pairs * shape.index_head_dim, shape.q_lora_rank, random_gain)
         heads = heads.view(num_pairs, shape.index_head_dim, shape.q_lora_rank)
         shared = shared_query(
             self._normal, shape.index_head_dim, shape.qk_rope_head_dim, math.sqrt(1 - shape.jitter)
@@ -363,7 +370,8 @@ class _Maker:
 def _write_tokenizer(out_dir: Path, vocab_size: int, context_length: int) -> None:
     """Write a byte-level tokenizer: bytes, words of two or more printable characters, special tokens.
 
-    Word ``j`` is an earlier token and one character more: a character itself below 64, else word j / 64 - 64.
+    Each word is a stem and one of the 64 characters behind it. Stems are first the characters, then the words
+    in their order, so that a word's merge needs only tokens before it.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
