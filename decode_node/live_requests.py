@@ -1,8 +1,8 @@
 """Owns the books: which requests are live, the state of each, and the slots that it owns.
 
 The books are pure, so that every order of moves is tested without memory, tables or sockets. Only
-``request_life.py`` makes moves, and does the rest of each around the call. Every way out ends in ``release``,
-which decides whether slots are free at once or quarantined.
+``queue_moves.py``, ``plan_moves.py`` and ``end_moves.py`` make moves, and do the rest of each around the
+call. Every way out ends in ``release``, which decides whether slots are free at once or quarantined.
 
 Thousands may wait: requests are found by state, prefill node and deadline without a look at all of them.
 """
@@ -18,8 +18,9 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
-from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from hisparse_pd.decode_node.scheduler import Admission, Exchange
+from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.protocol.messages import Room

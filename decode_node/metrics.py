@@ -1,7 +1,7 @@
 """Owns a decode engine's counters, and joins them with the present gauges into EngineStats for the front.
 
-``RequestLife``, ``PrefillEvents`` and ``StepLine`` count as things happen; the engine calls ``stats`` for
-each of its reports.
+``EndMoves``, ``PlanMoves``, ``PrefillEvents`` and ``StepLine`` count as things happen; the engine calls
+``stats`` for each of its reports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
-from hisparse_pd.decode_node.request import RequestState, RunStage
+from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.engine.messages import EngineStats, PeerLane
 
 

@@ -1,7 +1,7 @@
 """Owns the connections to prefill nodes: it finds and registers with them, and notices when they are lost.
 
-``RequestLife`` names the peers that requests need (``use``) and sends to those that are registered. The
-engine calls ``poll`` in each turn of its loop; it never waits, and returns what happened as events
+``QueueMoves`` names the peers that requests need (``use``); ``PlanMoves`` sends to those that are registered.
+The engine calls ``poll`` in each turn of its loop; it never waits, and returns what happened as events
 (``peer_events.py``), oldest first.
 
 A peer is one rank of a prefill node, named by the node's bootstrap endpoint and its number. It is found

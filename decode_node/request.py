@@ -1,6 +1,6 @@
-"""The decode node's record of one request (one sample of one prompt), and the states that it goes through.
+"""The decode node's record of one request: one sample of one prompt.
 
-``RequestLife.generate`` makes a record. ``live_requests.py`` alone changes its state and slots; the
+``QueueMoves.generate`` makes a record. ``live_requests.py`` alone changes its state and slots; the
 scheduler, the tables and the runner read it, and steps note their tokens in it. It holds no tensors and knows
 no pool.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from operator import add
 from typing import Final, NamedTuple
@@ -24,6 +23,7 @@ from hisparse_pd.core.paging.extents import joined
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.decode_node.request_states import IllegalMove, RequestState, RunStage
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone, first_stepped
@@ -34,58 +34,6 @@ KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.DENSE: (PoolKind.DEVICE, PoolKind.INDEX),
 }
 """The pools in which a request of each mode, or the prefix that it leaves, has KV and indexer keys."""
-
-
-class RequestState(StrEnum):
-    """The states of a request, and what it owns in each."""
-
-    CONNECTING = "connecting"
-    """Waits until its prefill node is registered with. Owns nothing."""
-    WAITING = "waiting"
-    """Waits in the admission queue. Owns nothing. Its prefill node is registered with, unless it is local."""
-    LANDING = "landing"
-    """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
-    index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
-    its future hot buffer. It may use pages of a held prefix before these, which it does not own."""
-    RUNNING = "running"
-    """Owns the same except the aux slot, and what it has grown by. It is in the next step if it is ``READY``;
-    the newest token of its first step is the prompt's last one."""
-    ENDING = "ending"
-    """Has ended for its client. Owns the same until no step in flight, and nothing that fills its row, uses
-    any of it. Other requests may have its room and its id."""
-    ENDED = "ended"
-    """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
-
-
-_MOVES: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
-    RequestState.WAITING: frozenset(
-        {RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING, RequestState.ENDED}
-    ),
-    RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.ENDING}),
-    RequestState.ENDING: frozenset({RequestState.ENDED}),
-    RequestState.ENDED: frozenset(),
-}
-
-
-class RunStage(StrEnum):
-    """What a RUNNING request waits for, or does next."""
-
-    AWAITS_GRAMMAR = "awaits grammar"
-    """The grammar that its output must follow is being compiled."""
-    FILLING = "filling"
-    """Its row of the tables, or its hot buffer, is being filled."""
-    LAST = "last"
-    """No token may follow those in flight."""
-    SITS_OUT = "sits out"
-    """It has no slot for its next token, and is in no step until others end."""
-    READY = "ready"
-    """It gets a token in the next step."""
-
-
-class IllegalMove(Exception):
-    """A request was moved between states that the transition table does not connect."""
 
 
 class PeerAddress(NamedTuple):
@@ -409,7 +357,7 @@ class Request:
 
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, if the transition table does not allow it."""
-        if state not in _MOVES[self.state]:
+        if not self.state.may_become(state):
             raise IllegalMove(f"room {self.room} cannot go from {self.state} to {state}")
         self.state = state
 

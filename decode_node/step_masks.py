@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hisparse_pd.core.grammar.compiler import MAX_WAIT_SECS, Compiler
 from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, OutputMasks, fill_masks
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 
 
 class GrammarLate(Exception):

@@ -50,7 +50,8 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, round_up
 from hisparse_pd.decode_node.draft_choice import DraftChoice
 from hisparse_pd.decode_node.drafting import full_buffer
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
-from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.request import PeerAddress, Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN

@@ -14,7 +14,8 @@ import pytest
 
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.decode_node import forwards
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.runner import Launched
 from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.engine.messages import Abort
