@@ -47,7 +47,10 @@ class EndMoves:
     def emit(
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], now: float
     ) -> None:
-        """Give a request's next tokens to its client, up to the one that ends it if there is one."""
+        """Give a request's next tokens to its client, up to the first that ends it, and then end it.
+
+        A step's tokens but the last are accepted drafts. ``logprobs``: one for each token.
+        """
         is_first = not request.output_token_ids
         if is_first:
             request.phases.end(now)
@@ -123,8 +126,8 @@ class EndMoves:
         self.fail(request, 400, f"the output cannot follow its grammar: {error}", now)
 
     def row_is_wrong(self, request: Request, now: float) -> None:
-        """Fail a request for which a row was read that is not what was written, or keep the KV of an ENDING
-        one from being held. The tokens that it has emitted are right."""
+        """Fail a request whose last step read a row that is not what was written. If it is ENDING, only keep
+        its KV from being held. The tokens that it has emitted are right."""
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.first_own_position)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
@@ -154,8 +157,7 @@ class EndMoves:
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
         """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
         is right and may be held."""
-        request.grammar = None  # no other request may need it
-        request.landed_hint = None  # nor its rows
+        request.grammar = request.landed_hint = None  # frees memory that an ended request does not need
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)
             return

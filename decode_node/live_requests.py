@@ -26,7 +26,7 @@ from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.protocol.messages import Room
 
 _NO_PEER: Final = PeerAddress("", 0)
-"""The queue of requests that wait for no prefill node."""
+"""Stands for the prefill node of local requests, which wait in one queue."""
 
 
 class DuplicateRoom(Exception):
@@ -52,15 +52,19 @@ class LiveRequests:
         """Requests that own nothing yet, by state and prefill node; local ones are under ``_NO_PEER``. No
         queue is empty; those in ``_unsorted`` are out of order, the others are in order of arrival."""
         self._unsorted: set[tuple[RequestState, PeerAddress]] = set()
+        """State and prefill node of queues that are sorted when they are next read."""
         self._admitted: dict[RequestState, dict[Request, None]] = {
             RequestState.LANDING: {},
             RequestState.RUNNING: {},
             RequestState.ENDING: {},
         }
         self._next_deadline = float("inf")
-        """No live request has an earlier deadline; this one may be out of date."""
+        """No live request has an earlier deadline, but the one that had this deadline may have a later
+        one."""
         self._num_opened = 0
+        """The next ``Request.arrived_seq``."""
         self._num_admitted = 0
+        """The next ``Request.admitted_seq``."""
 
     def __len__(self) -> int:
         return len(self._by_room) + len(self._admitted[RequestState.ENDING])
@@ -157,7 +161,7 @@ class LiveRequests:
         self._enter(request, deadline)
 
     def use_held(self, admission: Admission) -> None:
-        """Use the held pages of the prompt, before anything in the plan makes room by evicting them."""
+        """Let a request use the held pages of its prompt, so that they are not evicted."""
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
@@ -224,7 +228,8 @@ class LiveRequests:
         self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
         request.mode = Mode.HISPARSE
         request.hot_capacity = exchange.hot_capacity
-        request.num_retractions += was_dense or request.num_device_slots < num_before
+        is_retraction = was_dense or request.num_device_slots < num_before
+        request.num_retractions += is_retraction
         self._note_reserved(request)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
@@ -238,7 +243,7 @@ class LiveRequests:
         request.is_sound = is_sound
 
     def _forget(self, request: Request) -> None:
-        """Let other requests have its room and its id."""
+        """Free the request's room and id for other requests."""
         del self._by_room[request.room]
         del self._by_request_id[request.request_id]
 
@@ -342,6 +347,8 @@ class LiveRequests:
         self._next_deadline = min(self._next_deadline, deadline)
 
     def _note_reserved(self, request: Request) -> None:
+        """Update what the request says of its slots, after these have changed. Its KV needs a slot in two
+        pools, and a hisparse request also a lookup slot for each position, shared or not."""
         owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
         request.owned_slots = owned
         num_shared = request.num_shared_pages * self.pools.page_size

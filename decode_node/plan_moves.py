@@ -44,8 +44,10 @@ class PlanMoves:
     ends: EndMoves
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
-        """Do what the scheduler has planned. Held prefixes are in use before anything else makes room by
-        evicting them."""
+        """Do what the scheduler has planned.
+
+        The admissions' held pages are marked as used first: the growth of others may evict unused ones.
+        """
         for request in plan.no_longer_local:
             self.queue.wait_for_node(request, now)
         for admission in plan.admissions:
@@ -59,8 +61,10 @@ class PlanMoves:
             self.admit(admission, now)
 
     def admit(self, admission: Admission, now: float) -> None:
-        """Reserve slots for a waiting request and send its Bootstrap, or start it if nothing is missing that
-        its steps do not compute."""
+        """Reserve slots for a waiting request, and send its Bootstrap. Without a prefill node, start it.
+
+        What is missing behind its held pages may be copied from the first sample, or computed by its steps.
+        """
         request, num_held = admission.request, admission.request.held_prefix_tokens
         source = copy_source(request, admission.mode, num_held, self.limits.page_size)
         if source is not None:
@@ -68,7 +72,8 @@ class PlanMoves:
         elif steps_compute_tail(request, num_held, self.limits):
             request.num_tail_tokens = request.num_landing_tokens - num_held
         if request.is_local and request.needs_prefill_node:
-            # The first sample, from which it was to copy, has just left its pages.
+            # The plan counted on a copy from the first sample, which an exchange of this plan has ended or
+            # made hisparse.
             self.requests.give_back_held(request)
             self.queue.wait_for_node(request, now)
             return
@@ -88,7 +93,8 @@ class PlanMoves:
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
 
     def start(self, request: Request, now: float) -> None:
-        """Start a request: all its KV is here but what its steps compute, the last token's at least."""
+        """Move a request to RUNNING, and begin to fill its row. All its KV is here but what its steps
+        compute: that of the last token, and of a short tail."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
@@ -98,7 +104,7 @@ class PlanMoves:
         self._fill_row(request, now)
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
-        """Exchange the device slots of a running request, which must be in no step."""
+        """Replace the device slots of a running request, which must be in no step, by a new hot buffer."""
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")

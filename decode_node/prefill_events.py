@@ -43,7 +43,7 @@ is cut off or stopping."""
 
 
 class PrefillEvents:
-    """Handlers of the events of all prefill nodes."""
+    """Handlers of the events of all prefill nodes, and of what an operator says of them."""
 
     def __init__(self, queue: QueueMoves, plans: PlanMoves) -> None:
         self.queue = queue
@@ -76,7 +76,8 @@ class PrefillEvents:
                 assert_never(event)
 
     def _repeat_messages(self, event: PeerReady) -> None:
-        """Repeat what the same run may have missed before it registered this node; repetition is harmless."""
+        """Repeat the Bootstraps and AbortRooms that the same run may have missed while this node was not
+        registered with it. Repetition is harmless."""
         for request in self.requests.of_peer(event.address):
             if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
                 self.peers.send(event.address, bootstrap_of(request))
@@ -114,6 +115,8 @@ class PrefillEvents:
         self.ends.fail(request, status, error, now, code)
 
     def _take_room_message(self, event: RoomMessage, now: float) -> None:
+        """Apply a message to the room's landing request, its quarantined slots, or both: a RoomFailed ends
+        the request, which quarantines its slots, and may also say that these are safe."""
         room = Room(event.message.room)
         request = self.requests.get(room)
         sender = (event.address, event.instance_id)
@@ -123,14 +126,14 @@ class PrefillEvents:
             and request.state is RequestState.LANDING
         )
         if request is not None and was_landing:
-            self._take_of_landing(request, event.message, now)
-        entry = self.requests.quarantine.get(room)  # just entered if the message has ended the request
+            self._handle_for_landing(request, event.message, now)
+        entry = self.requests.quarantine.get(room)
         if entry is not None and (entry.peer, entry.instance_id) == sender:
-            self._take_of_quarantined(entry, event.message, now)
+            self._handle_for_quarantined(entry, event.message, now)
         elif not was_landing:
             self.metrics.drop("late" if request is not None else "unknown_room")
 
-    def _take_of_landing(self, request: Request, message: AboutRoom, now: float) -> None:
+    def _handle_for_landing(self, request: Request, message: AboutRoom, now: float) -> None:
         match message:
             case RoomScores():
                 self._pass_scores_on(request, message, now)
@@ -144,7 +147,7 @@ class PrefillEvents:
             case _:
                 assert_never(message)
 
-    def _take_of_quarantined(self, entry: Quarantined, message: AboutRoom, now: float) -> None:
+    def _handle_for_quarantined(self, entry: Quarantined, message: AboutRoom, now: float) -> None:
         quarantine = self.requests.quarantine
         match message:
             case RoomScores():
@@ -156,7 +159,7 @@ class PrefillEvents:
             case RoomFailed():
                 if message.batch_failed:
                     quarantine.failed(entry.room)
-                if message.quiet:
+                if message.quiet:  # it writes no more
                     quarantine.quiet(entry.room, message.batch_failed, now)
             case _:
                 assert_never(message)

@@ -157,7 +157,7 @@ def test_a_step_in_a_larger_graph(node: Node, batch: int, num_running: int) -> N
 def test_a_split_step(node: Node, monkeypatch: pytest.MonkeyPatch, split: Split, batch: int) -> None:
     monkeypatch.setattr(node.arguments, "micro_batch_min_bs", 2)
     monkeypatch.setattr(forwards, "fastest", lambda secs: split)
-    monkeypatch.setattr(forwards, "UNTRIED", split)
+    monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
     node.check(node.first_logits(Mode.HISPARSE, batch))
 
 

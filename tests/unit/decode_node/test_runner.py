@@ -40,7 +40,7 @@ EACH_MODEL = pytest.mark.parametrize(
 def test_tokens_equal_the_oracle_when_steps_overlap_and_are_split(
     expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch, split: Split
 ) -> None:
-    monkeypatch.setattr(forwards, "UNTRIED", split)
+    monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
     answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
     node.finish(answers, expected)
     for answer in answers:
