@@ -1,6 +1,7 @@
 """The decode node's engine: it builds the parts, and each turn of its loop calls them in order.
 
-Look-ups of prefill nodes and writes into the registered pools run beside the loop's thread.
+A turn receives (front messages, what prefill nodes say, deadlines, compiled grammars), then makes a step.
+Look-ups of prefill nodes and their writes into the registered pools go on beside the loop's thread.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.plan_moves import PlanMoves
 from hisparse_pd.decode_node.prefill_events import PrefillEvents
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.queue_moves import QueueMoves
-from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import make_runner
@@ -46,7 +47,7 @@ from hisparse_pd.decode_node.sizing import (
     size_device_pool,
 )
 from hisparse_pd.decode_node.step_line import StepLine
-from hisparse_pd.decode_node.step_masks import GrammarLate, ask_for_grammar, follow
+from hisparse_pd.decode_node.step_masks import GrammarLate, ask_for_grammar, take_matcher
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import (
     Abort,
@@ -64,7 +65,7 @@ from hisparse_pd.transfer.transport import Transport
 log = logging.getLogger(__name__)
 
 MAX_TURN_SECS = 1.0
-"""In a longer turn the process may have been stopped: quarantines do not count its time beyond this."""
+"""Most time of a turn that counts for quarantines: in a longer turn the process may have been stopped."""
 
 
 class DecodeEngine(EngineLoop[DecodeSettings]):
@@ -223,7 +224,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         prompt_keys = None
         if not self._settings.disable_prefix_cache:
             prompt_keys = PromptKeys.of(message.root, message.prompt, self.limits.page_size)
-        token_ids = None
+        token_ids = None  # see ``Request.prompt_token_ids``
         if any(sample.sampling.needs_prompt for sample in message.samples):
             prompt = unpack_token_ids(message.prompt)
             num_resumed = message.samples[0].sampling.num_resumed_tokens
@@ -243,7 +244,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         for request in self.requests.select(RequestState.RUNNING):
             if request.run_stage is RunStage.AWAITS_GRAMMAR:
                 try:
-                    follow(request, self.grammars, now)
+                    take_matcher(request, self.grammars, now)
                 except GrammarError as error:
                     self.end_moves.grammar_failed(request, error, now)
                 except GrammarLate as error:
@@ -262,7 +263,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.steps.carry_out_plan(time.monotonic())
         if not self.steps.advance(is_stopping=self._is_stopping):
             self._has_stopped = True
-        # A step brings tokens to follow, and may free slots for requests that sat it out.
+        # The next turn comes at once: after a step, which brings tokens and may free slots for requests that
+        # sat it out, and while a request ends, is filled or can go on.
         return (
             self.steps.has_launched
             or bool(self.requests.select(RequestState.ENDING))

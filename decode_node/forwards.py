@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +25,10 @@ from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, 
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.draft_chain import draft_chain
 from hisparse_pd.decode_node.drafting import NO_DRAFT
+from hisparse_pd.decode_node.forward_results import Forward, KeptResults, Verified
 from hisparse_pd.decode_node.micro_batches import MicroBatches
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.row_outcomes import DraftsToVerify, RowOutcomes
+from hisparse_pd.decode_node.row_outcomes import RowOutcomes
 from hisparse_pd.decode_node.side_stream import SideStream
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
@@ -70,35 +70,6 @@ class _CapturedFollow(NamedTuple):
     results: Tensor
 
 
-@dataclass(frozen=True)
-class Forward:
-    """The results of a step's first half, for the draws and for ``Forwards.follow``."""
-
-    num_reqs: int
-    num_new: int
-    """New positions of each request: 1 without drafts."""
-    logits: Tensor
-    """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
-    token_ids: Tensor
-    """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; the prompt's own where it
-    goes on."""
-    results: Tensor | None = None
-    """What the host reads after a step without drafts (``join_plain``); ``token_ids`` is a column of it.
-    None in steps that verify drafts."""
-    verified: _Verified | None = None
-    """None in steps without drafts."""
-
-
-@dataclass(frozen=True)
-class _Verified:
-    """What acceptance needs of a forward that verifies drafts."""
-
-    access: DeviceStep
-    seq_lens: Tensor
-    """int64 [num_reqs]: lengths before the step, the newest token included."""
-    drafts: DraftsToVerify
-
-
 class Forwards:
     """Runs both halves of steps, for the requests in ``inputs``.
 
@@ -132,7 +103,7 @@ class Forwards:
             copies = MissCopies(tables, max_reqs)
             self._parts = AttentionParts(kernels, copies)
             self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
-        self._kept = _KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
+        self._kept = KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
         self.graphs: dict[_GraphKind, dict[int, CapturedForward]] = {}
         """First halves by kind, then by batch size, smallest first."""
         self._graph_pool: Any = None
@@ -328,7 +299,7 @@ class Forwards:
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
         kept.token_ids[:num_rows] = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_rows])
-        verified = _Verified(access, seq_lens, drafts)
+        verified = Verified(access, seq_lens, drafts)
         return Forward(
             num_reqs, num_new, kept.logits[:num_rows], kept.token_ids[:num_rows], verified=verified
         )
@@ -380,27 +351,3 @@ def _or_known(likeliest: Tensor, known: Tensor) -> Tensor:
     """Return the token behind each position: the prompt's own where ``known`` has one, not NO_DRAFT, and
     else the likeliest."""
     return torch.where(known == NO_DRAFT, likeliest, known)
-
-
-@dataclass(frozen=True)
-class _KeptResults:
-    """Results of a forward that a step's second half reads, one row for each new position of each request.
-
-    They have the same addresses in steps of all sizes. Only nodes that draft have them.
-    """
-
-    logits: Tensor
-    """float32 [max_rows, vocab_size]"""
-    hidden: Tensor
-    """[max_rows, hidden_size]"""
-    token_ids: Tensor
-    """int64 [max_rows]"""
-
-    @classmethod
-    def create(cls, model: DsaModel, max_rows: int) -> _KeptResults:
-        device = model.device
-        return cls(
-            torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),
-            torch.zeros((max_rows, model.spec.hidden_size), dtype=model.spec.dtype, device=device),
-            torch.zeros(max_rows, dtype=torch.int64, device=device),
-        )

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
-from hisparse_pd.decode_node.request import SwapCounts
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import EngineStats, PeerLane
 
 

@@ -19,11 +19,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple, assert_never
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
+from hisparse_pd.decode_node.peer import Peer, PeerPhase
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.peer_events import (
     InstanceGone,
     PeerEvent,
@@ -34,7 +35,6 @@ from hisparse_pd.decode_node.peer_events import (
     RoomMessage,
     WriterGone,
 )
-from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import PeerLane
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.channels import ControlAddressError, ControlClient, ControlKeys, Heartbeats
@@ -77,52 +77,6 @@ class _EndedLane(NamedTuple):
     noticed_at: float
 
 
-class PeerPhase(StrEnum):
-    """The state of the connection to a peer."""
-
-    AWAY = "away"
-    """No connection. A look-up may be under way."""
-    REGISTERING = "registering"
-    """Connected, Register sent."""
-    READY = "ready"
-    """Registered; heartbeats are exchanged."""
-
-
-@dataclass(eq=False)
-class _Peer:
-    """What is known of one peer. Times are those of ``time.monotonic``."""
-
-    address: PeerAddress
-    node_id: str
-    """The name under which this node registers with it; every peer gets another one."""
-    lookups: LookUps
-    phase: PeerPhase = PeerPhase.AWAY
-    client: ControlClient | None = None
-    instance_id: str = ""
-    """The run that was last registered with; empty once that run is known to have ended."""
-    found_instance_id: str = ""
-    """The run that a look-up found before ``client`` was connected."""
-    instance_heard_at: float = 0.0
-    """When the run ``instance_id`` itself, not a later one, was last heard."""
-    page_size: int = 0
-    lane: str = ""
-    """The lane that the run writes over; empty if it does not say."""
-    lane_reason: str = ""
-    """Why the run chose ``lane``."""
-    last_error: str = ""
-    last_used_at: float = 0.0
-    silent_since: float = 0.0
-    """While REGISTERING: when it was connected, was heard last, or lost the connection, whichever is
-    latest."""
-    register_sent_at: float = 0.0
-    heard_at: float = 0.0
-    """When its last message came."""
-    beat_at: float = 0.0
-    """When the last heartbeat was sent to it."""
-    num_unanswered: int = 0
-    """Heartbeats sent since ``heard_at``. Counting them, and not time, leaves out this node's own pauses."""
-
-
 @dataclass
 class PrefillPeers:
     """All prefill nodes that this engine knows; each rank is a peer of its own. Not thread-safe. Times are
@@ -146,7 +100,7 @@ class PrefillPeers:
     """Messages that closed connections have dropped; ``num_dropped`` adds those of open ones."""
 
     def __post_init__(self) -> None:
-        self._peers: dict[PeerAddress, _Peer] = {}
+        self._peers: dict[PeerAddress, Peer] = {}
         self._events: list[PeerEvent] = []
         """Events that the ``poll`` under way will return."""
         self._num_peers_ever = 0
@@ -171,7 +125,7 @@ class PrefillPeers:
         peer = self._peers.get(address)
         if peer is None:
             self._num_peers_ever += 1
-            peer = self._peers[address] = _Peer(
+            peer = self._peers[address] = Peer(
                 address,
                 f"{self.node_id}-{self._num_peers_ever}",
                 LookUps(self._discovery, address),
@@ -261,7 +215,7 @@ class PrefillPeers:
                     self._give_up(peer, error)
             self._events.append(WriterGone(instance_id))
 
-    def _receive(self, peer: _Peer, now: float) -> None:
+    def _receive(self, peer: Peer, now: float) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
         for message in messages:
             peer.heard_at, peer.num_unanswered = now, 0
@@ -269,7 +223,7 @@ class PrefillPeers:
             if peer.client is None:  # the message made this node give the peer up
                 return
 
-    def _handle(self, peer: _Peer, message: ToDecode, now: float) -> None:
+    def _handle(self, peer: Peer, message: ToDecode, now: float) -> None:
         match message:
             case Registered():
                 self._take_registered(peer, message, now)
@@ -286,7 +240,7 @@ class PrefillPeers:
             case _:
                 assert_never(message)
 
-    def _take_registered(self, peer: _Peer, message: Registered, now: float) -> None:
+    def _take_registered(self, peer: Peer, message: Registered, now: float) -> None:
         """Note that the peer has registered this node, unless it is another run than was looked up."""
         if error := self._why_incompatible(peer, message):
             self._reject(peer, error)
@@ -305,7 +259,7 @@ class PrefillPeers:
         peer.last_error = ""
         self._events.append(PeerReady(peer.address, message.instance_id))
 
-    def _why_incompatible(self, peer: _Peer, message: Registered) -> str:
+    def _why_incompatible(self, peer: Peer, message: Registered) -> str:
         if message.protocol_version != PROTOCOL_VERSION:
             return (
                 f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
@@ -319,7 +273,7 @@ class PrefillPeers:
             )
         return ""
 
-    def _take_refusal(self, peer: _Peer, message: RegistrationRefused, now: float) -> None:
+    def _take_refusal(self, peer: Peer, message: RegistrationRefused, now: float) -> None:
         """Give up a peer that refuses this node for good; register again with one that has forgotten it."""
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
@@ -329,7 +283,7 @@ class PrefillPeers:
             # The peer has forgotten this node: it gave the node up, or was restarted behind the same port.
             self._register(peer, now)
 
-    def _take_lookup(self, peer: _Peer, now: float) -> None:
+    def _take_lookup(self, peer: Peer, now: float) -> None:
         """Take the result of a look-up: connect to the peer, or learn that its run is over."""
         found = peer.lookups.take(now)
         if found is None or (peer.instance_id and peer.instance_id != found.instance_id):
@@ -361,7 +315,7 @@ class PrefillPeers:
             del self._num_ranks[node]
         self._events.append(RanksChanged(node))
 
-    def _connect(self, peer: _Peer, info: BootstrapInfo, now: float) -> None:
+    def _connect(self, peer: Peer, info: BootstrapInfo, now: float) -> None:
         if info.curve != (self.keys is not None):
             theirs, ours = ("encrypted", "plain") if info.curve else ("plain", "encrypted")
             error = (
@@ -382,7 +336,7 @@ class PrefillPeers:
         peer.last_error = f"no answer to the registration at {endpoint}"
         self._register(peer, now)
 
-    def _register(self, peer: _Peer, now: float) -> None:
+    def _register(self, peer: Peer, now: float) -> None:
         peer.phase = PeerPhase.REGISTERING
         peer.register_sent_at = now
         peer.silent_since = max(peer.silent_since, peer.heard_at)
@@ -397,7 +351,7 @@ class PrefillPeers:
         )
         self.send(peer.address, register)
 
-    def _do_what_is_due(self, peer: _Peer, now: float, *, is_wanted: bool) -> None:
+    def _do_what_is_due(self, peer: Peer, now: float, *, is_wanted: bool) -> None:
         """Look the peer up, register with it again, or send it a heartbeat, as its phase requires."""
         match peer.phase:
             case PeerPhase.AWAY:
@@ -416,7 +370,7 @@ class PrefillPeers:
             case _:
                 assert_never(peer.phase)
 
-    def _close_if_idle(self, peer: _Peer, now: float, *, is_wanted: bool) -> None:
+    def _close_if_idle(self, peer: Peer, now: float, *, is_wanted: bool) -> None:
         """Close and forget a peer that nobody has needed for a while: soon if it was never found."""
         was_found = peer.client is not None or peer.instance_id != ""
         keep_secs = IDLE_CLOSE_SECS if was_found else LOOKUP_RETRY_SECS
@@ -428,7 +382,7 @@ class PrefillPeers:
             if not any(other.address.node == peer.address.node for other in self._peers.values()):
                 self._num_ranks.pop(peer.address.node, None)
 
-    def _beat(self, peer: _Peer, now: float) -> None:
+    def _beat(self, peer: Peer, now: float) -> None:
         """Send a heartbeat when it is due, or give up a peer that has left too many unanswered."""
         interval_secs = self.heartbeats.interval_secs
         if now - peer.beat_at < interval_secs:
@@ -442,7 +396,7 @@ class PrefillPeers:
         peer.num_unanswered += 1
         self.send(peer.address, Heartbeat(peer.num_unanswered))
 
-    def _give_up(self, peer: _Peer, error: str) -> None:
+    def _give_up(self, peer: Peer, error: str) -> None:
         """Disconnect, and report the peer lost if its run was registered with."""
         if peer.phase is not PeerPhase.AWAY and peer.instance_id:
             log.warning("%s", error)
@@ -450,19 +404,19 @@ class PrefillPeers:
         self._disconnect(peer)
         peer.last_error = error
 
-    def _reject(self, peer: _Peer, error: str) -> None:
+    def _reject(self, peer: Peer, error: str) -> None:
         """Give the peer up, and report that trying again changes nothing."""
         self._give_up(peer, error)
         self._events.append(PeerRefused(peer.address, error))
 
-    def _end_run(self, peer: _Peer, error: str) -> None:
+    def _end_run(self, peer: Peer, error: str) -> None:
         """Give the peer up, and report that the run that was registered with has ended."""
         self._give_up(peer, error)
         if peer.instance_id:
             self._events.append(InstanceGone(peer.instance_id))
         peer.instance_id = ""
 
-    def _disconnect(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: Peer) -> None:
         peer.phase = PeerPhase.AWAY
         client, peer.client = peer.client, None
         if client is not None:

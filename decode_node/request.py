@@ -10,7 +10,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,9 @@ from hisparse_pd.core.paging.extents import joined
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.request_states import IllegalMove, RequestState, RunStage
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone, first_stepped
@@ -33,34 +35,6 @@ KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.DENSE: (PoolKind.DEVICE, PoolKind.INDEX),
 }
 """The pools in which a request of each mode, or the prefix that it leaves, has KV and indexer keys."""
-
-
-class PeerAddress(NamedTuple):
-    """The address of one rank of a prefill node: the node's bootstrap endpoint and the rank's number."""
-
-    host: str
-    port: int
-    rank: int = 0
-
-    @property
-    def node(self) -> tuple[str, int]:
-        return self.host, self.port
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}" + (f" rank {self.rank}" if self.rank else "")
-
-
-class SwapCounts(NamedTuple):
-    """What the swap-ins of one or more requests have counted."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-
-    def plus(self, other: SwapCounts) -> SwapCounts:
-        return SwapCounts(
-            self.hits + other.hits, self.misses + other.misses, self.evictions + other.evictions
-        )
 
 
 _NO_COUNTS = SwapCounts()

@@ -24,8 +24,9 @@ from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
-from hisparse_pd.decode_node.request import Request, SwapCounts
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.side_stream import SideStream
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.row_check import (

@@ -24,7 +24,8 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.sampling import Sampled
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
-from hisparse_pd.decode_node.forwards import Forward, Forwards
+from hisparse_pd.decode_node.forward_results import Forward
+from hisparse_pd.decode_node.forwards import Forwards
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_counts import RowCounts

@@ -1,7 +1,9 @@
 """Owns the step in flight: who gets a token next, and when a launched step is drawn and read.
 
-Where ``may_follow`` allows it, a step is launched before the previous one is read. Draws under grammars are
-enqueued once that one has been read. Between two turns at most one step is in flight.
+In each turn the engine calls ``carry_out_plan``, then ``advance``. Where ``may_follow`` allows it, a step is
+launched before the previous one is read, so that the device does not wait for the host. What a grammar allows
+depends on the previous tokens: such draws are enqueued when these are read. Between two turns at most one
+step is in flight.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class StepLine:
         """``most_drafts``: the most drafts of a request that a step may verify."""
         self.runner = runner
         self.in_flight: Launched | None = None
+        """The step that is launched and not read."""
         self.has_launched = False
         """Whether the last turn launched a step."""
         self.num_launched = 0
@@ -93,15 +96,15 @@ class StepLine:
             self._draw(launched)
         if self.in_flight is not None and not self.in_flight.feeds_next:
             self.settle()
-        self.draft_choice.turn(len(batch), step.num_new - 1, time.monotonic())
+        self.draft_choice.note_turn(len(batch), step.num_new - 1, time.monotonic())
         return True
 
     def may_follow(self) -> bool:
         """Whether a step may be launched before the one in flight, if there is one, is read.
 
-        After a step with drafts only the device knows the lengths. The host has to know that all requests go
-        on however many drafts are accepted, and that no draw depends on their number. Where steps verify
-        drafts, a request with a grammar rules that out.
+        After a step with drafts only the device knows the lengths. The next step may then follow if all
+        requests go on however many drafts are accepted, and if no draw depends on that number. Where steps
+        may verify drafts, none follows while a request has a grammar.
         """
         if (launched := self.in_flight) is None:
             return True
@@ -149,8 +152,9 @@ class StepLine:
             return None
 
     def _draw(self, launched: Launched) -> None:
-        """Enqueue the draws, once the previous step has been read, and end requests whose grammars cannot say
-        what may follow. An error ends the requests of the step. Raises what ``advance`` raises."""
+        """Enqueue the draws of a step whose previous one has been read. Fail requests whose grammars cannot
+        say which tokens are allowed. An error fails all requests of the step, unless ``advance`` raises it.
+        """
         try:
             launched.draw()
         except Exception as error:
@@ -186,13 +190,13 @@ class StepLine:
                 continue
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
-            # The drafts are taken already if the request is in the next step.
+            # If the request is in the next step already, the device has taken these drafts for that.
             request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
             request.num_tail_tokens -= of_step.num_known
             request.num_drafted += of_step.num_drafted
             if of_step.num_drafted:
                 self._ends.metrics.drafted(of_step.num_drafted)
-                self.draft_choice.verified(of_step.num_drafted, len(of_step.token_ids) - 1)
+                self.draft_choice.note_verified(of_step.num_drafted, len(of_step.token_ids) - 1)
             if of_step.error:
                 message = f"the hot buffer reported {of_step.error}"
                 self._ends.fail(request, 500, message, now)
@@ -201,6 +205,7 @@ class StepLine:
         self._ends.release_ended(now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
+        """Fail the requests of a step that nothing on the device runs any more."""
         log.error("a decode step of %d requests failed", len(batch), exc_info=error)
         message = f"the decode step failed: {type(error).__name__}: {error}"
         for request in batch:

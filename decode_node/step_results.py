@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.core.model.sampling import Sampled
-from hisparse_pd.decode_node.request import SwapCounts
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_state import HotBufferError
 
 TOKEN_COLUMN = 4

@@ -24,9 +24,10 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory
-from hisparse_pd.decode_node.request import Request, SwapCounts
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import copy_prompt
 from hisparse_pd.decode_node.step_results import StepResult
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
     EngineReady,

@@ -6,7 +6,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
-from hisparse_pd.decode_node.request import SwapCounts
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import EngineStats
 from tests.books import land, make_request
 

@@ -18,9 +18,10 @@ from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.queue_moves import QueueMoves
-from hisparse_pd.decode_node.request import PeerAddress, Request
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.reserve import Reserve
