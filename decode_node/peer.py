@@ -46,8 +46,8 @@ class Peer:
     last_error: str = ""
     last_used_at: float = 0.0
     silent_since: float = 0.0
-    """While REGISTERING: when it was connected, was heard last, or lost the connection, whichever is
-    latest."""
+    """The start of its time to register this node: when it was connected, was heard last, or lost the
+    connection, whichever is latest."""
     register_sent_at: float = 0.0
     heard_at: float = 0.0
     """When its last message came."""

@@ -37,7 +37,7 @@ class PlanDraft:
     growths: list[Growth] = field(default_factory=list)
     admissions: dict[Request, Admission] = field(default_factory=dict)
     kept_for_growth: SlotCounts = _NONE
-    """A page for each request that will grow; admissions leave it free. Known once there is a reserve."""
+    """A page for each request that will grow; admissions leave it free. ``make_reserve`` sets it."""
     _reserve: Reserve | None = None
     """What can be given away so that all can still end. None until there is something to give away, which in
     most steps there is not."""

@@ -1,9 +1,9 @@
 """Moves requests that own nothing yet: from their arrival until the scheduler admits them or they fail.
 
-A request is CONNECTING until its prefill node is registered with, then WAITING for slots. It waits without a
-prefill node (``is_local``) if its steps compute all that is missing of its KV, and goes back to CONNECTING
-when that is no longer so. The engine calls ``generate`` for a front's message, and in each turn ``expire``,
-then ``refresh``; ``PlanMoves`` and ``PrefillEvents`` call the others.
+A request is CONNECTING until its prefill node is registered with, then WAITING for slots. One that can have
+all its KV without a prefill node (``local_kv.py``) waits without one, and goes back to CONNECTING when that
+is no longer so. The engine calls ``generate`` for a front's message, and in each turn ``expire``, then
+``refresh``; ``PlanMoves`` and ``PrefillEvents`` call the others.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class QueueMoves:
     # --- the queue ----------------------------------------------------------------------------------
 
     def refresh(self, now: float) -> None:
-        """Queue the requests whose prefill node is registered with, and take the others out of the queue."""
+        """Move requests between CONNECTING and WAITING, by whether their prefill node is registered with."""
         for peer in self.requests.queued_at(RequestState.WAITING):
             if not self.peers.is_registered(peer):
                 for request in tuple(self.requests.queued(RequestState.WAITING, peer)):
@@ -144,8 +144,8 @@ class QueueMoves:
             self.ends.fail(request, 400, error, now)
 
     def wait_locally(self, request: Request) -> bool:
-        """Let a request that owns nothing yet wait without its prefill node, if its steps compute all that is
-        missing of its KV. Returns whether it does."""
+        """Let a request that owns nothing yet wait without a prefill node, if it can have all its KV without
+        one. Returns whether it does."""
 
         def num_held(mode: Mode) -> int:
             found = self.requests.held.find(request.usable_keys, KV_POOLS[mode])
@@ -153,7 +153,7 @@ class QueueMoves:
 
         if not local_modes(request, self.limits, num_held):
             return False
-        request.dense_refusal = ""  # the page size of a node that it does not need
+        request.dense_refusal = ""  # it was for the page size of a node that the request does not need
         deadline = request.arrived_at + self.room_timeout_secs
         self.requests.queue(request, RequestState.WAITING, deadline, is_local=True)
         return True
@@ -165,6 +165,7 @@ class QueueMoves:
         self.requests.queue(request, RequestState.CONNECTING, self._contact_deadline(request, now), peer)
 
     def _contact_deadline(self, request: Request, now: float) -> float:
+        """Return the deadline of a contact that begins now; the time to wait for slots bounds it, too."""
         return min(now + self.contact_timeout_secs, request.arrived_at + self.room_timeout_secs)
 
     def readdress(self, node: tuple[str, int], now: float) -> None:
