@@ -122,17 +122,17 @@ def test_without_drafts_there_is_nothing_to_choose() -> None:
     assert [DraftChoice(0).choose(num_reqs, 0) for num_reqs in (1, 128)] == [0, 0]
 
 
-class Took(DraftChoice):
+class RecordedChoice(DraftChoice):
     def __init__(self) -> None:
         super().__init__(3)
         self.all: list[tuple[int, int, float]] = []
 
-    def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
+    def note_secs(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         self.all.append((num_reqs, num_drafts, secs))
 
 
 def test_turns_are_timed_between_steps_alike() -> None:
-    took = Took()
+    choice = RecordedChoice()
     for num_reqs, num_drafts, now in (
         (2, 3, 1.0),
         (2, 3, 1.5),
@@ -141,5 +141,5 @@ def test_turns_are_timed_between_steps_alike() -> None:
         (0, 0, 9.0),
         (2, 0, 20.0),
     ):
-        took.note_turn(num_reqs, num_drafts, now)
-    assert took.all == [(2, 3, 0.5), (2, 0, 0.25)]
+        choice.note_turn(num_reqs, num_drafts, now)
+    assert choice.all == [(2, 3, 0.5), (2, 0, 0.25)]
