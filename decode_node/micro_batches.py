@@ -57,6 +57,7 @@ class MicroBatches:
             return self._forward(token_ids, new)
 
     def _forward(self, token_ids: Tensor, new: NewPositions) -> tuple[Tensor, Tensor | None]:
+        # Prepare a forward for each micro-batch: a generator, which launches a layer a turn.
         num_parts = len(self._parts)
         planning = _OneAtATime(token_ids.device)
         forwards = []
@@ -70,13 +71,14 @@ class MicroBatches:
                 )
                 step = _MicroBatchStep(self._tables, part, of_part, planning, self._copies, self._backup)
                 forwards.append(self._model.forward_by_layer(token_ids[every], step.positions, step, None))
+        # Launch a layer of each micro-batch in turn.
         spec = self._model.spec
         logits = token_ids.new_empty((len(token_ids), spec.vocab_size), dtype=torch.float32)
         hidden = None
         if spec.num_draft_layers:
             hidden = token_ids.new_empty((len(token_ids), spec.hidden_size), dtype=spec.dtype)
         running = list(range(num_parts))
-        while running:  # launch a layer of each micro-batch in turn
+        while running:
             for number in list(running):
                 with self._parts[number].stream.use():
                     try:
@@ -149,7 +151,8 @@ class _MicroBatchStep(DeviceStep):
                 self._device_slots = plan_misses(
                     positions, self._requests, group=self._hot_group(layer), miss_plan=self._miss_plan
                 )
-        wait_for(self._copies.begin(self._miss_plan, self._spec.kv_layers_filled_at[layer]))
+        copied = self._copies.begin(self._miss_plan, self._spec.kv_layers_filled_at[layer])
+        wait_for(copied)
         return self.device_slots
 
 

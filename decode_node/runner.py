@@ -203,7 +203,7 @@ class Launched:
         knows how many of them are accepted."""
         return [entry.most_drafts for entry in self.entries]
 
-    def leave(self) -> None:
+    def take_requests_out(self) -> None:
         """Take the requests out of the step. Called just before its tokens are read, or when it failed."""
         for entry in self.entries:
             entry.request.leave_step(entry.num_sure, entry.num_unsure)

@@ -91,20 +91,21 @@ class StepLine:
         self.has_launched = launched is not None
         previous, self.in_flight = self.in_flight, launched
         if previous is not None:
-            self._commit(previous)
+            self._commit(previous)  # while the device computes the step just launched
         if launched is not None:
-            self._draw(launched)
+            self._draw(launched)  # with the grammars behind the tokens just committed
         if self.in_flight is not None and not self.in_flight.feeds_next:
-            self.settle()
+            self.settle()  # the next launch needs this step's results
         self.draft_choice.note_turn(len(batch), step.num_new - 1, time.monotonic())
         return True
 
     def may_follow(self) -> bool:
         """Whether a step may be launched before the one in flight, if there is one, is read.
 
-        After a step with drafts only the device knows the lengths. The next step may then follow if all
-        requests go on however many drafts are accepted, and if no draw depends on that number. Where steps
-        may verify drafts, none follows while a request has a grammar.
+        After a step with drafts only the device knows the lengths. The next step may then follow if every
+        request takes just the likeliest tokens, so that no draw depends on the number of accepted drafts,
+        and goes on whatever this number is. Where steps may verify drafts, none follows while a request has a
+        grammar.
         """
         if (launched := self.in_flight) is None:
             return True
@@ -118,7 +119,7 @@ class StepLine:
         )
 
     def settle(self) -> None:
-        """Commit the step in flight, so that no step uses memory of any request."""
+        """Commit the step in flight, if there is one. No step uses any request's memory then."""
         if (previous := self.in_flight) is not None:
             self.in_flight = None
             self._commit(previous)
@@ -162,7 +163,7 @@ class StepLine:
                 raise
             launched.wait()
             self.in_flight = None
-            launched.leave()
+            launched.take_requests_out()
             self._fail_step(launched.batch, error)
             return
         for request in launched.batch:
@@ -173,7 +174,7 @@ class StepLine:
     def _commit(self, launched: Launched) -> None:
         """Hand out the tokens of a step, and end the requests for which they are the last. A request that is
         already in the next step keeps its slots until that is read."""
-        launched.leave()
+        launched.take_requests_out()
         try:
             results = launched.result()
         except torch.AcceleratorError:
@@ -190,7 +191,7 @@ class StepLine:
                 continue
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
-            # If the request is in the next step already, the device has taken these drafts for that.
+            # A next step that is launched already has taken these drafts, on the device.
             request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
             request.num_tail_tokens -= of_step.num_known
             request.num_drafted += of_step.num_drafted

@@ -320,7 +320,7 @@ class Bench:
         return 1 + self._choice.choose(len(self.requests), most)
 
     def _commit(self, launched: Any) -> None:
-        launched.leave()
+        launched.take_requests_out()
         for request, result in zip(launched.batch, launched.result(), strict=True):
             if result.error:
                 raise RuntimeError(f"a step reported {result.error}")

@@ -50,9 +50,11 @@ from tools.bench.swap_in import add_options, swap_ins
 
 HOME: Final = "cuda:0"
 """The GPU that is measured."""
-RANK, ROPE, TOP_K = 512, 64, 2048
+HEADS, RANK, ROPE, TOP_K = 128, 512, 64, 2048
 INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
 NUM_SLOTS: Final = 1 << 20
+SCALE: Final = 0.04
+"""Factor of attention's scores, on which no time depends."""
 NUM_CALLS: Final = 8
 """Calls in a graph, each with inputs of its own."""
 COLD_BYTES: Final = 256 << 20
@@ -80,7 +82,7 @@ def attention(options: argparse.Namespace) -> Cells:
                     )
                 except AttentionBackendError:
                     continue
-                us = graph_us([partial(backend.attend, q, pool, slots, 0.04) for slots in calls])
+                us = graph_us([partial(backend.attend, q, pool, slots, SCALE) for slots in calls])
                 flops = 2 * batch * options.heads * TOP_K * (2 * RANK + ROPE)
                 yield {
                     "kv_format": name,
@@ -145,9 +147,10 @@ def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, A
     logits_us = graph_us([partial(logits, call) for call in range(num_calls)])
     top_k_us = graph_us([top_k] * num_calls)
     seen = torch.full((batch,), context, device=HOME)
-    for some in range(0, batch, 8):
-        expected = select_topk(scratch.logits[some : some + 8, :context], seen[some : some + 8], TOP_K)
-        if not torch.equal(out[some : some + 8], expected):
+    for first in range(0, batch, 8):
+        rows_now = slice(first, first + 8)
+        expected = select_topk(scratch.logits[rows_now, :context], seen[rows_now], TOP_K)
+        if not torch.equal(out[rows_now], expected):
             raise RuntimeError(f"{keys}, batch {batch}, context {context}: another top-k than torch's")
     floor_us = key_bytes / peak_gb_s / 1e3
     return {
@@ -188,23 +191,24 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     positions = torch.arange(first, context, device=HOME)
     real = torch.tensor([num_tokens], dtype=torch.int32, device=HOME)
     queries = torch.zeros_like(positions), positions, real
-    # The indexer's logits, by keys in the pool and by unpacked ones, and the top-k.
+    # The indexer's logits and the top-k. Keys are read from the pool for each query alone, or for several
+    # queries that share what is read, or are unpacked first.
     unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
     first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
     shape = (num_tokens, -(-context // 64) * 64)
-    of_paged, of_unpacked = (torch.zeros(shape, device=HOME) for _ in range(2))  # logits
+    paged_out, unpacked_out = (torch.zeros(shape, device=HOME) for _ in range(2))
     block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
 
     def paged_logits(is_prompt: bool) -> None:
         triton_indexer.write_logits(
-            q_index, weights, keys, pages[None], *queries, of_paged, page_size=PAGE_SIZE, top_k=0,
+            q_index, weights, keys, pages[None], *queries, paged_out, page_size=PAGE_SIZE, top_k=0,
             key_format=FP8_E4M3, is_prompt=is_prompt, **block,
         )  # fmt: skip
 
     def unpacked_logits() -> None:
         key_format.unpack(keys, pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
         gluon_indexer.write_logits(
-            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, of_unpacked,
+            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, unpacked_out,
             top_k=0, **block,
         )  # fmt: skip
 
@@ -214,23 +218,23 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     }
     if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, device):
         us["logits_unpacked_us"] = graph_us([unpacked_logits])
-        if not torch.equal(of_paged, of_unpacked):
+        if not torch.equal(paged_out, unpacked_out):
             raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
     selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
-    us["top_k_us"] = graph_us([partial(select, of_paged, *queries, selected, num_rows=1, **block)])
+    us["top_k_us"] = graph_us([partial(select, paged_out, *queries, selected, num_rows=1, **block)])
     # Attention to what was selected, by items in the pool and by unpacked ones.
-    q = torch.randn((num_tokens, 128, RANK + ROPE), device=HOME).bfloat16()
-    sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": 128, "top_k": TOP_K}
-    whole = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)
+    q = torch.randn((num_tokens, HEADS, RANK + ROPE), device=HOME).bfloat16()
+    sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": HEADS, "top_k": TOP_K}
+    unpacked_items = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)
     num_columns = (positions + 1).clamp(max=TOP_K).int()
-    reads_pool, for_prompts = choose_backend("auto", **sizes), choose_prompt_backend("auto", **sizes)
+    pool_backend, prompt_backend = choose_backend("auto", **sizes), choose_prompt_backend("auto", **sizes)
 
     def attend_unpacked() -> None:
-        items_format.unpack(items, pages, PAGE_SIZE, whole)
-        for_prompts.attend(q, whole.view(torch.uint8), selected, 0.04, num_columns)
+        items_format.unpack(items, pages, PAGE_SIZE, unpacked_items)
+        prompt_backend.attend(q, unpacked_items.view(torch.uint8), selected, SCALE, num_columns)
 
-    us["attention_us"] = graph_us([partial(reads_pool.attend, q, items, selected, 0.04)])
-    if for_prompts.kv_format != items_format:
+    us["attention_us"] = graph_us([partial(pool_backend.attend, q, items, selected, SCALE)])
+    if prompt_backend.kv_format != items_format:
         us["attention_unpacked_us"] = graph_us([attend_unpacked])
     return us
 
@@ -241,11 +245,11 @@ def experts(options: argparse.Namespace) -> Cells:
     for weights in options.weights:
         dtype = FP8 if weights == "fp8" else torch.bfloat16
         routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))
-        for of_kind in (routed.gate_up, routed.down):
-            for values in of_kind.values:  # random bytes: a product's time does not depend on them
+        for matrices in (routed.gate_up, routed.down):
+            for values in matrices.values:  # random, since a product's time does not depend on them
                 values.copy_(torch.randn(values.shape, device=HOME) / 64)
-            if of_kind.scales is not None:
-                of_kind.scales.fill_(1.0)
+            if matrices.scales is not None:
+                matrices.scales.fill_(1.0)
         for num_tokens in options.tokens:
             inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
             num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
@@ -286,19 +290,18 @@ def row_checks(options: argparse.Namespace) -> Cells:
             state.set_index_pages(0, 0, pages)
             slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
             store_row_checks(checks, slots, pool, slots, positions, layers)
-            landed = partial(check_dense_row, state, 0, pool, context)
-            ones = [(slots[i : i + 1], positions[i : i + 1]) for i in range(NUM_CALLS)]
-            checked = graph_us([partial(row_checks_of, pool, slots, positions)])
-            passed = graph_us([landed])
+            new_items = [(slots[i : i + 1], positions[i : i + 1]) for i in range(NUM_CALLS)]
+            checked_us = graph_us([partial(row_checks_of, pool, slots, positions)])
+            landed_us = graph_us([partial(check_dense_row, state, 0, pool, context)])
             if int(state.error_flags[0]):
                 raise RuntimeError("a row that is right was found to be wrong")
             yield {
                 "item_bytes": item_bytes,
                 "context": context,
-                "landed_us": passed,
-                "landed_gb_s": item_bytes * context * options.layers / passed["median"] / 1e3,
-                "checked_us": checked,
-                "checked_gb_s": item_bytes * context * options.layers / checked["median"] / 1e3,
+                "landed_us": landed_us,
+                "landed_gb_s": item_bytes * context * options.layers / landed_us["median"] / 1e3,
+                "checked_us": checked_us,
+                "checked_gb_s": item_bytes * context * options.layers / checked_us["median"] / 1e3,
                 "stored_us": graph_us(
                     [
                         partial(store_row_checks, checks, slots, pool, slots, positions, layers[n : n + 1])
@@ -306,7 +309,10 @@ def row_checks(options: argparse.Namespace) -> Cells:
                     ]
                 ),
                 "one_stored_us": graph_us(
-                    [partial(store_row_checks, checks, slot, pool, slot, at, layers) for slot, at in ones]
+                    [
+                        partial(store_row_checks, checks, slot, pool, slot, at, layers)
+                        for slot, at in new_items
+                    ]
                 ),
             }
 
@@ -316,7 +322,7 @@ def main() -> None:
     names = parser.add_subparsers(dest="name", required=True)
     own = names.add_parser("attention")
     own.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    own.add_argument("--heads", type=int, default=128)
+    own.add_argument("--heads", type=int, default=HEADS)
     own.add_argument("--kv-format", nargs="+", default=[BFLOAT16, FP8_E4M3], choices=FORMAT_NAMES)
     own.set_defaults(measure=attention)
     own = names.add_parser("indexer")
