@@ -261,7 +261,7 @@ def _rendezvous(body: GeneratingBody, samples_per_prompt: Sequence[int]) -> tupl
         Rendezvous(
             _bootstrap_host(host.value),
             DEFAULT_BOOTSTRAP_PORT if port.value is None else port.value,
-            derive_room(room.value, room.index),
+            derive_room(room.value, room.sample_index),
         )
         for host, port, room in zip(hosts, ports, rooms, strict=True)
     )
@@ -274,7 +274,7 @@ class _Spread(NamedTuple):
     """A field's value for one sample, and the sample's index among those that share this entry."""
 
     value: Any
-    index: int
+    sample_index: int
 
 
 def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[_Spread]:
