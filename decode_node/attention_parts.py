@@ -27,7 +27,7 @@ from hisparse_pd.kernels.swap_in import plan_misses, replay_misses
 NUM_PARTS: Final = 2
 """Parts of a batch that is split. Four were as fast at 128 requests, and slower at 64."""
 COPY_BLOCKS: Final = 12
-"""Multiprocessors that copies take from the computing; so few fill PCIe."""
+"""Multiprocessors that copies use: no more are needed to fill PCIe."""
 TAKEN_SMS: Final = 16
 """Multiprocessors that attention leaves to copies. With blocks for the whole GPU, those that find no place
 beside a copy would run after the others, and attention would take twice as long."""
@@ -85,14 +85,14 @@ class AttentionParts:
                 requests.req_rows[rows],
                 num_real[number : number + 1],
             )
-            # Parts attend in order, each after its own copies; beside the last one, none are left.
+            # Parts attend in order, each after its own copies: the last one has the GPU to itself.
             attention = self._alone if rows.stop == num_reqs else self._beside
             parts.append(Part(rows, of_part, attention, self._copies.miss_plans[number], self._copies))
         return parts
 
 
 class Part:
-    """Some requests of a step. ``rows``: the step's rows that are theirs, one for each request."""
+    """Some requests of a step. ``rows``: their rows in the step, one for each request."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class Part:
         self.copy_misses(kv_layers)
 
     def copy_misses(self, kv_layers: Sequence[int]) -> None:
-        """Begin to copy the same misses in ``kv_layers``, beside what the current stream gets from now on."""
+        """Begin to copy the misses that ``page_in`` found, in ``kv_layers``, beside what the current stream
+        gets from now on."""
         if kv_layers:
             self._copied = self._copies.begin(self._miss_plan, kv_layers)
 

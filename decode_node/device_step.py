@@ -1,5 +1,8 @@
-"""The model's view of the pools in one decode forward, which dense and hisparse requests share. To the model
-each new position of a request, its newest token's and its drafts', is a row of its own.
+"""The model's view of the pools in one decode forward, which dense and hisparse requests share.
+
+``DeviceStep`` is the ``KvAccess`` that the model calls in each layer: it writes new KV, selects positions,
+swaps their items in, attends, and backs new items up on the host. To the model each new position of a
+request, its newest token's and its drafts', is a row of its own.
 
 All of it is device work that a CUDA graph can capture. Everything about the batch that changes from step to
 step (rows, lengths, how many requests are real) is in tensors with fixed addresses. Padding, which comes
@@ -30,12 +33,14 @@ from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, replay_miss
 class NewPositions:
     """The new positions of a step's requests, and which of them a forward has rows for.
 
-    Each request has ``num_new`` new positions, the last before its ``seq_lens``. The forward has rows for
-    those from number ``first_row`` on, a request's next to each other; forwards before it wrote the others.
+    Each request has ``num_new`` new positions, which end at its ``seq_lens``. The forward has rows for those
+    from number ``first_row`` on, a request's next to each other. Earlier forwards, those of drafts, have
+    written the positions before.
     """
 
     seq_lens: Tensor
-    """int64 [num_reqs]; padding has values, too, that may be used as indices."""
+    """int64 [num_reqs]: lengths, all new positions included. Padding has lengths, too, that may be used as
+    indices."""
     req_rows: Tensor
     """int64 [num_reqs]: rows of the tables; padding has some, too."""
     num_real_reqs: Tensor
@@ -43,8 +48,8 @@ class NewPositions:
     num_new: int = 1
     first_row: int = 0
     ends: Tensor | None = None
-    """int64 [num_reqs], in steps with drafts: where each request's positions end that have slots and room in
-    the hot buffer. Rows from there on leave no trace and give nothing that is used."""
+    """int64 [num_reqs], in steps with drafts: the end of each request's positions that have slots, and room
+    in the hot buffer. Rows behind it write to the scratch slots, and their results are not used."""
 
     @property
     def rows_of_request(self) -> int:
@@ -75,7 +80,7 @@ class NewPositions:
         )
 
     def count_real_rows(self) -> Tensor:
-        """int32 [1]: rows of the forward before those of padding."""
+        """Return the number of rows before those of padding: int32 [1]."""
         if self.rows_of_request == 1:
             return self.num_real_reqs
         return self.num_real_reqs * self.rows_of_request
@@ -101,10 +106,10 @@ class NewPositions:
 class DeviceStep:
     """The ``KvAccess`` of one decode forward over ``new`` positions.
 
-    Without drafts, new items leave for the host in the stream ``backup`` while the last layer attends. The
-    caller joins that stream behind the forward, before it drops this object, whose tensors are read there.
-    None: they leave in the current stream. With drafts (``new.ends``), only the draws tell what is to reach
-    the host: see ``back_up``.
+    Without drafts, new items are copied to the host in the stream ``backup`` while the last layer attends.
+    The caller joins that stream after the forward, before it drops this object, whose tensors the copy reads.
+    Without ``backup``, the current stream copies. With drafts (``new.ends``), the caller calls ``back_up``
+    once it is known which are accepted.
     """
 
     def __init__(
@@ -135,7 +140,8 @@ class DeviceStep:
 
     @property
     def device_slots(self) -> Tensor:
-        """int32 [num_rows, index_topk]: where the items are that the last layer attended to, -1 for none."""
+        """int32 [num_rows, index_topk]: the device slots of the items that the latest ``page_in`` brought, -1
+        for none."""
         if self._device_slots is None:
             raise RuntimeError("no index group has been paged in")
         return self._device_slots
@@ -177,6 +183,7 @@ class DeviceStep:
             self._replay_misses(kv_layers)
             return self.device_slots
         memory, hot_group = self._memory, self._hot_group(layer)
+        # Later layers of the hot group miss the same positions: they replay the copies of this one.
         is_replayed = len(self._spec.kv_layers_of_hot_group[hot_group]) > 1
         device_slots = swap_in(
             self._new.expand_to_all_new(positions),
@@ -249,12 +256,18 @@ class DeviceStep:
         return range(self._spec.num_kv_layers - self._spec.num_draft_layers)
 
     def _store_checks(self, layers: range) -> None:
-        """Store row checks of the new rows, which are written in all ``layers`` of the pools, in one launch.
-        Nothing looks at them before the next step."""
+        """Store row checks of the new rows in one launch, once all ``layers`` have written them. Nothing
+        looks at them before the next step."""
         memory, rows = self._memory, self._rows
         if memory.row_checks is not None:
-            at = rows.device_slots, rows.positions
-            store_row_checks(memory.row_checks, rows.index_slots, memory.k_dev, *at, layers)
+            store_row_checks(
+                memory.row_checks,
+                rows.index_slots,
+                memory.k_dev,
+                rows.device_slots,
+                rows.positions,
+                layers,
+            )
 
     def _start_backup(self) -> None:
         """Copy new tokens, which all layers have written, to the host, and store their checks; meanwhile the

@@ -2,8 +2,8 @@
 
 ``Discovery`` owns the threads of one engine. Each peer of ``PrefillPeers`` has ``LookUps``, which asks its
 endpoint from time to time and keeps at most one result. ``instance_id`` names one run of a prefill node,
-from its start to its end. A look-up tells what was so when it began: its result says nothing about a run with
-which this node has registered since.
+from its start to its end. A result holds for the time at which the look-up began: it says nothing about a run
+with which this node has registered since.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hisparse_pd.base.access import PeerList
-from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
 from hisparse_pd.protocol.channels import ControlKeys
 
@@ -64,8 +64,11 @@ class LookUps:
         self._discovery = discovery
         self._address = address
         self._future: Future[BootstrapInfo] | None = None
+        """The look-up that was begun last, until its result is taken."""
         self._instance_id = ""
+        """The run that was registered with when it began."""
         self._next_at = 0.0
+        """The earliest time of the next one."""
 
     @property
     def is_under_way(self) -> bool:

@@ -1,11 +1,16 @@
 """Decides how many drafts a step verifies: the number that has brought most tokens a second. Pure.
 
-``StepLine`` calls ``choose`` before it launches a step, ``verified`` for each request of a step that it has
-read, and ``turn`` at the end of each turn. From these, ``DraftChoice`` knows the seconds of a step by size of
-the batch and number of drafts, and for each place in the chain of drafts how often a draft was right when
-those before it were. Numbers that a size of batch has not tried come first, and neighbours of the best one
-are tried again from time to time. The rate of a place is forgotten while no step tries it, so that text whose
-drafts are wrong does not decide for good. The choice changes no token, only when it comes.
+More drafts bring more tokens if they are right, and make a step longer. Both are measured while the node
+serves: ``StepLine`` calls ``choose`` before it launches a step, ``note_verified`` for each request of a step
+that it has read, and ``note_turn`` at the end of each turn. ``DraftChoice`` thus knows two things:
+
+- the seconds of a step, by size of the batch and number of drafts. Numbers that a size of batch has not tried
+  come first, and neighbours of the best one are tried again from time to time.
+- for each place in the chain of drafts, the rate: how often the draft there was right when those before it
+  were. It is forgotten while no step tries the place, so that one text with bad drafts does not decide for
+  good.
+
+The choice changes when tokens come, and never which.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FIRST_STEPS = 6
 """Steps with a number of drafts, at a size of batch, before that number is judged."""
@@ -26,14 +32,14 @@ alternate."""
 _OLD_SHARE = 0.9
 """Weight of the old average of a step's seconds against the next value."""
 _MAX_JUMP = 1.25
-"""Bound of a step's seconds, up and down, relative to their average: a longer step did other work too, and
-the one after it looks short for that, so that neither decides anything alone."""
+"""Most by which one step's seconds count as longer or shorter than their average: a turn that did other work
+looks long, and the next one looks short."""
 _MIN_STEP_SECS = 1e-6
 """Lower bound of a step's seconds, above 0 since speeds are divided by it."""
 _OLD_TRIES = 0.999
-"""Factor of a place's counts at each try."""
+"""Factor of a place's counts at each try, so that recent tries count most."""
 _UNTRIED = 0.995
-"""Factor of a place's counts at each step without a try."""
+"""Factor of a place's counts at each step without a try, so that its rate goes back to the first guess."""
 _FIRST_GUESS = 0.7
 """Rate of a place before any try; it counts as one try."""
 
@@ -69,10 +75,16 @@ class _Size:
     until_probe: int = PROBE_EVERY
     """Steps until the next trial of another number."""
     probe: int = 0
-    """The number of drafts that is tried, for ``probe_steps`` more steps."""
+    """The number of drafts that the trial under way tries."""
     probe_steps: int = 0
+    """Steps that are left of the trial; 0 without one."""
     probes_up: bool = False
     """Whether the last trial was of a larger number; trials go up and down by turns."""
+
+
+class _TurnStep(NamedTuple):
+    num_reqs: int
+    num_drafts: int
 
 
 class DraftChoice:
@@ -82,11 +94,11 @@ class DraftChoice:
         self._max_drafts = max_drafts
         self._sizes: dict[int, _Size] = {}
         self._tries = [0.0] * max_drafts
-        """Verified drafts at each place whose predecessors were right, fading."""
+        """Verified drafts at each place, if all before it were right; old ones count less."""
         self._rights = [0.0] * max_drafts
         """How many of ``_tries`` were right."""
-        self._last: tuple[int, int] | None = None
-        """Numbers of requests and of drafts of the step that ended at ``_last_at``."""
+        self._last: _TurnStep | None = None
+        """The step of the last turn, which ended at ``_last_at``; None if it had none."""
         self._last_at = 0.0
 
     @property
@@ -126,29 +138,29 @@ class DraftChoice:
                 size.probe, size.probe_steps = other, PROBE_STEPS
         return size.present
 
-    def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
+    def note_turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
         """Record the end of a turn with a step of ``num_reqs`` requests; 0: without one.
 
         A step may be read a turn after its launch, so what counts is the time between the ends of two turns
         with like steps.
         """
-        step = (num_reqs, num_drafts) if num_reqs else None
+        step = _TurnStep(num_reqs, num_drafts) if num_reqs else None
         if step is not None and step == self._last:
-            self.took(num_reqs, num_drafts, now - self._last_at)
+            self.note_secs(num_reqs, num_drafts, now - self._last_at)
         self._last, self._last_at = step, now
 
-    def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
+    def note_secs(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         """Record that a step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
         size, secs = self._size(num_reqs), max(secs, _MIN_STEP_SECS)
         average, first = size.secs[num_drafts], size.first_secs[num_drafts]
-        if len(first) < FIRST_STEPS:  # one of which may have compiled something
+        if len(first) < FIRST_STEPS:  # the median leaves out one that compiled something
             first.append(secs)
             size.secs[num_drafts] = statistics.median(first)
         else:
             bounded = min(max(secs, average / _MAX_JUMP), average * _MAX_JUMP)
             size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * bounded
 
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
+    def note_verified(self, num_drafts: int, num_accepted: int) -> None:
         """Record that ``num_accepted`` of a request's ``num_drafts`` were accepted."""
         for place in range(min(num_drafts, num_accepted + 1)):
             self._tries[place] = _OLD_TRIES * self._tries[place] + 1

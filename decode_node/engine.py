@@ -1,6 +1,7 @@
 """The decode node's engine: it builds the parts, and each turn of its loop calls them in order.
 
-Look-ups of prefill nodes and writes into the registered pools run beside the loop's thread.
+A turn receives (front messages, what prefill nodes say, deadlines, compiled grammars), then makes a step.
+Look-ups of prefill nodes and their writes into the registered pools go on beside the loop's thread.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Pools
 from hisparse_pd.core.paging.prompt_keys import PromptKeys
+from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.plan_moves import PlanMoves
 from hisparse_pd.decode_node.prefill_events import PrefillEvents
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import PeerAddress, RequestState, RunStage
-from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.queue_moves import QueueMoves
+from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import make_runner
 from hisparse_pd.decode_node.scrub import Scrubber
@@ -42,7 +46,7 @@ from hisparse_pd.decode_node.sizing import (
     size_device_pool,
 )
 from hisparse_pd.decode_node.step_line import StepLine
-from hisparse_pd.decode_node.step_masks import GrammarLate, ask_for_grammar, follow
+from hisparse_pd.decode_node.step_masks import GrammarLate, ask_for_grammar, take_matcher
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import (
     Abort,
@@ -58,11 +62,11 @@ from hisparse_pd.transfer.lane_host import LaneHost
 log = logging.getLogger(__name__)
 
 MAX_TURN_SECS = 1.0
-"""In a longer turn the process may have been stopped: quarantines do not count its time beyond this."""
+"""Most time of a turn that counts for quarantines: in a longer turn the process may have been stopped."""
 
 
 class DecodeEngine(EngineLoop[DecodeSettings]):
-    """The parts of one decode engine; ``RequestLife`` handles what happens to requests."""
+    """The parts of one decode engine; ``QueueMoves``, ``PlanMoves`` and ``EndMoves`` move the requests."""
 
     role = "decode"
 
@@ -116,25 +120,34 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             allowed=self._allowed,
             lane_host=self._lane_host,
         )
-        self.lifecycle = RequestLife(
+        self.end_moves = EndMoves(
+            self.requests, self.tables, self.peers, self.metrics, send, settings.stream_interval
+        )
+        self.queue_moves = QueueMoves(
             limits=self.limits,
             policy=settings.hisparse,
             room_timeout_secs=settings.room_timeout_secs,
             requests=self.requests,
+            peers=self.peers,
+            ends=self.end_moves,
+        )
+        self.plan_moves = PlanMoves(
+            limits=self.limits,
+            requests=self.requests,
             tables=self.tables,
             peers=self.peers,
             metrics=self.metrics,
-            send=send,
-            stream_interval=settings.stream_interval,
+            queue=self.queue_moves,
+            ends=self.end_moves,
         )
-        self.prefill_events = PrefillEvents(self.lifecycle)
+        self.prefill_events = PrefillEvents(self.queue_moves, self.plan_moves)
         send(EngineLoading("kernels and CUDA graphs"))
         self.steps = StepLine(
             make_runner(settings, model, self.tables),
             self._lockstep,
             self.requests,
             self.tables,
-            self.lifecycle,
+            self.plan_moves,
             most_drafts=settings.speculative_num_steps,
             scrubber=Scrubber(self.tables),
         )
@@ -159,8 +172,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.steps.settle()
         now = time.monotonic()
         for request in self.requests.all():
-            self.lifecycle.fail(request, 503, "the decode node is shutting down", now)
-        self.lifecycle.release_ended(now, waits=True)
+            self.end_moves.fail(request, 503, "the decode node is shutting down", now)
+        self.end_moves.release_ended(now, waits=True)
         self.peers.close()
         if self._lane_host is not None:
             self._lane_host.close()
@@ -178,8 +191,10 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self._receive_from_fronts(now)
         for event in self.peers.poll(now, self._wanted_peers()):
             self.prefill_events.handle(event, now)
-        self.lifecycle.expire(now)
-        self.lifecycle.refresh_queue(now)
+        self.end_moves.release_ended(now)
+        self.prefill_events.expire_quarantine(now)
+        self.queue_moves.expire(now)
+        self.queue_moves.refresh(now)
         self._follow_grammars(now)
 
     def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
@@ -187,9 +202,9 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             case GenerateGroup():
                 self._generate(message, now)
             case Abort():
-                self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
+                self.end_moves.abort(message.request_id, now, has_finished=message.has_finished)
             case ReleaseQuarantine():
-                self.lifecycle.release_quarantine(message.instance_id, now)
+                self.prefill_events.release_quarantine(message.instance_id, now)
             case _:
                 assert_never(message)
 
@@ -198,7 +213,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         prompt_keys = None
         if not self._settings.disable_prefix_cache:
             prompt_keys = PromptKeys.of(message.root, message.prompt, self.limits.page_size)
-        token_ids = None
+        token_ids = None  # see ``Request.prompt_token_ids``
         if any(sample.sampling.needs_prompt for sample in message.samples):
             prompt = unpack_token_ids(message.prompt)
             num_resumed = message.samples[0].sampling.num_resumed_tokens
@@ -206,7 +221,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             token_ids = np.concatenate([token_ids, prompt[len(prompt) - num_resumed :]])
         first = None
         for sample in message.samples:
-            request = self.lifecycle.generate(
+            request = self.queue_moves.generate(
                 sample, message.root, message.prompt, now, prompt_keys, token_ids, first
             )
             first = first or request
@@ -218,11 +233,11 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         for request in self.requests.select(RequestState.RUNNING):
             if request.run_stage is RunStage.AWAITS_GRAMMAR:
                 try:
-                    follow(request, self.grammars, now)
+                    take_matcher(request, self.grammars, now)
                 except GrammarError as error:
-                    self.lifecycle.grammar_failed(request, error, now)
+                    self.end_moves.grammar_failed(request, error, now)
                 except GrammarLate as error:
-                    self.lifecycle.fail(request, 503, str(error), now)
+                    self.end_moves.fail(request, 503, str(error), now)
 
     def _wanted_peers(self) -> set[PeerAddress]:
         """Return the prefill nodes that a request or a quarantined room waits for."""
@@ -237,7 +252,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.steps.carry_out_plan(time.monotonic())
         if not self.steps.advance(is_stopping=self._is_stopping):
             self._has_stopped = True
-        # A step brings tokens to follow, and may free slots for requests that sat it out.
+        # The next turn comes at once: after a step, which brings tokens and may free slots for requests that
+        # sat it out, and while a request ends, is filled or can go on.
         return (
             self.steps.has_launched
             or bool(self.requests.select(RequestState.ENDING))

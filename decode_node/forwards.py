@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +26,10 @@ from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, 
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.draft_chain import draft_chain
 from hisparse_pd.decode_node.drafting import NO_DRAFT
+from hisparse_pd.decode_node.forward_results import Forward, KeptResults, Verified
 from hisparse_pd.decode_node.micro_batches import MicroBatches
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.row_outcomes import DraftsToVerify, RowOutcomes
+from hisparse_pd.decode_node.row_outcomes import RowOutcomes
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
     SPLITS,
@@ -44,36 +44,30 @@ from hisparse_pd.decode_node.step_buffers import StepInputs
 from hisparse_pd.decode_node.step_results import TOKEN_COLUMN, join_plain, join_verified
 
 log = logging.getLogger(__name__)
-UNTRIED = Split.PARTS
-"""The way to split a batch where no way was measured."""
+UNMEASURED_SPLIT = Split.PARTS
+"""How a batch is split where no way was measured: without CUDA graphs, or in pools too small for a trial."""
 
 
-@dataclass(frozen=True)
-class Forward:
-    """The results of a step's first half, for the draws and for ``Forwards.follow``."""
+class _GraphKind(NamedTuple):
+    """What first halves have in common that are captured for several batch sizes."""
 
-    num_reqs: int
     num_new: int
-    logits: Tensor
-    """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
-    token_ids: Tensor
-    """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; the prompt's own where it
-    goes on."""
-    results: Tensor | None = None
-    """What the host reads after a step without drafts (``join_plain``); ``token_ids`` is a column of it.
-    None in steps that verify drafts."""
-    verified: _Verified | None = None
-    """None in steps without drafts."""
+    """New positions of each request."""
+    is_split: bool
 
 
-@dataclass(frozen=True)
-class _Verified:
-    """What acceptance needs of a forward that verifies drafts."""
+class CapturedForward(NamedTuple):
+    """A captured first half. Replaying ``graph`` writes the tensors of ``forward`` again."""
 
-    access: DeviceStep
-    seq_lens: Tensor
-    """int64 [num_reqs]: lengths before the step, the newest token included."""
-    drafts: DraftsToVerify
+    graph: torch.cuda.CUDAGraph
+    forward: Forward
+
+
+class _CapturedFollow(NamedTuple):
+    """A captured second half. Replaying ``graph`` writes ``results``, which the host reads, again."""
+
+    graph: torch.cuda.CUDAGraph
+    results: Tensor
 
 
 class Forwards:
@@ -109,26 +103,23 @@ class Forwards:
             copies = MissCopies(tables, max_reqs)
             self._parts = AttentionParts(kernels, copies)
             self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
-        self._kept = _KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
-        self.graphs: dict[tuple[int, bool], dict[int, tuple[torch.cuda.CUDAGraph, Forward]]] = {}
-        """Graphs of first halves: by number of new positions and whether a batch is split, then by batch
-        size, smallest first."""
+        self._kept = KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
+        self.graphs: dict[_GraphKind, dict[int, CapturedForward]] = {}
+        """First halves by kind, then by batch size, smallest first."""
         self._graph_pool: Any = None
         """The memory pool that all graphs share."""
-        self._following: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        """Graphs of second halves and the tensors that the host then reads, by number of new positions and
-        batch size."""
+        self._following: dict[tuple[int, int], _CapturedFollow] = {}
+        """Second halves by number of new positions and batch size."""
 
     def launch(self, num_reqs: int, num_new: int, *, is_split: bool) -> Forward:
         """Run a step's first half. ``num_reqs``: the most requests that any rank has in the step."""
         is_split = is_split and num_new == 1  # steps that verify drafts are not split
-        graphs = self.graphs.get((num_new, is_split), {})
-        size = next((size for size in graphs if size >= num_reqs), None)
+        captured = self.graphs.get(_GraphKind(num_new, is_split), {})
+        size = next((size for size in captured if size >= num_reqs), None)
         if size is None:
-            return self._forward(num_reqs, num_new, UNTRIED if is_split else Split.WHOLE)
-        graph, forward = graphs[size]
-        graph.replay()
-        return forward
+            return self._forward(num_reqs, num_new, UNMEASURED_SPLIT if is_split else Split.WHOLE)
+        captured[size].graph.replay()
+        return captured[size].forward
 
     def follow(self, forward: Forward) -> Tensor:
         """Run a step's second half, after the draws into ``forward.token_ids``. Returns the tensor that the
@@ -136,9 +127,8 @@ class Forwards:
         captured = self._following.get((forward.num_new, forward.num_reqs))
         if captured is None:
             return self._follow(forward)
-        graph, results = captured
-        graph.replay()
-        return results if forward.results is None else forward.results
+        captured.graph.replay()
+        return captured.results if forward.results is None else forward.results
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -152,36 +142,35 @@ class Forwards:
         stream.wait_stream(torch.cuda.current_stream())
         fewest = MIN_REQS if self._measures_split else self.min_split_reqs
         to_split = [size for size in sizes if size >= fewest]
-        kinds = [
+        whole = [
             (size, num_new, Split.WHOLE) for num_new in (1, *range(self._max_new, 1, -1)) for size in sizes
         ]
-        split = [(size, 1, split) for size in to_split for split in SPLITS]
+        in_parts = [(size, 1, split) for size in to_split for split in SPLITS]
         ranks = self._model.ranks
         with torch.cuda.stream(stream):
-            if ranks is not None:  # one may compile for longer than a forward of another may wait for it
+            # A rank may compile for longer than the forwards of others wait: all of them rehearse first.
+            if ranks is not None:
                 with ranks.rehearsal():
-                    self._warm_up(kinds + split)
-            self._warm_up(kinds + split)
+                    self._warm_up(whole + in_parts)
+            self._warm_up(whole + in_parts)
         stream.synchronize()
-        for size, num_new, _ in kinds:
-            self.graphs.setdefault((num_new, False), {})[size] = self._capture(
-                size, num_new, Split.WHOLE, stream
-            )
+        for size, num_new, _ in whole:
+            of_kind = self.graphs.setdefault(_GraphKind(num_new, False), {})
+            of_kind[size] = self._capture(size, num_new, Split.WHOLE, stream)
         measured = self._choose_split(to_split, stream)
         self.graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self.graphs.items()}
         log.info(
             "captured CUDA graphs of %s requests, with up to %d drafts, split from %d hisparse ones on%s, "
             "in %.1f s",
-            list(self.graphs[1, False]),
+            list(self.graphs[_GraphKind(1, False)]),
             self._max_new - 1,
             self.min_split_reqs,
             measured,
             time.monotonic() - started,
         )
 
-    def _capture(
-        self, size: int, num_new: int, split: Split, stream: torch.cuda.Stream
-    ) -> tuple[torch.cuda.CUDAGraph, Forward]:
+    def _capture(self, size: int, num_new: int, split: Split, stream: torch.cuda.Stream) -> CapturedForward:
+        """Capture a first half and, unless it is captured, the second half of steps of that size."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
             forward = self._forward(size, num_new, split)
@@ -190,25 +179,26 @@ class Forwards:
             following = torch.cuda.CUDAGraph()
             with torch.cuda.graph(following, pool=self._graph_pool, stream=stream):
                 results = self._follow(forward)
-            self._following[num_new, size] = following, results
-        return graph, forward
+            self._following[num_new, size] = _CapturedFollow(following, results)
+        return CapturedForward(graph, forward)
 
     def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> str:
         """Capture a split step for each of ``sizes`` that is to be split, in the fastest way. Returns the
         measured times as text for the log."""
         ranks = self._model.ranks
-        tried: dict[tuple[int, Split], tuple[torch.cuda.CUDAGraph, Forward]] = {}
+        tried: dict[tuple[int, Split], CapturedForward] = {}
 
         def measure(size: int) -> Secs | None:
+            """Time a step of each way to run; None if the pools of some rank are too small for a trial."""
             requests = TrialRequests(self._tables, self._kernels, self._inputs, size)
             try:
                 fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
                 if (0,) in fits:
                     return None
-                tried[size, Split.WHOLE] = self.graphs[1, False][size]
+                tried[size, Split.WHOLE] = self.graphs[_GraphKind(1, False)][size]
                 for split in SPLITS:
                     tried[size, split] = self._capture(size, 1, split, stream)
-                steps = {split: tried[size, split][0].replay for split in (Split.WHOLE, *SPLITS)}
+                steps = {split: tried[size, split].graph.replay for split in (Split.WHOLE, *SPLITS)}
                 return time_by_turns(steps, requests, ranks)
             finally:
                 requests.end()
@@ -219,8 +209,10 @@ class Forwards:
         else:
             found = {size: measure(size) for size in sizes}
             measured = {size: secs for size, secs in found.items() if secs is not None}
-            chosen = {size: UNTRIED if secs is None else fastest(secs) for size, secs in found.items()}
-        self.graphs[1, True] = {
+            chosen = {
+                size: UNMEASURED_SPLIT if secs is None else fastest(secs) for size, secs in found.items()
+            }
+        self.graphs[_GraphKind(1, True)] = {
             size: tried.get((size, split)) or self._capture(size, 1, split, stream)
             for size, split in chosen.items()
         }
@@ -285,7 +277,8 @@ class Forwards:
         access.write_draft_kv(self._model, self._outcomes.tokens[req_rows], hidden[:num_reqs])
 
     def _verify(self, num_reqs: int, num_new: int) -> Forward:
-        """Run the model over ``num_new`` positions of each request. The results are put into ``_kept``."""
+        """Run the model over the newest token of each request and ``num_new - 1`` drafts behind it. The
+        results are put into ``_kept``."""
         kept, inputs = self._kept, self._inputs
         assert kept is not None
         req_rows = inputs.req_rows[:num_reqs]
@@ -306,7 +299,7 @@ class Forwards:
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
         kept.token_ids[:num_rows] = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_rows])
-        verified = _Verified(access, seq_lens, drafts)
+        verified = Verified(access, seq_lens, drafts)
         return Forward(
             num_reqs, num_new, kept.logits[:num_rows], kept.token_ids[:num_rows], verified=verified
         )
@@ -323,7 +316,8 @@ class Forwards:
         num_reqs, num_new, access = forward.num_reqs, forward.num_new, verified.access
         req_rows = inputs.req_rows[:num_reqs]
         token_ids = forward.token_ids.view(num_reqs, num_new)
-        accepted = (verified.drafts.token_ids == token_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        is_right = verified.drafts.token_ids == token_ids[:, :-1]
+        accepted = is_right.long().cumprod(dim=1).sum(dim=1)  # the number before the first wrong one
         reqs = torch.arange(num_reqs, device=accepted.device)
         newest_rows = reqs * num_new + accepted
         logits, hidden = self._model.draft(
@@ -333,6 +327,7 @@ class Forwards:
         access.back_up(seq_lens, (accepted + 1).to(torch.int32))
 
         def step_of(number: int) -> DeviceStep:
+            """Return the KV access of the draft that is made behind ``number`` others of this step."""
             new = NewPositions(
                 seq_lens + number,
                 req_rows,
@@ -353,29 +348,6 @@ class Forwards:
 
 
 def _or_known(likeliest: Tensor, known: Tensor) -> Tensor:
-    """Return the tokens that follow positions: the prompt's own where they are ``known``, not NO_DRAFT."""
+    """Return the token behind each position: the prompt's own where ``known`` has one, not NO_DRAFT, and
+    else the likeliest."""
     return torch.where(known == NO_DRAFT, likeliest, known)
-
-
-@dataclass(frozen=True)
-class _KeptResults:
-    """Results of a forward that a step's second half reads, one row for each new position of each request.
-
-    They have the same addresses in steps of all sizes. Only nodes that draft have them.
-    """
-
-    logits: Tensor
-    """float32 [max_rows, vocab_size]"""
-    hidden: Tensor
-    """[max_rows, hidden_size]"""
-    token_ids: Tensor
-    """int64 [max_rows]"""
-
-    @classmethod
-    def create(cls, model: DsaModel, max_rows: int) -> _KeptResults:
-        device = model.device
-        return cls(
-            torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),
-            torch.zeros((max_rows, model.spec.hidden_size), dtype=model.spec.dtype, device=device),
-            torch.zeros(max_rows, dtype=torch.int64, device=device),
-        )

@@ -1,6 +1,6 @@
 """How many slots a request takes in each pool, and which requests are too long ever to be admitted. Pure.
 
-``Limits`` is made once, by ``sizing.py``, and never changes. The scheduler plans with it, and ``RequestLife``
+``Limits`` is made once, by ``sizing.py``, and never changes. The scheduler plans with it, and ``QueueMoves``
 refuses with ``refusal`` what no plan could admit.
 """
 

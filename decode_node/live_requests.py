@@ -1,8 +1,8 @@
 """Owns the books: which requests are live, the state of each, and the slots that it owns.
 
 The books are pure, so that every order of moves is tested without memory, tables or sockets. Only
-``request_life.py`` makes moves, and does the rest of each around the call. Every way out ends in ``release``,
-which decides whether slots are free at once or quarantined.
+``queue_moves.py``, ``plan_moves.py`` and ``end_moves.py`` make moves, and do the rest of each around the
+call. Every way out ends in ``release``, which decides whether slots are free at once or quarantined.
 
 Thousands may wait: requests are found by state, prefill node and deadline without a look at all of them.
 """
@@ -17,15 +17,17 @@ from typing import Final
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
-from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from hisparse_pd.decode_node.scheduler import Admission, Exchange
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.protocol.messages import Room
 
 _NO_PEER: Final = PeerAddress("", 0)
-"""The queue of requests that wait for no prefill node."""
+"""Stands for the prefill node of local requests, which wait in one queue."""
 
 
 class DuplicateRoom(Exception):
@@ -51,15 +53,19 @@ class LiveRequests:
         """Requests that own nothing yet, by state and prefill node; local ones are under ``_NO_PEER``. No
         queue is empty; those in ``_unsorted`` are out of order, the others are in order of arrival."""
         self._unsorted: set[tuple[RequestState, PeerAddress]] = set()
+        """State and prefill node of queues that are sorted when they are next read."""
         self._admitted: dict[RequestState, dict[Request, None]] = {
             RequestState.LANDING: {},
             RequestState.RUNNING: {},
             RequestState.ENDING: {},
         }
         self._next_deadline = float("inf")
-        """No live request has an earlier deadline; this one may be out of date."""
+        """No live request has an earlier deadline, but the one that had this deadline may have a later
+        one."""
         self._num_opened = 0
+        """The next ``Request.arrived_seq``."""
         self._num_admitted = 0
+        """The next ``Request.admitted_seq``."""
 
     def __len__(self) -> int:
         return len(self._by_room) + len(self._admitted[RequestState.ENDING])
@@ -156,7 +162,7 @@ class LiveRequests:
         self._enter(request, deadline)
 
     def use_held(self, admission: Admission) -> None:
-        """Use the held pages of the prompt, before anything in the plan makes room by evicting them."""
+        """Let a request use the held pages of its prompt, so that they are not evicted."""
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
@@ -223,7 +229,8 @@ class LiveRequests:
         self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
         request.mode = Mode.HISPARSE
         request.hot_capacity = exchange.hot_capacity
-        request.num_retractions += was_dense or request.num_device_slots < num_before
+        is_retraction = was_dense or request.num_device_slots < num_before
+        request.num_retractions += is_retraction
         self._note_reserved(request)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
@@ -237,7 +244,7 @@ class LiveRequests:
         request.is_sound = is_sound
 
     def _forget(self, request: Request) -> None:
-        """Let other requests have its room and its id."""
+        """Free the request's room and id for other requests."""
         del self._by_room[request.room]
         del self._by_request_id[request.request_id]
 
@@ -341,6 +348,8 @@ class LiveRequests:
         self._next_deadline = min(self._next_deadline, deadline)
 
     def _note_reserved(self, request: Request) -> None:
+        """Update what the request says of its slots, after these have changed. Its KV needs a slot in two
+        pools, and a hisparse request also a lookup slot for each position, shared or not."""
         owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
         request.owned_slots = owned
         num_shared = request.num_shared_pages * self.pools.page_size

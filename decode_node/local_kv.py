@@ -1,15 +1,19 @@
-"""Says which KV of a prompt a request can have without a prefill node: held pages, copies, and a short tail
-that its steps compute. Pure.
+"""Decides whether a request can have all KV of its prompt without a prefill node. Pure.
 
-The scheduler asks it for its plans, and ``RequestLife`` when a request comes and when it is admitted. A
-request that lacks nothing else is local: it waits without its prefill node (``Request.is_local``).
+There are three sources: held pages, a copy from the first sample of the same prompt, and the request's own
+steps, which can compute a short tail.
 
-Its steps may compute what has the bits of steps, whichever node computes it (``first_stepped``): what stands
-behind the last whole page before the prompt's last token. All before that must be held.
+The scheduler asks it for its plans, ``QueueMoves`` when a request comes, and ``PlanMoves`` when it is
+admitted. A request that lacks nothing else is local: it waits without its prefill node
+(``Request.is_local``).
+
+On a GPU a prefill and a step round differently, and a position must have the same bits whichever node
+computes it. Steps may therefore compute positions from ``Request.first_stepped`` on, which a prefill node
+computes as in steps, too. All before these must be held.
 
 The KV of a prompt is computed and sent for the first of its samples alone. The others wait until it has
 landed. Then each shares the whole pages that the first one lets others use, and gets the rest of the prompt's
-rows by a copy from the first one's slots (``RequestLife.admit``), bit for bit: KV, indexer keys and row
+rows by a copy from the first one's slots (``PlanMoves.admit``), bit for bit: KV, indexer keys and row
 checks. A sample asks a prefill node for what it lacks, as a request without further samples does:
 
 - when the first one has ended or failed, or is in another mode;
@@ -24,7 +28,8 @@ from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.decode_node.limits import Limits
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 
 _MODES: Final = {
     HisparseFlag.TRUE: (Mode.HISPARSE,),

@@ -50,7 +50,7 @@ _ROWS_OF: Final[dict[PoolKind, tuple[RegionKind, ...]]] = {
     PoolKind.DEVICE: (RegionKind.KV_DEVICE,),
     PoolKind.INDEX: (RegionKind.INDEX, RegionKind.ROW_CHECKS),
 }
-"""What has a row for each slot of a pool."""
+"""The regions that have a row for each slot of a pool, so that a copy of slots copies all of them."""
 
 
 class DecodeMemory:
@@ -82,7 +82,8 @@ class DecodeMemory:
         pools: dict[RegionKind, Tensor] = {}
         for kind, (shape, where) in shapes.items():
             if kind in (RegionKind.KV_HOST, RegionKind.AUX) or (shared and where.type == "cpu"):
-                # Without a GPU, pages are made when they are written: the machine may have fewer than this.
+                # Without a GPU, pages are allocated when they are first written (``touch``): the machine may
+                # have less memory than the pool's size.
                 host_pool = allocate_host(
                     math.prod(shape),
                     pinned=device.type == "cuda",
@@ -150,8 +151,8 @@ class DecodeMemory:
             self.aux_layout.clear(record_bytes)
 
     def copy_rows(self, kind: PoolKind, src: tuple[Extent, ...], dst: tuple[Extent, ...]) -> None:
-        """Copy rows of a KV pool or the index pool from slots ``src`` to ``dst`` of it, as many, in all
-        layers; those of the index pool with their row checks."""
+        """Copy rows of a KV pool or of the index pool from slots ``src`` to as many slots ``dst`` of the same
+        pool, in all layers. Rows of the index pool take their row checks with them."""
         pools = [self._by_kind[region] for region in _ROWS_OF[kind] if region in self._by_kind]
         runs = plan_writes(extents_to_slots(src), extents_to_slots(dst))
         for run in zip(runs.src_start.tolist(), runs.dst_start.tolist(), runs.length.tolist(), strict=True):
@@ -166,7 +167,7 @@ class DecodeMemory:
         for layer_dev, layer_host in zip(self.k_dev, self.k_host, strict=True):
             items = layer_dev[src_device_slots]
             for start, dst_host in runs:
-                # The next layer's items may take this one's place only behind these copies, in stream order.
+                # In stream order, the next layer's items reuse this one's memory after these copies.
                 layer_host[dst_host].copy_(
                     items[start : start + dst_host.stop - dst_host.start], non_blocking=True
                 )

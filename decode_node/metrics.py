@@ -1,7 +1,7 @@
 """Owns a decode engine's counters, and joins them with the present gauges into EngineStats for the front.
 
-``RequestLife``, ``PrefillEvents`` and ``StepLine`` count as things happen; the engine calls ``stats`` for
-each of its reports.
+``EndMoves``, ``PlanMoves``, ``PrefillEvents`` and ``StepLine`` count as things happen; the engine calls
+``stats`` for each of its reports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
-from hisparse_pd.decode_node.request import RequestState, RunStage
+from hisparse_pd.decode_node.request_states import RequestState, RunStage
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import EngineStats, PeerLane
 
 
@@ -33,8 +34,8 @@ class Metrics:
             self.add(f"{name}_total", 0)
         self.num_dropped: Counter[str] = Counter()
         """Control messages that had no use here, by reason; the engine's loop adds them to the counters."""
-        self._last_drafts = 0.0, 0.0
-        """Verifying steps and accepted drafts at the last ``stats``."""
+        self._last_num_verifying, self._last_num_accepted = 0.0, 0.0
+        """Totals of verifying steps and of accepted drafts at the last ``stats``."""
         self._num_tokens = 0
         self._last_num_tokens = 0
         """Value of ``_num_tokens`` at the last ``stats``."""
@@ -61,14 +62,15 @@ class Metrics:
         self,
         requests: LiveRequests,
         *,
-        swap_ins: tuple[int, int, int],
+        swap_ins: SwapCounts,
         bytes_per_miss: float,
         num_peers: int,
         lanes: tuple[PeerLane, ...] = (),
         step: int,
         now: float,
     ) -> EngineStats:
-        """Return the counters and the present gauges. ``swap_ins``: hits, misses, evictions."""
+        """Return the counters and the present gauges. The other arguments are gauges of parts that this class
+        does not know; ``swap_ins`` counts since the start."""
         pools = requests.pools
         used = pools.totals - requests.available
         quarantined = pools.used(Stage.QUARANTINED)
@@ -101,10 +103,10 @@ class Metrics:
             **_pool_gauges(requests),
         }
         counters = dict(self.totals)
-        for name, total in zip(("hits", "misses", "evictions"), swap_ins, strict=True):
+        for name, total in swap_ins._asdict().items():
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
-        counters["swap_in_bytes_total"] = swap_ins[1] * bytes_per_miss
+        counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
         return EngineStats(
             gauges={name: float(value) for name, value in gauges.items()},
             counters=counters,
@@ -127,9 +129,10 @@ class Metrics:
 
     def _accept_length(self) -> float:
         """Return the average tokens of a request's verifying step since the last call; 0 without one."""
-        totals = self.totals["verifying_steps_total"], self.totals["accepted_draft_tokens_total"]
-        num_steps, num_accepted = totals[0] - self._last_drafts[0], totals[1] - self._last_drafts[1]
-        self._last_drafts = totals
+        verifying = self.totals["verifying_steps_total"]
+        accepted = self.totals["accepted_draft_tokens_total"]
+        num_steps, num_accepted = verifying - self._last_num_verifying, accepted - self._last_num_accepted
+        self._last_num_verifying, self._last_num_accepted = verifying, accepted
         return 1 + num_accepted / num_steps if num_steps else 0.0
 
 

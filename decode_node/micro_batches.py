@@ -25,8 +25,8 @@ from hisparse_pd.kernels.swap_in import plan_misses
 
 
 class MicroBatches:
-    """Runs forwards of batches in ``NUM_PARTS`` micro-batches. ``backup``: as ``DeviceStep`` has it, for all
-    of them."""
+    """Runs forwards of batches in ``NUM_PARTS`` micro-batches. ``backup``: the stream in which all of them
+    copy new items to the host (``DeviceStep``)."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class MicroBatches:
         forwards = []
         for number, part in enumerate(self._parts):
             with part.stream.behind_current():
-                every = slice(number, None, num_parts)
+                every = slice(number, None, num_parts)  # requests number, number + num_parts, …
                 of_part = NewPositions(
                     new.seq_lens[every].contiguous(),
                     new.req_rows[every].contiguous(),
-                    (new.num_real_reqs + (num_parts - 1 - number)) // num_parts,
+                    (new.num_real_reqs + (num_parts - 1 - number)) // num_parts,  # how many of them are real
                 )
                 step = _MicroBatchStep(self._tables, part, of_part, planning, self._copies, self._backup)
                 forwards.append(self._model.forward_by_layer(token_ids[every], step.positions, step, None))

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
-from hisparse_pd.decode_node.request import Request, RequestState
-from hisparse_pd.decode_node.scheduler import StepPlan, plan_step
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.scheduler import plan_step
+from hisparse_pd.decode_node.step_plan import StepPlan
 
 
 class _Situation(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.messages import RoomDone, RoomFailed, RoomQuiet, RoomScores
 
 AboutRoom: TypeAlias = RoomDone | RoomFailed | RoomQuiet | RoomScores

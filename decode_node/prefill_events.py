@@ -1,13 +1,15 @@
 """Applies what prefill nodes say, and what becomes of them, to requests and quarantined rooms.
 
 The engine gives ``PrefillEvents`` every event that ``PrefillPeers.poll`` returns. It owns no state: requests
-are moved by ``RequestLife``, and quarantined slots belong to ``Quarantine``. A message about a room counts
-only if it comes from the run of the prefill node that was given the room; its successor knows nothing of
-writes in flight.
+are moved by ``QueueMoves``, ``PlanMoves`` and ``EndMoves``, and quarantined slots belong to ``Quarantine``. A
+message about a room counts only if it comes from the run of the prefill node that was given the room; a later
+run of the same node knows nothing of the writes in flight.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import assert_never
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED
@@ -23,13 +25,17 @@ from hisparse_pd.decode_node.peer_events import (
     RoomMessage,
     WriterGone,
 )
+from hisparse_pd.decode_node.plan_moves import PlanMoves, bootstrap_of
 from hisparse_pd.decode_node.quarantine import Quarantined
-from hisparse_pd.decode_node.request import Request, RequestState
-from hisparse_pd.decode_node.request_life import RequestLife, bootstrap_of
+from hisparse_pd.decode_node.queue_moves import QueueMoves
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import PromptScores
 from hisparse_pd.protocol.messages import AbortRoom, Room, RoomDone, RoomFailed, RoomQuiet, RoomScores
 from hisparse_pd.protocol.prompt_scores import score_dtype
 from hisparse_pd.transfer.aux_record import AuxMismatch
+
+log = logging.getLogger(__name__)
 
 _RETRYABLE_STATUSES = (429, 500, 502, 503)
 """Statuses of failed rooms that another prefill node may serve: this one is full, its forward failed, or it
@@ -37,18 +43,23 @@ is cut off or stopping."""
 
 
 class PrefillEvents:
-    """Handlers of the events of all prefill nodes."""
+    """Handlers of the events of all prefill nodes, and of what an operator says of them."""
 
-    def __init__(self, life: RequestLife) -> None:
-        self.life = life
+    def __init__(self, queue: QueueMoves, plans: PlanMoves) -> None:
+        self.queue = queue
+        self.plans = plans
+        self.ends = plans.ends
+        self.requests = plans.requests
+        self.peers = plans.peers
+        self.metrics = plans.metrics
 
     def handle(self, event: PeerEvent, now: float) -> None:
-        quarantine = self.life.requests.quarantine
+        quarantine = self.requests.quarantine
         match event:
             case PeerReady():
                 self._repeat_messages(event)
             case PeerRefused():
-                for request in self.life.requests.of_peer(event.address):
+                for request in self.requests.of_peer(event.address):
                     if request.state in (RequestState.CONNECTING, RequestState.WAITING):
                         self._fail_waiting(request, event.error, now)
             case PeerLost():
@@ -58,42 +69,30 @@ class PrefillEvents:
             case WriterGone():
                 quarantine.writer_gone(event.instance_id)
             case RanksChanged():
-                self._readdress(event, now)
+                self.queue.readdress(event.node, now)
             case RoomMessage():
                 self._take_room_message(event, now)
             case _:
                 assert_never(event)
 
-    def _readdress(self, event: RanksChanged, now: float) -> None:
-        """Move requests that no rank has been given yet to the rank that serves their room now."""
-        life = self.life
-        for request in life.requests.select(RequestState.CONNECTING, RequestState.WAITING):
-            if request.peer.node != event.node or request.is_local:
-                continue
-            address = life.peers.address_for(*event.node, request.room)
-            if address != request.peer:
-                until = now + life.contact_timeout_secs
-                life.requests.queue(request, RequestState.CONNECTING, until, address)
-                life.peers.use(address, now)
-
     def _repeat_messages(self, event: PeerReady) -> None:
-        """Repeat what the same run may have missed before it registered this node; repetition is harmless."""
-        life = self.life
-        for request in life.requests.of_peer(event.address):
+        """Repeat the Bootstraps and AbortRooms that the same run may have missed while this node was not
+        registered with it. Repetition is harmless."""
+        for request in self.requests.of_peer(event.address):
             if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
-                life.peers.send(event.address, bootstrap_of(request))
-        for entry in life.requests.quarantine:
+                self.peers.send(event.address, bootstrap_of(request))
+        for entry in self.requests.quarantine:
             if (
                 entry.peer == event.address
                 and entry.instance_id == event.instance_id
                 and entry.is_unacknowledged
             ):
-                life.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
+                self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
 
     def _fail_requests_of(self, event: PeerLost, now: float) -> None:
         """Fail the requests that need the lost peer. Running ones do not need it. Those that arrived after
         its last message go on waiting for it."""
-        for request in self.life.requests.of_peer(event.address):
+        for request in self.requests.of_peer(event.address):
             match request.state:
                 case RequestState.LANDING:
                     if request.instance_id == event.instance_id:
@@ -108,17 +107,18 @@ class PrefillEvents:
 
     def _fail_waiting(self, request: Request, error: str, now: float) -> None:
         """Fail a request that owns nothing yet, unless it can do without its prefill node by now."""
-        if not self.life.wait_locally(request):
-            self.life.fail(request, 502, error, now, PREFILL_NODE_FAILED)
+        if not self.queue.wait_locally(request):
+            self.ends.fail(request, 502, error, now, PREFILL_NODE_FAILED)
 
     def _fail_transfer(self, request: Request, status: int, error: str, now: float, code: str = "") -> None:
-        self.life.metrics.add("kv_transfer_failures_total")
-        self.life.fail(request, status, error, now, code)
+        self.metrics.add("kv_transfer_failures_total")
+        self.ends.fail(request, status, error, now, code)
 
     def _take_room_message(self, event: RoomMessage, now: float) -> None:
-        requests, metrics = self.life.requests, self.life.metrics
+        """Apply a message to the room's landing request, its quarantined slots, or both: a RoomFailed ends
+        the request, which quarantines its slots, and may also say that these are safe."""
         room = Room(event.message.room)
-        request = requests.get(room)
+        request = self.requests.get(room)
         sender = (event.address, event.instance_id)
         was_landing = (
             request is not None
@@ -126,14 +126,14 @@ class PrefillEvents:
             and request.state is RequestState.LANDING
         )
         if request is not None and was_landing:
-            self._take_of_landing(request, event.message, now)
-        entry = requests.quarantine.get(room)  # just entered if the message has ended the request
+            self._handle_for_landing(request, event.message, now)
+        entry = self.requests.quarantine.get(room)
         if entry is not None and (entry.peer, entry.instance_id) == sender:
-            self._take_of_quarantined(entry, event.message, now)
+            self._handle_for_quarantined(entry, event.message, now)
         elif not was_landing:
-            metrics.drop("late" if request is not None else "unknown_room")
+            self.metrics.drop("late" if request is not None else "unknown_room")
 
-    def _take_of_landing(self, request: Request, message: AboutRoom, now: float) -> None:
+    def _handle_for_landing(self, request: Request, message: AboutRoom, now: float) -> None:
         match message:
             case RoomScores():
                 self._pass_scores_on(request, message, now)
@@ -143,12 +143,12 @@ class PrefillEvents:
                 code = PREFILL_NODE_FAILED if message.status in _RETRYABLE_STATUSES else ""
                 self._fail_transfer(request, message.status, message.error, now, code)
             case RoomQuiet():
-                self.life.metrics.drop("late")
+                self.metrics.drop("late")
             case _:
                 assert_never(message)
 
-    def _take_of_quarantined(self, entry: Quarantined, message: AboutRoom, now: float) -> None:
-        quarantine = self.life.requests.quarantine
+    def _handle_for_quarantined(self, entry: Quarantined, message: AboutRoom, now: float) -> None:
+        quarantine = self.requests.quarantine
         match message:
             case RoomScores():
                 pass  # their request has ended
@@ -159,7 +159,7 @@ class PrefillEvents:
             case RoomFailed():
                 if message.batch_failed:
                     quarantine.failed(entry.room)
-                if message.quiet:
+                if message.quiet:  # it writes no more
                     quarantine.quiet(entry.room, message.batch_failed, now)
             case _:
                 assert_never(message)
@@ -179,34 +179,62 @@ class PrefillEvents:
             self._fail_wrong_scores(request, error, now)
             return
         request.num_scored += len(message.rows) // row_bytes
-        self.life.send(PromptScores(request.request_id, message.num_top, message.rows))
+        self.ends.send(PromptScores(request.request_id, message.num_top, message.rows))
 
     def _fail_wrong_scores(self, request: Request, error: str, now: float) -> None:
-        self.life.abort_at_peer(request, error)
+        self.ends.abort_at_peer(request, error)
         text = f"prefill node {request.peer} sent {error}"
         self._fail_transfer(request, 502, text, now, PREFILL_NODE_FAILED)
 
     def take_kv(self, request: Request, message: RoomDone, now: float) -> None:
         """Take the aux record of a request all of whose KV has landed, and start the request."""
-        life = self.life
         if request.scores is not None:
             num_wanted = max(0, request.num_prompt_tokens - request.scores.first)
             if request.num_scored != num_wanted:
                 error = f"the scores of {request.num_scored} of {num_wanted} positions; the others are lost"
                 self._fail_wrong_scores(request, error, now)
                 return
-        life.metrics.add("kv_transfer_bytes_total", message.num_bytes)
-        life.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
+        self.metrics.add("kv_transfer_bytes_total", message.num_bytes)
+        self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
         try:
             aux_slot = request.owned.only_slot(PoolKind.AUX)
-            record = life.tables.memory.take_aux(aux_slot, request.room)
+            record = self.plans.tables.memory.take_aux(aux_slot, request.room)
         except AuxMismatch as error:
             unusable = f"the transfer from {request.peer} is unusable: {error}"
             self._fail_transfer(request, 500, unusable, now)
             return
-        life.metrics.add("cached_tokens_total", message.num_cached_tokens)
+        self.metrics.add("cached_tokens_total", message.num_cached_tokens)
         request.delivery = message
         if record.hint is not None:
-            request.hot_positions = life.tables.by_hot_group(record.hint)
+            request.hot_positions = self.plans.tables.by_hot_group(record.hint)
             request.landed_hint = request.hot_positions if request.has_further_samples else None
-        life.start(request, now)
+        self.plans.start(request, now)
+
+    # --- quarantine -------------------------------------------------------------------------------
+
+    def release_quarantine(self, instance_id: str, now: float) -> None:
+        """Release the rooms of a run that an operator declares over, unless that run still answers."""
+        peers = {entry.peer for entry in self.requests.quarantine if entry.instance_id == instance_id}
+        for peer in peers:
+            if self.peers.is_registered(peer) and self.peers.instance_id(peer) == instance_id:
+                log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
+                return
+        log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
+        self.requests.quarantine.instance_gone(instance_id, now)
+
+    def expire_quarantine(self, now: float) -> None:
+        """Free quarantined slots that are safe to reuse. Log, once, which prefill nodes do not let go of
+        theirs, and the remedy."""
+        self.requests.quarantine.expire(now)
+        stuck = self.requests.quarantine.newly_stuck(now)
+        num_rooms_of = Counter((entry.peer, entry.instance_id) for entry in stuck)
+        for (peer, instance_id), num_rooms in num_rooms_of.items():
+            log.warning(
+                "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
+                "slots serve nobody until it does, until another run answers in its place, or until you "
+                "declare it dead: POST /release_quarantine?instance_id=%s",
+                peer,
+                instance_id,
+                num_rooms,
+                instance_id,
+            )

@@ -1,16 +1,16 @@
 """Owns the connections to prefill nodes: it finds and registers with them, and notices when they are lost.
 
-``RequestLife`` names the peers that requests need (``use``) and sends to those that are registered. The
-engine calls ``poll`` in each turn of its loop; it never waits, and returns what happened as events
+``QueueMoves`` names the peers that requests need (``use``); ``PlanMoves`` sends to those that are registered.
+The engine calls ``poll`` in each turn of its loop; it never waits, and returns what happened as events
 (``peer_events.py``), oldest first.
 
-A peer is one rank of a prefill node, named by the node's bootstrap endpoint and its number. It is found
-through the endpoint again whenever it comes back, as the same run or another, on the same control port or
-another (``discovery.py``).
+A peer is one rank of a prefill node, named by the node's bootstrap endpoint and the rank's number. A run is
+one process of it: a restarted peer is another run, perhaps on another control port. The endpoint therefore
+tells where to connect, each time that a connection is made (``discovery.py``).
 
 A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has
-``REGISTER_TIMEOUT_SECS`` to come back with its rooms; meanwhile its endpoint is asked whether it is gone. An
-engine that hangs does not answer heartbeats, which are messages, although ZMQ itself still answers.
+``REGISTER_TIMEOUT_SECS`` to answer again; meanwhile its endpoint is asked whether the run has ended. ZMQ
+answers for an engine that hangs, too. Heartbeats are therefore messages that the engine itself must answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
+from hisparse_pd.decode_node.peer import Peer, PeerPhase
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.peer_events import (
     InstanceGone,
     PeerEvent,
@@ -34,7 +35,6 @@ from hisparse_pd.decode_node.peer_events import (
     RoomMessage,
     WriterGone,
 )
-from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import PeerLane
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.channels import ControlAddressError, ControlClient, ControlKeys, Heartbeats
@@ -66,50 +66,15 @@ REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
 """Time after which the connection of a peer that nobody needs is closed."""
 LATE_MESSAGE_SECS = 0.1
-"""Time between the end of a run's lane and its loss: a message that it sent before, such as RoomDone, may yet
-arrive."""
+"""Time from the end of a run's lane until the run counts as lost: messages that it sent before, such as
+RoomDone, may still arrive."""
 
 
-class PeerPhase(StrEnum):
-    """The state of the connection to a peer."""
+class _EndedLane(NamedTuple):
+    """A run that no longer has this node's memory open."""
 
-    AWAY = "away"
-    """No connection. A look-up may be under way."""
-    REGISTERING = "registering"
-    """Connected, Register sent."""
-    READY = "ready"
-    """Registered; heartbeats are exchanged."""
-
-
-@dataclass(eq=False)
-class _Peer:
-    """What is known of one peer. Times are those of ``time.monotonic``."""
-
-    address: PeerAddress
-    node_id: str
-    """The name under which this node registers with it; every peer gets another one."""
-    lookups: LookUps
-    phase: PeerPhase = PeerPhase.AWAY
-    client: ControlClient | None = None
-    instance_id: str = ""
-    """The run that was registered with. It is kept when it is lost, until it is known to have ended."""
-    found_instance_id: str = ""
-    """The run that a look-up found, to which ``client`` was connected."""
-    instance_heard_at: float = 0.0
-    """When the run ``instance_id`` itself was last heard, and not a successor."""
-    page_size: int = 0
-    lane: tuple[str, str] = ("", "")
-    """The lane that the run writes over, and why; empty if it does not say."""
-    last_error: str = ""
-    last_used_at: float = 0.0
-    connected_at: float = 0.0
-    register_sent_at: float = 0.0
-    heard_at: float = 0.0
-    """When its last message came."""
-    beat_at: float = 0.0
-    """When the last heartbeat was sent to it."""
-    num_unanswered: int = 0
-    """Heartbeats sent since ``heard_at``. Counting them, and not time, leaves out this node's own pauses."""
+    instance_id: str
+    noticed_at: float
 
 
 @dataclass
@@ -135,14 +100,15 @@ class PrefillPeers:
     """Messages that closed connections have dropped; ``num_dropped`` adds those of open ones."""
 
     def __post_init__(self) -> None:
-        self._peers: dict[PeerAddress, _Peer] = {}
+        self._peers: dict[PeerAddress, Peer] = {}
         self._events: list[PeerEvent] = []
         """Events that the ``poll`` under way will return."""
         self._num_peers_ever = 0
+        """Number of peers so far, which makes their ``node_id`` unique."""
         self._num_ranks: dict[tuple[str, int], int] = {}
-        """Number of ranks of those nodes in ``_peers`` that have more than one."""
-        self._ended: deque[tuple[str, float]] = deque()
-        """Runs whose lanes have ended, each with the time at which this was noticed."""
+        """Number of ranks, by ``PeerAddress.node``, of those nodes in ``_peers`` that have more than one."""
+        self._ended_lanes: deque[_EndedLane] = deque()
+        """Ended lanes, the first noticed first, whose runs do not count as lost yet."""
         self._wakeup = Wakeup()
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
@@ -150,7 +116,8 @@ class PrefillPeers:
     # --- for requests -----------------------------------------------------------------------------
 
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
-        """Return the rank of a prefill node that serves the room; the first one until the node is found."""
+        """Return the rank of a prefill node that serves the room. Until the node is found, it counts as one
+        of a single rank."""
         return PeerAddress(host, port, room % self._num_ranks.get((host, port), 1))
 
     def use(self, address: PeerAddress, now: float) -> None:
@@ -158,7 +125,7 @@ class PrefillPeers:
         peer = self._peers.get(address)
         if peer is None:
             self._num_peers_ever += 1
-            peer = self._peers[address] = _Peer(
+            peer = self._peers[address] = Peer(
                 address,
                 f"{self.node_id}-{self._num_peers_ever}",
                 LookUps(self._discovery, address),
@@ -203,7 +170,7 @@ class PrefillPeers:
     def lanes(self) -> tuple[PeerLane, ...]:
         """Lanes that the registered peers write over; peers that do not say are left out."""
         ready = (peer for peer in self._peers.values() if peer.phase is PeerPhase.READY)
-        return tuple(PeerLane(str(peer.address), *peer.lane) for peer in ready if peer.lane[0])
+        return tuple(PeerLane(str(peer.address), peer.lane, peer.lane_reason) for peer in ready if peer.lane)
 
     @property
     def num_dropped(self) -> Counter[str]:
@@ -227,10 +194,11 @@ class PrefillPeers:
             self._receive(peer, now)
             if peer.client is not None and peer.client.take_loss() and peer.phase is PeerPhase.READY:
                 peer.last_error = f"prefill node {peer.address} is silent: the connection to it was lost"
-                peer.connected_at = now
+                peer.silent_since = now
                 self._register(peer, now)
             self._take_lookup(peer, now)
-            self._do_what_is_due(peer, now, peer.address in wanted)
+            self._do_what_is_due(peer, now, is_wanted=peer.address in wanted)
+            self._close_if_idle(peer, now, is_wanted=peer.address in wanted)
         if self.lane_host is not None:
             self._take_ended_lanes(self.lane_host, now)
         events, self._events = self._events, []
@@ -238,24 +206,24 @@ class PrefillPeers:
 
     def _take_ended_lanes(self, lane_host: LaneHost, now: float) -> None:
         """Give up the peers whose runs have closed this node's memory, once their last messages have come."""
-        self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
-        while self._ended and now - self._ended[0][1] >= LATE_MESSAGE_SECS:
-            instance_id, _ = self._ended.popleft()
+        self._ended_lanes += [_EndedLane(instance_id, now) for instance_id in lane_host.take_ended()]
+        while self._ended_lanes and now - self._ended_lanes[0].noticed_at >= LATE_MESSAGE_SECS:
+            instance_id = self._ended_lanes.popleft().instance_id
             for peer in self._peers.values():
                 if peer.instance_id == instance_id:  # the run has died, or has given this node up
                     error = f"prefill node {peer.address} has let go of this node's memory"
                     self._give_up(peer, error)
             self._events.append(WriterGone(instance_id))
 
-    def _receive(self, peer: _Peer, now: float) -> None:
+    def _receive(self, peer: Peer, now: float) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
         for message in messages:
             peer.heard_at, peer.num_unanswered = now, 0
             self._handle(peer, message, now)
-            if peer.client is None:
+            if peer.client is None:  # the message made this node give the peer up
                 return
 
-    def _handle(self, peer: _Peer, message: ToDecode, now: float) -> None:
+    def _handle(self, peer: Peer, message: ToDecode, now: float) -> None:
         match message:
             case Registered():
                 self._take_registered(peer, message, now)
@@ -272,7 +240,7 @@ class PrefillPeers:
             case _:
                 assert_never(message)
 
-    def _take_registered(self, peer: _Peer, message: Registered, now: float) -> None:
+    def _take_registered(self, peer: Peer, message: Registered, now: float) -> None:
         """Note that the peer has registered this node, unless it is another run than was looked up."""
         if error := self._why_incompatible(peer, message):
             self._reject(peer, error)
@@ -287,11 +255,11 @@ class PrefillPeers:
         peer.instance_id = message.instance_id
         peer.instance_heard_at = now
         peer.page_size = message.geometry.page_size
-        peer.lane = (message.lane, message.lane_reason)
+        peer.lane, peer.lane_reason = message.lane, message.lane_reason
         peer.last_error = ""
         self._events.append(PeerReady(peer.address, message.instance_id))
 
-    def _why_incompatible(self, peer: _Peer, message: Registered) -> str:
+    def _why_incompatible(self, peer: Peer, message: Registered) -> str:
         if message.protocol_version != PROTOCOL_VERSION:
             return (
                 f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
@@ -305,7 +273,7 @@ class PrefillPeers:
             )
         return ""
 
-    def _take_refusal(self, peer: _Peer, message: RegistrationRefused, now: float) -> None:
+    def _take_refusal(self, peer: Peer, message: RegistrationRefused, now: float) -> None:
         """Give up a peer that refuses this node for good; register again with one that has forgotten it."""
         error = f"prefill node {peer.address} refused this node: {message.error}"
         if message.permanent:
@@ -315,7 +283,7 @@ class PrefillPeers:
             # The peer has forgotten this node: it gave the node up, or was restarted behind the same port.
             self._register(peer, now)
 
-    def _take_lookup(self, peer: _Peer, now: float) -> None:
+    def _take_lookup(self, peer: Peer, now: float) -> None:
         """Take the result of a look-up: connect to the peer, or learn that its run is over."""
         found = peer.lookups.take(now)
         if found is None or (peer.instance_id and peer.instance_id != found.instance_id):
@@ -347,7 +315,7 @@ class PrefillPeers:
             del self._num_ranks[node]
         self._events.append(RanksChanged(node))
 
-    def _connect(self, peer: _Peer, info: BootstrapInfo, now: float) -> None:
+    def _connect(self, peer: Peer, info: BootstrapInfo, now: float) -> None:
         if info.curve != (self.keys is not None):
             theirs, ours = ("encrypted", "plain") if info.curve else ("plain", "encrypted")
             error = (
@@ -364,14 +332,14 @@ class PrefillPeers:
             return
         self.poller.register(peer.client)
         peer.found_instance_id = info.instance_id
-        peer.connected_at = now
+        peer.silent_since = now
         peer.last_error = f"no answer to the registration at {endpoint}"
         self._register(peer, now)
 
-    def _register(self, peer: _Peer, now: float) -> None:
+    def _register(self, peer: Peer, now: float) -> None:
         peer.phase = PeerPhase.REGISTERING
         peer.register_sent_at = now
-        peer.connected_at = max(peer.connected_at, peer.heard_at)
+        peer.silent_since = max(peer.silent_since, peer.heard_at)
         register = Register(
             PROTOCOL_VERSION,
             peer.node_id,
@@ -383,8 +351,8 @@ class PrefillPeers:
         )
         self.send(peer.address, register)
 
-    def _do_what_is_due(self, peer: _Peer, now: float, is_wanted: bool) -> None:
-        """Look the peer up, register again, send a heartbeat, or close a connection that nobody needs."""
+    def _do_what_is_due(self, peer: Peer, now: float, *, is_wanted: bool) -> None:
+        """Look the peer up, register with it again, or send it a heartbeat, as its phase requires."""
         match peer.phase:
             case PeerPhase.AWAY:
                 if is_wanted:
@@ -392,7 +360,7 @@ class PrefillPeers:
             case PeerPhase.REGISTERING:
                 if peer.instance_id:
                     peer.lookups.ask(now, peer.instance_id)
-                if now - peer.connected_at >= REGISTER_TIMEOUT_SECS:
+                if now - peer.silent_since >= REGISTER_TIMEOUT_SECS:
                     error = peer.last_error or f"prefill node {peer.address} does not register this node"
                     self._give_up(peer, error)
                 elif now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
@@ -401,6 +369,9 @@ class PrefillPeers:
                 self._beat(peer, now)
             case _:
                 assert_never(peer.phase)
+
+    def _close_if_idle(self, peer: Peer, now: float, *, is_wanted: bool) -> None:
+        """Close and forget a peer that nobody has needed for a while: soon if it was never found."""
         was_found = peer.client is not None or peer.instance_id != ""
         keep_secs = IDLE_CLOSE_SECS if was_found else LOOKUP_RETRY_SECS
         if not is_wanted and now - peer.last_used_at >= keep_secs and not peer.lookups.is_under_way:
@@ -411,7 +382,7 @@ class PrefillPeers:
             if not any(other.address.node == peer.address.node for other in self._peers.values()):
                 self._num_ranks.pop(peer.address.node, None)
 
-    def _beat(self, peer: _Peer, now: float) -> None:
+    def _beat(self, peer: Peer, now: float) -> None:
         """Send a heartbeat when it is due, or give up a peer that has left too many unanswered."""
         interval_secs = self.heartbeats.interval_secs
         if now - peer.beat_at < interval_secs:
@@ -425,7 +396,7 @@ class PrefillPeers:
         peer.num_unanswered += 1
         self.send(peer.address, Heartbeat(peer.num_unanswered))
 
-    def _give_up(self, peer: _Peer, error: str) -> None:
+    def _give_up(self, peer: Peer, error: str) -> None:
         """Disconnect, and report the peer lost if its run was registered with."""
         if peer.phase is not PeerPhase.AWAY and peer.instance_id:
             log.warning("%s", error)
@@ -433,19 +404,19 @@ class PrefillPeers:
         self._disconnect(peer)
         peer.last_error = error
 
-    def _reject(self, peer: _Peer, error: str) -> None:
+    def _reject(self, peer: Peer, error: str) -> None:
         """Give the peer up, and report that trying again changes nothing."""
         self._give_up(peer, error)
         self._events.append(PeerRefused(peer.address, error))
 
-    def _end_run(self, peer: _Peer, error: str) -> None:
+    def _end_run(self, peer: Peer, error: str) -> None:
         """Give the peer up, and report that the run that was registered with has ended."""
         self._give_up(peer, error)
         if peer.instance_id:
             self._events.append(InstanceGone(peer.instance_id))
         peer.instance_id = ""
 
-    def _disconnect(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: Peer) -> None:
         peer.phase = PeerPhase.AWAY
         client, peer.client = peer.client, None
         if client is not None:

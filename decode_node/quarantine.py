@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hisparse_pd.core.paging.pools import Holding
-from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.messages import Room
 
 _NEVER = float("inf")
@@ -79,8 +79,8 @@ class Quarantine:
         return self._entries.get(room)
 
     def stuck(self, now: float) -> list[Quarantined]:
-        """Return rooms that are unacknowledged for longer than any live prefill node takes to call one
-        quiet."""
+        """Return rooms that have been unacknowledged for longer than a live prefill node takes to say that a
+        room is quiet."""
         latest = now - self._quarantine_secs
         return [
             entry for entry in self._entries.values() if entry.is_unacknowledged and entry.since <= latest

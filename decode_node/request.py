@@ -1,6 +1,6 @@
-"""The decode node's record of one request (one sample of one prompt), and the states that it goes through.
+"""The decode node's record of one request: one sample of one prompt.
 
-``RequestLife.generate`` makes a record. ``live_requests.py`` alone changes its state and slots; the
+``QueueMoves.generate`` makes a record. ``live_requests.py`` alone changes its state and slots; the
 scheduler, the tables and the runner read it, and steps note their tokens in it. It holds no tensors and knows
 no pool.
 """
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
-from operator import add
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +22,9 @@ from hisparse_pd.core.paging.extents import joined
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.request_states import IllegalMove, RequestState, RunStage
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone, first_stepped
@@ -36,76 +37,17 @@ KV_POOLS: Final[dict[Mode, Kinds]] = {
 """The pools in which a request of each mode, or the prefix that it leaves, has KV and indexer keys."""
 
 
-class RequestState(StrEnum):
-    """The states of a request, and what it owns in each."""
-
-    CONNECTING = "connecting"
-    """Waits until its prefill node is registered with. Owns nothing."""
-    WAITING = "waiting"
-    """Waits in the admission queue. Owns nothing. Its prefill node is registered with, unless it is local."""
-    LANDING = "landing"
-    """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
-    index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
-    its future hot buffer. It may use pages of a held prefix before these, which it does not own."""
-    RUNNING = "running"
-    """Owns the same except the aux slot, and what it has grown by. It is in the next step if it is ``READY``;
-    the newest token of its first step is the prompt's last one."""
-    ENDING = "ending"
-    """Has ended for its client. Owns the same until no step in flight, and nothing that fills its row, uses
-    any of it. Other requests may have its room and its id."""
-    ENDED = "ended"
-    """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
-
-
-_MOVES: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
-    RequestState.WAITING: frozenset(
-        {RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING, RequestState.ENDED}
-    ),
-    RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.ENDING}),
-    RequestState.ENDING: frozenset({RequestState.ENDED}),
-    RequestState.ENDED: frozenset(),
-}
-
-
-class RunStage(StrEnum):
-    """What a RUNNING request waits for, or does next."""
-
-    AWAITS_GRAMMAR = "awaits grammar"
-    """The grammar that its output must follow is being compiled."""
-    FILLING = "filling"
-    """Its row of the tables, or its hot buffer, is being filled."""
-    LAST = "last"
-    """No token may follow those in flight."""
-    SITS_OUT = "sits out"
-    """It has no slot for its next token, and is in no step until others end."""
-    READY = "ready"
-    """It gets a token in the next step."""
-
-
-class IllegalMove(Exception):
-    """A request was moved between states that the transition table does not connect."""
-
-
-class PeerAddress(NamedTuple):
-    """The address of one rank of a prefill node: the node's bootstrap endpoint and the rank's number."""
-
-    host: str
-    port: int
-    rank: int = 0
-
-    @property
-    def node(self) -> tuple[str, int]:
-        return self.host, self.port
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}" + (f" rank {self.rank}" if self.rank else "")
+_NO_COUNTS = SwapCounts()
 
 
 @dataclass(eq=False)
 class Request:
-    """One sample of one prompt. Times are those of ``time.monotonic``, in seconds."""
+    """One sample of one prompt. Times are those of ``time.monotonic``, in seconds.
+
+    Three kinds of tokens are told apart while it runs. The *newest* one is the input of its next step; its KV
+    is not computed yet. *Known next* ones are tokens of the prompt that follow the newest, while its steps
+    compute a short tail of the prompt. Output tokens *in flight* belong to launched steps that are not read.
+    """
 
     request_id: str
     room: Room
@@ -114,24 +56,26 @@ class Request:
     flag: HisparseFlag
     """The mode that the request asks for, or the node's policy if it asks for none."""
     peer: PeerAddress
+    """The rank of the prefill node that its body names; it may change until the request is LANDING."""
     arrived_at: float
     prompt: bytes
-    """The prompt's token ids, packed by ``pack_token_ids``; once it runs, only those whose KV its steps
-    compute."""
+    """The prompt's token ids, packed by ``pack_token_ids``. Once the request runs, only the last ones are
+    left, whose KV its steps compute."""
     root: PageKey = NO_ISOLATION
     """The key from which the keys of its pages follow; only requests with the same root share pages."""
     scores: WantedScores | None = None
     """The logprobs of prompt tokens that its prefill node must send."""
     arrived_seq: int = -1
-    """Order of arrival."""
+    """Its number in the order of arrival; -1 before it is live."""
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
-    """When its present state has lasted too long; infinite while it runs."""
+    """The time at which its present state has lasted for too long; infinite from RUNNING on."""
     is_local: bool = False
-    """Whether it waits without its prefill node: it is admitted only while nothing is missing of its KV that
-    its steps do not compute."""
+    """Whether it waits without a prefill node. It is admitted only if all of its prompt's KV is held, can be
+    copied, or is left to its steps (``local_kv.py``)."""
     prompt_keys: PromptKeys | None = None
-    """Keys that find held pages for it, and its own pages once they are held; None turns off both."""
+    """Keys of the prompt's pages: with them it finds held pages, and others find its own. None: it does
+    neither."""
     dense_refusal: str = ""
     """Why this request cannot be dense; empty when it can."""
     is_speculative: bool = True
@@ -146,49 +90,52 @@ class Request:
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
+    """All slots that it owns, as the pools know them; None if it owns nothing."""
     held_prefix_tokens: int = 0
     """Leading tokens of the prompt for which nothing lands: those of held pages, and all others if they are
     copied from the first sample."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
-    """The slots that it owns in ``TOKEN_POOLS``."""
+    """The numbers of slots that it owns in ``TOKEN_POOLS``."""
     reserved_tokens: int = 0
     """Positions, from 0 on, that have a slot in each pool in which they need one."""
     hot_capacity: int = 0
     """Entries of the hot buffer; 0 when dense."""
     admitted_seq: int = -1
-    """Order of admission."""
+    """Its number in the order of admission; -1 before."""
     instance_id: str = ""
     """The run of the prefill node that got the Bootstrap; empty if it needs no prefill node."""
     num_scored: int = 0
     """Prompt positions whose scores have come."""
-
     num_tail_tokens: int = 0
-    """Prompt tokens before the last one whose KV its steps are still to compute; a step in flight counts when
-    it is read. There are some only where it needs no prefill node for a short tail (``local_kv.py``)."""
+    """Prompt tokens before the last one whose KV its steps are still to compute; steps in flight do not count
+    as done. 0 unless its steps compute a short tail (``local_kv.py``)."""
 
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)
+    """All output tokens so far, without steps in flight."""
     unsent_token_ids: list[int] = field(default_factory=list)
+    """The last output tokens, which the front has not got yet."""
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Logprobs of the output that, like ``unsent_token_ids``, the front has not got yet."""
+    """Their logprobs, if any are wanted."""
     grammar: Future[Grammar] | None = None
-    """The grammar that its output must follow, while it is compiled and after; None without a grammar, before
-    ``ask_for_grammar``, and at its end."""
+    """The compilation of the grammar that its output must follow. None without a grammar, before
+    ``ask_for_grammar``, and once the request has ended."""
     grammar_asked_at: float = 0.0
     """When ``grammar`` was given to the compiler."""
     matcher: Matcher | None = None
     """The output's place in the grammar, without steps in flight; None until the grammar is compiled."""
     is_filling: bool = False
-    """Whether filling of its row or its hot buffer may still be under way."""
+    """Whether its row of the tables or its hot buffer may still be incomplete."""
     is_sound: bool = False
     """Whether, when it is ENDING, all of its KV is right, so that it may be held."""
     num_in_flight: int = 0
-    """Positions that launched steps are sure to compute and that are not read yet: those of their newest
-    tokens and of the prompt's tokens behind these, drafts left out."""
+    """Positions in launched steps that are not read yet, drafts left out: for each step the newest token's,
+    and those of prompt tokens behind it."""
     num_drafts_in_flight: int = 0
-    """Most drafts that launched steps verify: they may yield as many tokens more."""
+    """The most drafts that launched steps verify. If all are right, the steps compute as many positions
+    more."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Tokens that the draft layer guesses to follow the newest one; the next step takes them."""
     num_drafted: int = 0
@@ -196,30 +143,37 @@ class Request:
     num_accepted: int = 0
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Positions to warm a new hot buffer with, for each hot group, most useful first."""
+    """Positions to warm its next hot buffer with, for each hot group, most useful first. None: the most
+    recent ones."""
     landed_hint: list[NDArray[np.int32]] | None = None
-    """The hint that came with the KV, which further samples start with, too; None without such samples."""
+    """The hint that came with the KV, kept for further samples, which start with it, too."""
     delivery: RoomDone | None = None
     """The prefill node's message that all KV is sent; None if there was none."""
-    row_counters: tuple[int, int, int] = (0, 0, 0)
-    """Hits, misses and evictions of its present row; ``earlier_counters`` has those of its earlier rows."""
-    earlier_counters: tuple[int, int, int] = (0, 0, 0)
+    row_counters: SwapCounts = _NO_COUNTS
+    """Counts of its present row, as of the last step that was read."""
+    earlier_counters: SwapCounts = _NO_COUNTS
+    """Counts of the rows that it had before a retraction."""
     num_retractions: int = 0
+    """How often it has become hisparse, or its hot buffer smaller, to make room for others."""
 
     def __post_init__(self) -> None:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
     def first_stepped(self, page_size: int) -> int:
+        """Return the first position whose KV has the bits of a step, not of a prefill: a prefill node and
+        this one compute it alike."""
         return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens, page_size)
 
     @property
     def num_landing_tokens(self) -> int:
-        """End of the positions whose KV the prefill node sends; the first step computes the last token's."""
+        """The prompt's tokens but the last, whose KV the first step computes. A prefill node sends that of
+        the others, as far as it is missing here."""
         return self.num_prompt_tokens - 1
 
     @property
     def needs_prefill_node(self) -> bool:
-        """Whether KV is missing that its steps do not compute, or scores of the prompt are wanted."""
+        """Whether prompt scores are wanted, or KV is missing that its steps do not compute. Known once it is
+        admitted."""
         num_here = self.held_prefix_tokens + self.num_tail_tokens
         return num_here != self.num_landing_tokens or self.scores is not None
 
@@ -237,12 +191,12 @@ class Request:
 
     @property
     def num_known_next(self) -> int:
-        """Tokens of the prompt behind the newest one of its next step, which need no draw."""
+        """Tokens of the prompt behind the newest one of its next step; they need no draw."""
         return max(0, -self.next_index)
 
     def known_next(self, max_drafts: int) -> list[int]:
-        """Return the tokens of the prompt that follow the positions of its next step, with which it can take
-        ``max_drafts`` of them as drafts."""
+        """Return the first of the known next tokens: as many as the next step has positions if it takes
+        ``max_drafts`` of them in the place of drafts."""
         num_known = self.num_known_next
         if not num_known:
             return []
@@ -291,14 +245,14 @@ class Request:
 
     @property
     def next_index(self) -> int:
-        """Output tokens before the one that is drawn behind the newest token of the next step, if no draft in
-        flight is right. Below 0 it is the prompt that goes on there."""
+        """The number, from 0, of the output token that is drawn behind the newest token of the next step, if
+        no draft in flight is right. If it is below 0, the prompt goes on there for as many tokens."""
         return len(self.output_token_ids) + self.num_in_flight - self.num_tail_tokens
 
     @property
     def num_outputs_in_flight(self) -> int:
-        """Output tokens that launched steps are sure to yield and that are not read yet: one a step, drafts
-        left out. At most one when a step is planned."""
+        """Output tokens that launched steps yield if no draft is right, and that are not read yet. At most
+        one when a step is planned."""
         return max(0, self.next_index) - len(self.output_token_ids)
 
     @property
@@ -310,8 +264,8 @@ class Request:
         return max(0, self.next_index) >= params.min_new_tokens and not self.changes_logits
 
     def enter_step(self, num_sure: int, most_drafts: int) -> None:
-        """Note that a step was launched that computes ``num_sure`` of its positions, and verifies at most
-        ``most_drafts`` of its drafts behind them."""
+        """Note that a step was launched that computes ``num_sure`` positions in any case, and verifies at
+        most ``most_drafts`` drafts behind them."""
         self.num_in_flight += num_sure
         self.num_drafts_in_flight += most_drafts
 
@@ -381,8 +335,8 @@ class Request:
 
     @property
     def may_share(self) -> bool:
-        """Whether others may use its prompt's pages while it runs: unless it may have to give them up, as a
-        dense request without pages for its whole life may."""
+        """Whether others may use its prompt's pages while it runs. A dense request without pages for its
+        whole life may have to give them up, and shares none."""
         return self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
 
     @property
@@ -409,22 +363,22 @@ class Request:
 
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, if the transition table does not allow it."""
-        if state not in _MOVES[self.state]:
+        if not self.state.may_become(state):
             raise IllegalMove(f"room {self.room} cannot go from {self.state} to {state}")
         self.state = state
 
     def stats(self) -> RequestStats:
         """Return the figures of the request so far, for its client."""
-        hits, misses, evictions = map(add, self.earlier_counters, self.row_counters)
+        swap_ins = self.earlier_counters.plus(self.row_counters)
         # Without a prefill node nothing was cached but what is held.
         delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,
             num_cached_tokens=delivery.num_cached_tokens,
             num_held_tokens=self.held_prefix_tokens,
-            hits=hits,
-            misses=misses,
-            evictions=evictions,
+            hits=swap_ins.hits,
+            misses=swap_ins.misses,
+            evictions=swap_ins.evictions,
             transfer_bytes=delivery.num_bytes,
             transfer_secs=delivery.transfer_secs,
             num_retractions=self.num_retractions,

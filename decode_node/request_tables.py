@@ -1,8 +1,9 @@
-"""Owns the per-request tables: rows of dense requests, and rows and hot buffers of hisparse ones.
+"""Owns the tables that kernels read: a row for each request, with its pages and, if hisparse, its hot buffer.
 
-``live_requests.py`` decides who owns which slots. When a request moves between states, this module fills or
-empties its row of the tables that the kernels read, warms its hot buffer up, and spills a dense one.
-``device_step.py`` is the model's view of the pools in one forward.
+``live_requests.py`` decides who owns which slots. The moves of requests call this module: ``prepare_landing``
+at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
+hot buffer up; ``grow``; ``retract`` to take the device slots away; ``release`` at the end. Filling runs
+beside the steps of other requests, in a stream of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import add
 from typing import Final
 
 import numpy as np
@@ -26,6 +26,7 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.row_check import (
@@ -38,7 +39,7 @@ from hisparse_pd.kernels.row_check import (
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20
-"""Bytes that are copied to fill rows in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""
+"""Bytes of one slice of the copies that fill rows: 0.7 ms of PCIe, beside a step."""
 
 
 class RequestTables:
@@ -74,30 +75,33 @@ class RequestTables:
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.slice_bytes = SLICE_BYTES
         self.filling: dict[int, RowStart] = {}
-        """What is left to fill of each row, in order of arrival."""
+        """By row, what is not launched yet of its filling, in the order in which rows are filled."""
         self.warming: dict[int, torch.cuda.Event] = {}
-        """For each row that is being filled, the end of what was launched last for it."""
+        """By row, the end of the copies that were launched last to fill it."""
         self._last_slice: torch.cuda.Event | None = None
+        """The end of the copies that were launched last for any row."""
         self._fill_stream = SideStream(self.device)
         """Fills rows and warms hot buffers up, beside the steps of the others."""
         self._landing_stream = SideStream(self.device)
-        self._ended_counters = np.zeros(3, np.int64)
+        """Prepares landing zones. The host waits for it, and not for steps in flight."""
+        self._ended_counters = SwapCounts()
+        """Counts of all rows that have been emptied."""
         self.max_verifiable = partial(
             max_verifiable, top_k=spec.index_topk, max_new=max_new, max_context=spec.context_length
         )
         """``drafting.max_verifiable`` with the sizes of this node: takes a request and a number of drafts."""
 
-    def totals(self, running: Collection[Request]) -> tuple[int, int, int]:
-        """Hits, misses and evictions since the start. ``running``: requests that have rows; theirs are as of
-        the last step that was read."""
-        hits, misses, evictions = (
-            int(ended) + sum(request.row_counters[column] for request in running)
-            for column, ended in enumerate(self._ended_counters)
-        )
-        return hits, misses, evictions
+    def totals(self, running: Collection[Request]) -> SwapCounts:
+        """Return the counts of all requests since the start. ``running``: the requests that have rows, whose
+        counts are as of the last step that was read."""
+        total = self._ended_counters
+        for request in running:
+            total = total.plus(request.row_counters)
+        return total
 
     def row_results(self, req_rows: Tensor) -> Tensor:
-        """int64 [num_reqs, 4]: error flags, hits, misses and evictions of the rows so far, on the device."""
+        """Return the error flags, hits, misses and evictions of the rows so far: int64 [num_reqs, 4], on the
+        device."""
         flags = self.state.error_flags[req_rows].long()
         return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
 
@@ -112,8 +116,10 @@ class RequestTables:
         return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
     def prepare_landing(self, request: Request) -> None:
-        """Void the row checks of a landing zone, before anything lands there: they are of the owner before.
-        Waits for the device, but not for its steps: none of them uses these pages."""
+        """Void the row checks of a landing zone, which are its last owner's, before anything lands there.
+
+        Waits for the device, but not for its steps: none of them uses these pages.
+        """
         row_checks = self.state.row_checks
         if row_checks is None:
             return
@@ -135,8 +141,8 @@ class RequestTables:
     def start(self, request: Request) -> None:
         """Begin to fill the row of a request that is RUNNING from now on, and to warm its hot buffer up.
 
-        On a GPU that goes on beside the steps of others, a slice in a turn of the engine's loop (``go_on``).
-        ``is_ready`` says when all is over.
+        A dense row, which has page ids and its items' checks, takes one launch. A hisparse one is filled in
+        slices, which ``go_on`` launches; the first one here if no other row is being filled.
         """
         if request.mode is Mode.DENSE:
             with self._beside_steps(request.req_row, is_first=True):
@@ -153,8 +159,10 @@ class RequestTables:
             self._launch_slice(request.req_row, self.slice_bytes)
 
     def check_hot(self, request: Request, group: int) -> None:
-        """Enqueue a check of a request's hot buffer in all layers of one hot group. The next row results say
-        what was found. Drafts that were not accepted are left out."""
+        """Enqueue a check of the rows in a request's hot buffer, in all layers of one hot group.
+
+        The next row results say whether one is wrong. Drafts that were not accepted are left out.
+        """
         state, row = self.state, request.req_row
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
@@ -170,19 +178,21 @@ class RequestTables:
             )
 
     def go_on(self) -> dict[int, Exception]:
-        """Launch the next slices of rows that are being filled, once those before are over: ``slice_bytes``,
-        or an eighth of all that is left if that is more.
+        """Launch the next slices of rows that are being filled, once those before are over. Together they
+        have ``slice_bytes``, or an eighth of all that is left if that is more, so that many rows do not take
+        many turns.
 
         Returns the rows for which that failed. Raises torch.AcceleratorError when the device is lost.
         """
         failed: dict[int, Exception] = {}
         if not self.filling or not self._is_slice_over():
             return failed
-        left = max(self.slice_bytes, sum(each.num_left_bytes or 0 for each in self.filling.values()) // 8)
+        num_all_bytes = sum(each.num_left_bytes or 0 for each in self.filling.values())
+        budget_bytes = max(self.slice_bytes, num_all_bytes // 8)
         for row in tuple(self.filling):
             try:
-                while row in self.filling and left > 0:
-                    left -= max(1, self._launch_slice(row, left))
+                while row in self.filling and budget_bytes > 0:
+                    budget_bytes -= max(1, self._launch_slice(row, budget_bytes))
             except torch.AcceleratorError:
                 raise
             except Exception as error:
@@ -198,16 +208,19 @@ class RequestTables:
         return self._last_slice is None or bool(self._last_slice.query())
 
     def _launch_slice(self, row: int, most_bytes: int | None) -> int:
+        """Launch up to ``most_bytes`` of the copies that fill a row, or all for None. Returns their bytes. If
+        that raises, the row is not filled any further."""
         filling = self.filling.pop(row)
         with self._beside_steps(row, is_first=row not in self.warming):
             num_bytes = filling.launch_slice(most_bytes)
         if filling.num_left_bytes is not None:
-            self.filling = {row: filling, **self.filling}  # it stays the first
+            self.filling = {row: filling, **self.filling}  # the first row is finished before the next
         return num_bytes
 
     @contextmanager
     def _beside_steps(self, row: int, *, is_first: bool) -> Iterator[None]:
-        """Fill a row within, in a stream of its own. ``is_first``: nothing of the row was filled yet."""
+        """Send work that fills a row to the stream for that, and note its end. ``is_first``: it is the first
+        work for this row."""
         if self.device.type != "cuda":
             yield
             return
@@ -215,17 +228,17 @@ class RequestTables:
         with self._fill_stream.behind_current() if is_first else self._fill_stream.use():
             try:
                 yield
-            finally:  # what was launched before an error still reads the request's slots
+            finally:  # also after an error: what was launched before it still reads the request's slots
                 filled = torch.cuda.Event()
                 filled.record()
                 self.warming[row] = self._last_slice = filled
 
     def stop_filling(self, request: Request) -> None:
-        """Launch no more to fill a request's row. ``is_ready`` says when what was launched is over."""
+        """Launch nothing more to fill a request's row. Copies under way go on until ``is_ready``."""
         self.filling.pop(request.req_row, None)
 
     def is_ready(self, request: Request) -> bool:
-        """Whether nothing fills the row of a RUNNING or ENDING request any more."""
+        """Return whether the row of a RUNNING or ENDING request is filled, or its filling has stopped."""
         if request.req_row in self.filling:
             return False
         filled = self.warming.get(request.req_row)
@@ -238,7 +251,7 @@ class RequestTables:
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None
-        if hints is None:  # then the most recent positions, in every group
+        if hints is None:  # one list of the most recent positions serves every hot group
             hints = [np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]]
         return RowStart(
             self.state,
@@ -255,14 +268,17 @@ class RequestTables:
         )
 
     def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        """Return what to warm each hot group with, the most useful positions first: the rows that its index
-        groups have in ``hint``, [num_index_groups, index_topk], by turns."""
+        """Return the positions to warm each hot group with, the most useful first.
+
+        ``hint``: [num_index_groups, index_topk], the best position of each index group first. A hot group
+        takes the best of each of its index groups, then the second best of each, and so on.
+        """
         hot_groups = np.array(self.spec.hot_group_of_index_group)
         return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]
 
     def grow(self, request: Request) -> None:
-        """Enter the pages that a running request was just given, which no step in flight looks at. If the row
-        is still being filled, that writes the same ids, or none."""
+        """Enter all pages of a running request into its row, after it was given more. No step in flight looks
+        at the new ones, and the filling of a row under way writes the same ids."""
         row = request.req_row
         if request.mode is Mode.DENSE:
             self.state.set_pages(row, 0, self._pages(request, PoolKind.DEVICE))
@@ -275,8 +291,8 @@ class RequestTables:
         return pages_tensor(request.extents(kind), self.page_size)
 
     def retract(self, request: Request) -> None:
-        """Bring all KV to the host before the device slots are given up, remember what was hot, and empty the
-        row."""
+        """Prepare a request to give up its device slots: bring all KV to the host, remember which positions
+        were hot, and empty the row."""
         self.fill_at_once(request)
         self._wait_until_filled(request.req_row)
         if request.mode is Mode.DENSE:
@@ -292,10 +308,9 @@ class RequestTables:
         row = request.req_row
         self.stop_filling(request)
         self._wait_until_filled(row)  # filling reads host slots that are about to be given up
-        hits, misses, evictions = map(add, request.earlier_counters, request.row_counters)
-        request.earlier_counters = hits, misses, evictions
-        self._ended_counters += request.row_counters
-        request.row_counters = (0, 0, 0)
+        request.earlier_counters = request.earlier_counters.plus(request.row_counters)
+        self._ended_counters = self._ended_counters.plus(request.row_counters)
+        request.row_counters = SwapCounts()
         self.state.reset_row(row)
 
     def _wait_until_filled(self, row: int) -> None:

@@ -2,8 +2,8 @@
 
 ``Reserve`` and ``HeldMatches`` live as long as one plan. Requests get slots step by step, and together they
 may need more than there are. Slots are therefore granted only while there is an order in which all requests
-can end, one after the other, if each gets the most that it may still ask for: it uses what is free then,
-including what the requests before it owned. This is the banker's algorithm, for the host, device, index and
+can end, one after the other, if each asks for the most that it may need: it can use what is free then, which
+includes what the requests before it owned. This is the banker's algorithm, for the host, device, index and
 lookup pools together.
 
 - The first request in the order never sits out. When it ends, the next one is the first. Nobody is admitted
@@ -168,6 +168,7 @@ class Reserve:
 
 
 def _lack(entry: tuple[Request, Claim]) -> int:
+    """Return the host and device slots that the request lacks to end in its first way."""
     host, device, *_ = entry[1].ways[0]
     return host + device
 

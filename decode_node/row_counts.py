@@ -8,6 +8,7 @@ request has changed since its last step is noticed here and starts anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,21 @@ from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts, to_dev
 from hisparse_pd.decode_node.request import Request
 
 
+class _Counted(NamedTuple):
+    """A request whose tokens a row counts, and how many of its output tokens are counted."""
+
+    request_id: str
+    num_tokens: int
+
+
 class RowCounts:
     """Counts of ``num_rows`` requests; those whose settings leave logits alone are never counted."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._table = TokenCounts.create(num_rows, vocab_size, device)
-        self._counted: dict[int, tuple[str, int]] = {}
-        """The request that was counted in each row, and the number of its output tokens that were."""
+        self._counted: dict[int, _Counted] = {}
+        """By req_row, what was counted there last."""
 
     def count(self, batch: Sequence[Request], in_flight: Tensor) -> None:
         """Bring the rows of a step's requests up to date, before the step is launched.
@@ -39,8 +47,10 @@ class RowCounts:
             if not request.changes_logits:
                 continue
             row = request.req_row
-            request_id, num_counted = self._counted.get(row, ("", 0))
-            if request_id != request.request_id:
+            counted = self._counted.get(row)
+            if counted is not None and counted.request_id == request.request_id:
+                num_counted = counted.num_tokens
+            else:
                 num_counted = 0
                 self._table.start(row, request.sampling, request.prompt_token_ids)
             known = request.output_token_ids[num_counted:]
@@ -48,7 +58,7 @@ class RowCounts:
             token_ids += known
             num_in_flight = request.num_outputs_in_flight
             rows_in_flight += [row] * num_in_flight
-            self._counted[row] = request.request_id, num_counted + len(known) + num_in_flight
+            self._counted[row] = _Counted(request.request_id, num_counted + len(known) + num_in_flight)
         if rows:
             self._table.add(*to_device([rows, token_ids], self._device))
         if rows_in_flight:

@@ -1,9 +1,10 @@
 """Runs decode steps: fills their inputs, launches their device work, draws their tokens and reads them.
 
-On a GPU a step's input tokens, and after a step with drafts the lengths, may still be on the device: those of
-the last step, which nobody has read yet. The host reads tokens, counters and error flags in one copy. What a
-grammar lets a request draw depends on the last step's tokens: the forward is launched before they are read,
-and the draws are enqueued when they have been. On a CPU each step is read before the next.
+On a GPU a step may be launched before the host has read the last one. The device then takes the input tokens,
+and after a step with drafts the lengths, from its own memory (``RowOutcomes``). The host reads tokens,
+counters and error flags of a step in one copy. What a grammar lets a request draw depends on the last step's
+tokens: the forward is launched before these are read, and the draws are enqueued afterwards. On a CPU each
+step is read before the next.
 
 A batch with many hisparse requests is split, and then has no drafts.
 """
@@ -23,7 +24,8 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.sampling import Sampled
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
-from hisparse_pd.decode_node.forwards import Forward, Forwards
+from hisparse_pd.decode_node.forward_results import Forward
+from hisparse_pd.decode_node.forwards import Forwards
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_counts import RowCounts
@@ -59,9 +61,9 @@ def make_runner(settings: DecodeSettings, model: DsaModel, tables: RequestTables
 class DeviceRunner:
     """Runs steps in CUDA graphs of ``graph_batches`` requests; larger batches go without.
 
-    A batch with at least ``min_split_reqs`` hisparse requests is split; 0: none is; None: from where that is
-    faster, which is measured where graphs are captured, and for which pools have to be empty.
-    ``is_behind``: the next step may be launched before the last one is read.
+    A batch with at least ``min_split_reqs`` hisparse requests is split; with 0 none is. With None, the
+    capture of graphs measures from how many requests on splitting is faster; pools have to be empty then.
+    ``is_behind``: whether the next step may be launched before the last one is read.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class DeviceRunner:
         ]
         """Steps take them by turns: one may be read while the next is in flight."""
         self._num_sent = 0
+        """Steps so far, which tells whose turn it is."""
         self._has_verified = False
         """Whether the last step verified drafts, so that its outcomes have lengths and drafts."""
         if graph_batches:
@@ -106,7 +109,7 @@ class DeviceRunner:
             self._forwards.capture(sorted(graph_batches, reverse=True))
 
     def would_split(self, batch: Sequence[Request]) -> bool:
-        """Whether the batch is split. Where one rank's does, all ranks' do."""
+        """Return whether this rank wants to split the batch. If one rank does, all split (``Lockstep``)."""
         return sum(request.mode is Mode.HISPARSE for request in batch) >= self._forwards.min_split_reqs
 
     @torch.inference_mode()  # as the capture, whose results are written to
@@ -140,8 +143,11 @@ class DeviceRunner:
         return launched
 
     def _make_entries(self, batch: Sequence[Request], num_new: int) -> list[StepEntry]:
-        """Take the drafts that the step verifies from the requests; the device has those that are unread, and
-        a prompt's tokens are in the place of drafts while it goes on."""
+        """Make each request's part in the step, with the drafts that it verifies.
+
+        While a prompt goes on, its own tokens take the place of drafts. Where the last step is unread, the
+        device has the drafts, and the entry only says how many of them may be verified.
+        """
         entries = []
         for request in batch:
             most = self._tables.max_verifiable(request, num_new - 1) if num_new > 1 else 0
@@ -176,14 +182,14 @@ class Launched:
     entries: Sequence[StepEntry]
     buffers: StepBuffers
     num_new: int
-    """As ``NodeStep`` has it."""
+    """New positions of each request: 1 without drafts."""
     feeds_next: bool
     """Whether the next step may be launched before this one's result was taken: on a GPU, unless drafts are
     verified and a token may be another than the likeliest."""
     sample: Callable[[], Sampled] | None
     """Enqueues the draws; None where all tokens are just the likeliest."""
     finish: Callable[[], Tensor]
-    """Enqueues what follows from the draws; returns what is read."""
+    """Enqueues the step's second half, after the draws. Returns the tensor that the host reads."""
     sampled: Sampled | None = field(default=None, init=False)
     is_drawn: bool = field(default=False, init=False)
 
@@ -198,7 +204,7 @@ class Launched:
         return [entry.most_drafts for entry in self.entries]
 
     def leave(self) -> None:
-        """Take the requests out of the step, whose tokens are about to be read, or are lost."""
+        """Take the requests out of the step. Called just before its tokens are read, or when it failed."""
         for entry in self.entries:
             entry.request.leave_step(entry.num_sure, entry.num_unsure)
 
@@ -223,7 +229,7 @@ class Launched:
     def result(self) -> list[StepResult]:
         """Wait, and return what the step made of each request. To be called once, before the step after the
         next is launched."""
-        if not self.is_drawn:  # what is in its memory until then is that of an earlier step
+        if not self.is_drawn:  # its buffers still have the results of an earlier step
             raise RuntimeError("the step's tokens were not drawn")
         rows = self.buffers.read(len(self.entries), num_columns(self.num_new))
         num_known = [len(entry.known) for entry in self.entries]
@@ -231,8 +237,8 @@ class Launched:
 
 
 def _first_split_size(min_split_reqs: int | None, max_reqs: int, *, can_measure: bool) -> int | None:
-    """The number of hisparse requests from which on batches are split, at least one for each part; None: it
-    is to be measured."""
+    """Return the number of hisparse requests from which on batches are split, at least one for each part.
+    None: it is to be measured."""
     if min_split_reqs is None and can_measure:
         return None
     return max(min_split_reqs, NUM_PARTS) if min_split_reqs else max_reqs + 1

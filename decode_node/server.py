@@ -97,7 +97,7 @@ async def _deltas(
     prompts = scored_prompts(outputs)
     num_live = sum(output.finish is None for output in outputs)
     journal = work.request.journal
-    may_move = journal is not None and journal.may_move
+    may_move = journal is not None and journal.may_move  # the router can resume it on another node
     with context.link.open(engine_groups(work.samples), may_move=may_move) as group:
         work.timeline.note_sent(group.ranks)
         while num_live:
@@ -138,12 +138,14 @@ def _shown(output: SampleOutput, tokens: Tokens) -> Tokens:
 
 
 class _TokenClock:
-    """Observes time to first token and inter-token latency of one request's samples."""
+    """Measures the time to the first token, and between tokens, of one request's samples. Tokens that come
+    together share the time since the last ones."""
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         self._metrics = context.metrics
         self._timeline = work.timeline
         self._last_at: dict[int, float] = {}
+        """By the sample's index, when its last tokens came."""
 
     def note(self, index: int, num_tokens: int) -> None:
         if num_tokens == 0:

@@ -41,13 +41,13 @@ GROWTH_PAGES = 16
 tokens with the default page size."""
 
 MAX_TAIL_STEPS = 4
-"""Steps with as many drafts as they can verify in which a request may compute what its prompt lacks. In that
-time, some 50 ms in 61 layers, an idle prefill node would have computed and sent it."""
+"""Most steps in which a request computes what its prompt lacks, with as many tokens as a step can verify
+drafts. In that time, some 50 ms in 61 layers, an idle prefill node would have computed and sent it."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes for activations: workspaces of libraries, buffers of the layers, and CUDA graphs."""
 LOGIT_COPIES = 6
-"""Float32 rows of the vocabulary that sampling holds for a row of logits at a time, masked ones included."""
+"""Float32 rows of the vocabulary's size that sampling needs at once for each row of logits."""
 
 
 def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
@@ -170,8 +170,8 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Return the bytes of ``HotBufferState`` and the miss plans. With the context only four page ids for each
-    page and row grow."""
+    """Return the bytes of ``HotBufferState`` and the miss plans. A longer context adds only four page ids for
+    each page of each row."""
     num_rows, meta = settings.max_running_requests, torch.device("meta")  # where tensors take no memory
     state = HotBufferState.create(
         spec.num_hot_groups,

@@ -1,8 +1,7 @@
-"""Chooses how large hisparse batches are split, and from how many requests on, by measuring at a node's
-start.
+"""Measures at a node's start from how many requests on hisparse batches are split, and in which way.
 
-``Forwards`` calls ``choose_splits`` with a function that times the steps of one size, over ``TrialRequests``
-in the still empty pools.
+``Forwards`` calls ``choose_splits`` with a function that times the steps of one batch size, with
+``TrialRequests`` in the still empty pools.
 
 A split batch hides copies behind computing. Parts within each layer hide them behind selection and attention
 alone, and read weights once. Micro-batches hide them behind everything, and read every matrix and expert
@@ -37,6 +36,7 @@ class Split(Enum):
 
 
 SPLITS: Final = (Split.PARTS, Split.MICRO_BATCHES)
+"""The ways to split a batch."""
 MIN_REQS: Final = 32
 """Fewest requests of a batch that is split. Smaller ones have too little to copy: 16 of V3.2's size lost 3%
 on an H200."""
@@ -139,7 +139,8 @@ class TrialRequests:
         hot = state.hot_to_lookup[:, : self._num_reqs]
         random = torch.rand(hot.shape, generator=self._generator, device=hot.device)
         is_lost = (random < MISS_SHARE) & (hot != ABSENT)
-        lost = torch.where(is_lost, hot, state.num_lookup_slots).flatten(1).long()  # the last one is nobody's
+        # What is not lost goes to the last entry of ``lookup_to_hot``, which is nobody's.
+        lost = torch.where(is_lost, hot, state.num_lookup_slots).flatten(1).long()
         state.lookup_to_hot.scatter_(1, lost, ABSENT)
         hot.masked_fill_(is_lost, ABSENT)
         state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)

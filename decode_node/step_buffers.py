@@ -1,4 +1,4 @@
-"""The memory by which host and device exchange a step's inputs and results.
+"""The memory through which host and device exchange a step's inputs and results.
 
 ``StepInputs`` are the inputs, on either side; ``StepBuffers`` is the host's memory of one step, with its
 inputs, grammar masks and results. The runner fills and sends the inputs at a step's launch, and reads the
@@ -28,19 +28,19 @@ FROM_DEVICE = -1
 class StepEntry:
     """A request's part in one step.
 
-    While its prompt goes on behind its newest token, tokens of the prompt stand in for drafts. They follow
-    the step's positions whatever is drawn there, so all of them are accepted.
+    While its steps compute a short tail of the prompt, tokens of the prompt take the place of drafts, and all
+    of them are accepted: they follow whatever is drawn.
     """
 
     request: Request
     drafts: Sequence[int]
-    """Drafts to verify; empty where only the device has them."""
+    """Drafts to verify, or tokens of the prompt in their place; empty where only the device has them."""
     most_drafts: int
-    """The number of drafts that the step verifies, at most."""
+    """The most drafts that the step verifies."""
     is_unread: bool
     """Whether length and drafts are outcomes of a step that the host has not read yet."""
     known: Sequence[int] = ()
-    """The prompt's tokens that follow the first new positions. What is drawn there counts for nothing."""
+    """Tokens of the prompt that follow the first new positions, one for each. Nothing is drawn there."""
 
     @property
     def num_sure(self) -> int:
@@ -49,12 +49,12 @@ class StepEntry:
 
     @property
     def num_unsure(self) -> int:
-        """The number of positions behind these that it computes if drafts are right, at most."""
+        """The most positions behind the sure ones that it computes, if all drafts are right."""
         return 0 if self.known else self.most_drafts
 
     @property
     def drawn_at(self) -> range:
-        """The numbers of its new positions at which a token is drawn that can count."""
+        """The numbers, from 0, of its new positions at which an output token is drawn."""
         return range(len(self.known), 1 + len(self.drafts))
 
 
@@ -69,14 +69,13 @@ class StepInputs:
     """[max_reqs * max_new]: for each request the prompt's tokens that follow its first new positions, or
     NO_DRAFT."""
     seq_lens: Tensor
-    """[max_reqs]: lengths with the newest token; where it is FROM_DEVICE, the drafts are the device's,
-    too."""
+    """[max_reqs]: lengths with the newest token, or FROM_DEVICE; then the device has the drafts, too."""
     req_rows: Tensor
     """[max_reqs]"""
     most_drafts: Tensor
-    """[max_reqs]: the number of drafts that may be verified."""
+    """[max_reqs]: the most drafts that are verified."""
     slot_ends: Tensor
-    """[max_reqs]: where the positions end that have slots and may be needed."""
+    """[max_reqs]: the end of the positions that have slots and that the request may come to need."""
     num_real: Tensor
     """[1]: requests that are not padding."""
 
@@ -135,6 +134,7 @@ class StepBuffers:
         to.values.copy_(self.inputs.values, non_blocking=True)
 
     def _fill(self, entries: Sequence[StepEntry], num_new: int, max_context: int) -> None:
+        """Write the inputs of ``entries``, and padding behind them: row 0 with a length of 1."""
         inputs = self.inputs
         requests = [entry.request for entry in entries]
         num_padding = inputs.seq_lens.shape[0] - len(entries)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hisparse_pd.core.model.sampling import Sampled, enqueue_sample
 from hisparse_pd.core.model.token_counts import CountedRows, to_device
-from hisparse_pd.decode_node.forwards import Forward
+from hisparse_pd.decode_node.forward_results import Forward
 from hisparse_pd.decode_node.row_counts import RowCounts
 from hisparse_pd.decode_node.step_buffers import StepEntry
 from hisparse_pd.decode_node.step_masks import has_grammar, masks_of
@@ -72,9 +72,9 @@ class StepDraws:
         """
         device, num_new = forward.logits.device, forward.num_new
         requests = [entry.request for entry in self.entries]
-        where: slice | Tensor = slice(len(requests))
+        logit_rows: slice | Tensor = slice(len(requests))
         if num_new > 1 or len(self.places) < len(requests):
-            where = to_device([place.req * num_new + place.num_before for place in self.places], device)
+            logit_rows = to_device([place.req * num_new + place.num_before for place in self.places], device)
         allowed = None
         if has_grammar(requests):
             drawing = [entry for entry in self.entries if entry.drawn_at]
@@ -82,12 +82,12 @@ class StepDraws:
             rows = masks_of([entry.request for entry in drawing], drafts, masks)
             allowed = rows.to(device, non_blocking=True)
         sampled = enqueue_sample(
-            forward.logits[where],
+            forward.logits[logit_rows],
             [requests[place.req].sampling for place in self.places],
             self.output_indices,
             eos_token_ids,
             counts=self.counts,
             masks=allowed,
         )
-        forward.token_ids[where] = sampled.token_ids
+        forward.token_ids[logit_rows] = sampled.token_ids
         return sampled

@@ -1,7 +1,9 @@
 """Owns the step in flight: who gets a token next, and when a launched step is drawn and read.
 
-Where ``may_follow`` allows it, a step is launched before the previous one is read. Draws under grammars are
-enqueued once that one has been read. Between two turns at most one step is in flight.
+In each turn the engine calls ``carry_out_plan``, then ``advance``. Where ``may_follow`` allows it, a step is
+launched before the previous one is read, so that the device does not wait for the host. What a grammar allows
+depends on the previous tokens: such draws are enqueued when these are read. Between two turns at most one
+step is in flight.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 from hisparse_pd.decode_node.draft_choice import DraftChoice
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.next_plan import NextPlan
-from hisparse_pd.decode_node.request import Request, RequestState, RunStage
-from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.plan_moves import PlanMoves
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from hisparse_pd.decode_node.scrub import Scrubber
@@ -35,7 +38,7 @@ class StepLine:
         lockstep: Lockstep,
         requests: LiveRequests,
         tables: RequestTables,
-        lifecycle: RequestLife,
+        plan_moves: PlanMoves,
         *,
         most_drafts: int,
         scrubber: Scrubber,
@@ -43,17 +46,19 @@ class StepLine:
         """``most_drafts``: the most drafts of a request that a step may verify."""
         self.runner = runner
         self.in_flight: Launched | None = None
+        """The step that is launched and not read."""
         self.has_launched = False
         """Whether the last turn launched a step."""
         self.num_launched = 0
         self._lockstep = lockstep
         self._requests = requests
         self._tables = tables
-        self._lifecycle = lifecycle
+        self._plan_moves = plan_moves
+        self._ends = plan_moves.ends
         self._scrubber = scrubber
         self._most_drafts = most_drafts
         self.draft_choice = DraftChoice(most_drafts)
-        self.next_plan = NextPlan(lifecycle.limits, requests)
+        self.next_plan = NextPlan(plan_moves.limits, requests)
 
     def carry_out_plan(self, now: float) -> None:
         """Carry out the scheduler's plan for the next step, before ``advance`` launches that. The step in
@@ -64,7 +69,7 @@ class StepLine:
         if plan.exchanges and self.in_flight is not None:
             self.settle()  # a request that gets other device slots may be in that step, or end with it
             plan = self.next_plan.make(now)
-        self._lifecycle.carry_out(plan, now)
+        self._plan_moves.carry_out(plan, now)
 
     def advance(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if a request has one, and commit the previous one. Returns False
@@ -72,7 +77,7 @@ class StepLine:
 
         Raises torch.AcceleratorError when the device is lost, and any error when other ranks are in the step.
         """
-        self._lifecycle.fill_rows(time.monotonic())
+        self._plan_moves.fill_rows(time.monotonic())
         batch = self.next_batch()
         step = self._lockstep.agree(
             len(batch),
@@ -91,15 +96,15 @@ class StepLine:
             self._draw(launched)
         if self.in_flight is not None and not self.in_flight.feeds_next:
             self.settle()
-        self.draft_choice.turn(len(batch), step.num_new - 1, time.monotonic())
+        self.draft_choice.note_turn(len(batch), step.num_new - 1, time.monotonic())
         return True
 
     def may_follow(self) -> bool:
         """Whether a step may be launched before the one in flight, if there is one, is read.
 
-        After a step with drafts only the device knows the lengths. The host has to know that all requests go
-        on however many drafts are accepted, and that no draw depends on their number. Where steps verify
-        drafts, a request with a grammar rules that out.
+        After a step with drafts only the device knows the lengths. The next step may then follow if all
+        requests go on however many drafts are accepted, and if no draw depends on that number. Where steps
+        may verify drafts, none follows while a request has a grammar.
         """
         if (launched := self.in_flight) is None:
             return True
@@ -147,8 +152,9 @@ class StepLine:
             return None
 
     def _draw(self, launched: Launched) -> None:
-        """Enqueue the draws, once the previous step has been read, and end requests whose grammars cannot say
-        what may follow. An error ends the requests of the step. Raises what ``advance`` raises."""
+        """Enqueue the draws of a step whose previous one has been read. Fail requests whose grammars cannot
+        say which tokens are allowed. An error fails all requests of the step, unless ``advance`` raises it.
+        """
         try:
             launched.draw()
         except Exception as error:
@@ -162,7 +168,7 @@ class StepLine:
         for request in launched.batch:
             is_running = request.state is RequestState.RUNNING
             if is_running and request.matcher is not None and request.matcher.error:
-                self._lifecycle.grammar_failed(request, request.matcher.error, time.monotonic())
+                self._ends.grammar_failed(request, request.matcher.error, time.monotonic())
 
     def _commit(self, launched: Launched) -> None:
         """Hand out the tokens of a step, and end the requests for which they are the last. A request that is
@@ -180,28 +186,29 @@ class StepLine:
         for request, of_step in zip(launched.batch, results, strict=True):
             request.row_counters = of_step.counters
             if of_step.has_wrong_row:
-                self._lifecycle.row_is_wrong(request, now)
+                self._ends.row_is_wrong(request, now)
                 continue
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
-            # The drafts are taken already if the request is in the next step.
+            # If the request is in the next step already, the device has taken these drafts for that.
             request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
             request.num_tail_tokens -= of_step.num_known
             request.num_drafted += of_step.num_drafted
             if of_step.num_drafted:
-                self._lifecycle.metrics.drafted(of_step.num_drafted)
-                self.draft_choice.verified(of_step.num_drafted, len(of_step.token_ids) - 1)
+                self._ends.metrics.drafted(of_step.num_drafted)
+                self.draft_choice.note_verified(of_step.num_drafted, len(of_step.token_ids) - 1)
             if of_step.error:
                 message = f"the hot buffer reported {of_step.error}"
-                self._lifecycle.fail(request, 500, message, now)
+                self._ends.fail(request, 500, message, now)
             elif of_step.token_ids:  # none while the prompt goes on
-                self._lifecycle.emit(request, of_step.token_ids, of_step.logprobs, now)
-        self._lifecycle.release_ended(now)
+                self._ends.emit(request, of_step.token_ids, of_step.logprobs, now)
+        self._ends.release_ended(now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
+        """Fail the requests of a step that nothing on the device runs any more."""
         log.error("a decode step of %d requests failed", len(batch), exc_info=error)
         message = f"the decode step failed: {type(error).__name__}: {error}"
         for request in batch:
             if request.state is RequestState.RUNNING:
-                self._lifecycle.fail(request, 500, message, time.monotonic())
-        self._lifecycle.release_ended(time.monotonic())
+                self._ends.fail(request, 500, message, time.monotonic())
+        self._ends.release_ended(time.monotonic())

@@ -1,6 +1,6 @@
 """Grammars in a decode engine: requests wait for their compilation, and steps get masks of allowed tokens.
 
-The engine calls ``ask_for_grammar`` for landing requests and ``follow`` for running ones in each turn;
+The engine calls ``ask_for_grammar`` for landing requests and ``take_matcher`` for running ones in each turn;
 ``StepDraws`` calls ``masks_of`` for each step that has a request with a grammar. The grammar's state is in
 the request: ``grammar`` while it is compiled, then ``matcher``.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hisparse_pd.core.grammar.compiler import MAX_WAIT_SECS, Compiler
 from hisparse_pd.core.grammar.matcher import ALL_ALLOWED, OutputMasks, fill_masks
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 
 
 class GrammarLate(Exception):
@@ -25,8 +26,8 @@ def has_grammar(batch: Sequence[Request]) -> bool:
 
 
 def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: Tensor) -> Tensor:
-    """Fill the first rows of ``masks``, in main memory: for each request one for its next token, and one
-    behind each of its drafts. Returns these rows, int32 [num_rows, num_words].
+    """Fill the first rows of ``masks``, in main memory: for each request a row for its next token, and a row
+    for the token behind each of its drafts. Returns these rows, int32 [num_rows, num_words].
 
     All tokens that a request had before have to be read. A request that has ended since the launch, or whose
     ``matcher`` has an ``error`` afterwards, may draw anything: its tokens are dropped.
@@ -50,7 +51,7 @@ def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
         request.grammar, request.grammar_asked_at = compiler.compile(request.sampling.grammar, resumed), now
 
 
-def follow(request: Request, compiler: Compiler, now: float) -> None:
+def take_matcher(request: Request, compiler: Compiler, now: float) -> None:
     """Give a running request the matcher of its grammar, once that is compiled. Raises GrammarError, and
     GrammarLate after ``MAX_WAIT_SECS``."""
     ask_for_grammar(request, compiler, now)

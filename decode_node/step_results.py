@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.core.model.sampling import Sampled
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_state import HotBufferError
 
 TOKEN_COLUMN = 4
@@ -57,9 +58,9 @@ class StepResult:
     error: str
     """What the kernels found wrong; empty for nothing."""
     has_wrong_row: bool
-    """Whether an item that was read for it is not what was written, so that ``token_ids`` may be anything."""
-    counters: tuple[int, int, int]
-    """Hits, misses and evictions of its row so far."""
+    """Whether a row check failed for an item that was read for it; then ``token_ids`` may be wrong."""
+    counters: SwapCounts
+    """Counts of its row so far."""
     num_drafted: int
     """Drafts that were verified."""
     drafts: list[int]
@@ -73,26 +74,26 @@ class _Row(NamedTuple):
     """One parsed row of the results."""
 
     flags: int
-    counters: tuple[int, int, int]
+    counters: SwapCounts
     num_drafted: int
     num_accepted: int
     token_ids: list[int]
-    """The tokens drawn at the positions that can count: behind the newest token, and behind each draft. While
-    the prompt goes on, there are none."""
+    """The tokens drawn behind the newest token and behind each draft; none while the prompt goes on. Those
+    behind the first wrong draft do not count."""
     next_drafts: list[int]
     num_known: int
 
     @classmethod
     def parse(cls, values: list[int], num_new: int, num_known: int) -> _Row:
         (flags, hits, misses, evictions), rest = values[:TOKEN_COLUMN], values[TOKEN_COLUMN:]
-        counters = (hits, misses, evictions)
+        counters = SwapCounts(hits, misses, evictions)
         if num_new == 1:
             return cls(flags, counters, 0, 0, rest[num_known:], next_drafts=[], num_known=num_known)
         num_drafted, num_accepted, *ids = rest
         drawn, next_drafts = ids[num_known : 1 + num_drafted], ids[num_new:]
         if num_known:  # the drafts were tokens of the prompt
             num_drafted = num_accepted = 0
-        if not drawn:  # what was drafted there is not what comes next
+        if not drawn:  # the prompt goes on, so that guesses are not what comes next
             next_drafts = []
         return cls(flags, counters, num_drafted, num_accepted, drawn, next_drafts, num_known)
 

@@ -7,8 +7,10 @@ from typing import Any
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.live_requests import LiveRequests
-from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
-from hisparse_pd.decode_node.scheduler import Admission, StepPlan
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import Admission, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 

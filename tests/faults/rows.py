@@ -70,17 +70,17 @@ def put_in_row_faults(order: Path) -> None:
 
 
 def _damage_decode_nodes(faults: RowFaults) -> None:
+    import hisparse_pd.decode_node.plan_moves
     import hisparse_pd.decode_node.prefill_events
-    import hisparse_pd.decode_node.request_life
 
     events: Any = hisparse_pd.decode_node.prefill_events.PrefillEvents
-    life: Any = hisparse_pd.decode_node.request_life.RequestLife
-    take_kv, admit = events.take_kv, life.admit
+    moves: Any = hisparse_pd.decode_node.plan_moves.PlanMoves
+    take_kv, admit = events.take_kv, moves.admit
 
     def take_damaged_kv(self: Any, request: Any, message: Any, now: float) -> None:
         start, stop = request.held_prefix_tokens, request.num_prompt_tokens
         if start < stop and faults.is_due("flipped landing"):
-            memory, kind = self.life.tables.memory, request.kv_pools[0]
+            memory, kind = self.plans.tables.memory, request.kv_pools[0]
             pool = memory.k_host if kind is PoolKind.HOST else memory.k_dev
             faults.flip(pool, extents_to_slots(slice_extents(request.extents(kind), start, stop)))
         take_kv(self, request, message, now)
@@ -92,7 +92,7 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
             faults.flip(memory.index, slots)
             faults.flip(memory.row_checks[:, :, None].view(torch.uint8), slots)
 
-    events.take_kv, life.admit = take_damaged_kv, admit_beside_damage
+    events.take_kv, moves.admit = take_damaged_kv, admit_beside_damage
 
 
 def _damage_prefill_nodes(faults: RowFaults) -> None:

@@ -17,7 +17,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.decode_node import forwards
+from hisparse_pd.decode_node import forward_results, forwards
 from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
@@ -61,10 +61,10 @@ class Node:
             bench.requests = bench.requests[: num_running or batch]
             bench.requests[-1].output_token_ids[-1] = bench.requests[0].output_token_ids[-1]
             with pytest.MonkeyPatch.context() as patch:
-                seen: list[forwards.Forward] = []
+                seen: list[forward_results.Forward] = []
                 launch = forwards.Forwards.launch
 
-                def keep(self: forwards.Forwards, *args: Any, **kwargs: Any) -> forwards.Forward:
+                def keep(self: forwards.Forwards, *args: Any, **kwargs: Any) -> forward_results.Forward:
                     seen.append(launch(self, *args, **kwargs))
                     return seen[-1]
 
@@ -157,7 +157,7 @@ def test_a_step_in_a_larger_graph(node: Node, batch: int, num_running: int) -> N
 def test_a_split_step(node: Node, monkeypatch: pytest.MonkeyPatch, split: Split, batch: int) -> None:
     monkeypatch.setattr(node.arguments, "micro_batch_min_bs", 2)
     monkeypatch.setattr(forwards, "fastest", lambda secs: split)
-    monkeypatch.setattr(forwards, "UNTRIED", split)
+    monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
     node.check(node.first_logits(Mode.HISPARSE, batch))
 
 

@@ -39,7 +39,7 @@ def test_a_batch_that_is_split_draws_the_same_tokens(
     for split in (Split.WHOLE, *SPLITS):
         arguments.micro_batch_min_bs = 0 if split is Split.WHOLE else NUM_REQS
         monkeypatch.setattr(forwards, "fastest", lambda secs, split=split: split)
-        monkeypatch.setattr(forwards, "UNTRIED", split)
+        monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
         settings = decode_step.make_settings(arguments, NUM_REQS, num_drafts)
         bench = decode_step.Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
         try:

@@ -53,7 +53,7 @@ def test_wrong_rows_are_found_in_steps(
         buffer=full_buffer(num_drafts, TOP_K),
         no_graphs=False,
     )
-    monkeypatch.setattr(forwards, "UNTRIED", split)
+    monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
     monkeypatch.setattr(forwards, "fastest", lambda secs: split)
     settings = make_settings(arguments, NUM_REQS, num_drafts)
     model = load_model(tmp_path, spec, DEVICE)

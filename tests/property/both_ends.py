@@ -26,7 +26,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.memory import DecodeMemory
-from hisparse_pd.decode_node.request import PeerAddress
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
 from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError

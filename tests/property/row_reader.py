@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -26,14 +26,17 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.drafting import full_buffer
+from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.peer_events import RoomMessage
+from hisparse_pd.decode_node.plan_moves import PlanMoves
 from hisparse_pd.decode_node.prefill_events import PrefillEvents
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
+from hisparse_pd.decode_node.queue_moves import QueueMoves
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.request_life import RequestLife
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner
 from hisparse_pd.decode_node.scrub import Scrubber
@@ -229,17 +232,15 @@ class Node:
             max_new=1 + max_drafts,
         )
         self.tables.slice_bytes = 2 * spec.item_bytes  # so that rows are filled in several turns
-        self.life = RequestLife(
-            limits=self.limits,
-            policy=HisparsePolicy.AUTO,
-            room_timeout_secs=1e9,
-            requests=self.requests,
-            tables=self.tables,
-            peers=self.peers,  # type: ignore[arg-type]
-            metrics=Metrics(),
-            send=self.sent.append,
-            contact_timeout_secs=1e9,
+        self.metrics, peers = Metrics(), cast(PrefillPeers, self.peers)
+        self.end_moves = EndMoves(self.requests, self.tables, peers, self.metrics, self.sent.append)
+        self.queue_moves = QueueMoves(
+            self.limits, HisparsePolicy.AUTO, 1e9, self.requests, peers, self.end_moves, 1e9
         )
+        self.plan_moves = PlanMoves(
+            self.limits, self.requests, self.tables, peers, self.metrics, self.queue_moves, self.end_moves
+        )
+        self.prefill_events = PrefillEvents(self.queue_moves, self.plan_moves)
         kernels = AttentionKernels(spec.item_format, spec.index_key_format, self.model, self.model)
         runner = DeviceRunner(
             self.model,  # type: ignore[arg-type]
@@ -259,7 +260,7 @@ class Node:
             Lockstep(None),
             self.requests,
             self.tables,
-            self.life,
+            self.plan_moves,
             most_drafts=max_drafts,
             scrubber=Scrubber(self.tables),
         )
@@ -280,13 +281,15 @@ class Node:
         sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0)
         message = Generate(str(room), room, len(prompt), sampling, PEER.host, PEER.port, flag)
         keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), PAGE_SIZE)
-        self.life.generate(message, NO_ISOLATION, pack_token_ids(prompt), time.monotonic(), keys)
+        self.queue_moves.generate(message, NO_ISOLATION, pack_token_ids(prompt), time.monotonic(), keys)
         return room
 
     def turn(self) -> None:
         now = time.monotonic()
-        self.life.expire(now)
-        self.life.refresh_queue(now)
+        self.end_moves.release_ended(now)
+        self.prefill_events.expire_quarantine(now)
+        self.queue_moves.expire(now)
+        self.queue_moves.refresh(now)
         self.steps.carry_out_plan(now)
         self.steps.advance(is_stopping=False)
         if not self.requests:
@@ -323,11 +326,11 @@ class Node:
 
     def leave(self, request: Request) -> None:
         """Its client is gone, and its prefill node writes no more."""
-        self.life.abort(request.request_id, time.monotonic())
+        self.end_moves.abort(request.request_id, time.monotonic())
         self._say(RoomQuiet(request.room, False))
 
     def _say(self, message: RoomDone | RoomQuiet) -> None:
-        PrefillEvents(self.life).handle(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
+        self.prefill_events.handle(RoomMessage(PEER, self.peers.instance, message), time.monotonic())
 
     def is_right(self, pool: Tensor, slots: Tensor, token_ids: Sequence[int]) -> Tensor:
         """Return for each layer and position whether its row is right: bool [num_layers, num_tokens]."""

@@ -27,6 +27,7 @@ from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import copy_prompt
 from hisparse_pd.decode_node.step_results import StepResult
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import (
     EngineReady,
@@ -190,8 +191,8 @@ class SimRequestTables:
     def is_ready(self, request: Request) -> bool:
         return True
 
-    def totals(self, running: Sequence[Request]) -> tuple[int, int, int]:
-        return 0, 0, 0
+    def totals(self, running: Sequence[Request]) -> SwapCounts:
+        return SwapCounts()
 
     def max_verifiable(self, request: Request, num_drafts: int) -> int:
         return max_verifiable(
@@ -274,7 +275,7 @@ class SimStep:
                     [None] * num_tokens,
                     "",
                     False,
-                    (0, 0, 0),
+                    SwapCounts(),
                     0 if known else drafted,
                     [NEXT_TOKEN] * (self.num_drafts if num_tokens else 0),
                     known,

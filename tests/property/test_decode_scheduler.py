@@ -25,10 +25,13 @@ from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source, local_modes
 from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.plan_draft import AUTO_DENSE_MARGIN
 from hisparse_pd.decode_node.quarantine import Quarantined
-from hisparse_pd.decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import Claim, Reserve
-from hisparse_pd.decode_node.scheduler import AUTO_DENSE_MARGIN, StepPlan
+from hisparse_pd.decode_node.step_plan import StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.books import carry_out, end, enqueue, make_request

@@ -26,8 +26,9 @@ from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.memory import pages_tensor, slots_tensor
-from hisparse_pd.decode_node.request import Request, RequestState, RunStage
-from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState, RunStage
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.engine.messages import RequestFailed, Tokens
 from tests.property.row_reader import CONTEXT, PAGE_SIZE, WRONG, Node, right_token, spec_of
 
@@ -199,7 +200,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         need = SlotCounts(host=num_slots, lookup=num_slots) if request.mode is Mode.DENSE else SlotCounts()
         room = self.requests.pools.rounded(need + SlotCounts(device=capacity))
         if room.fits_in(self.requests.available) and (request.may_leave_pages or need == SlotCounts()):
-            self.node.life.carry_out(StepPlan(exchanges=(Exchange(request, capacity, need),)), 0.0)
+            self.node.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity, need),)), 0.0)
         self.turn()
 
     # --- damage -----------------------------------------------------------------------------------

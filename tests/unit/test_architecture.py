@@ -70,8 +70,14 @@ OWNERS: dict[str, tuple[str, ...]] = {
 """Files that may import a library, at once or later."""
 
 PURE = (
-    *(f"decode_node/{name}.py" for name in ("scheduler", "limits", "next_plan", "reserve")),
-    *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
+    *(f"decode_node/{name}.py" for name in ("scheduler", "growth", "mode_choice", "hot_buffer_sizes")),
+    *(f"decode_node/{name}.py" for name in ("plan_draft", "step_plan", "limits", "next_plan", "reserve")),
+    *(
+        "decode_node/live_requests.py",
+        "decode_node/quarantine.py",
+        "decode_node/request.py",
+        "decode_node/request_states.py",
+    ),
     *("prefill_node/scheduler.py", "prefill_node/requests.py"),
     *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
     *("transfer/plan.py", "transfer/send_queue.py"),

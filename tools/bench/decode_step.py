@@ -50,7 +50,9 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, round_up
 from hisparse_pd.decode_node.draft_choice import DraftChoice
 from hisparse_pd.decode_node.drafting import full_buffer
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
-from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
@@ -302,9 +304,9 @@ class Bench:
             else:
                 self._commit(launched)
             if self._choice is not None:
-                self._choice.turn(len(self.requests), num_new - 1, time.monotonic())
+                self._choice.note_turn(len(self.requests), num_new - 1, time.monotonic())
         if self._choice is not None:  # the time until the next step is not part of it
-            self._choice.turn(0, 0, time.monotonic())
+            self._choice.note_turn(0, 0, time.monotonic())
         if previous is not None:
             self._commit(previous)
         synchronize(self.tables.device)
@@ -329,7 +331,7 @@ class Bench:
             request.draft_token_ids = [] if request.num_in_flight else result.drafts
             request.row_counters = result.counters
             if self._choice is not None and result.num_drafted:
-                self._choice.verified(result.num_drafted, len(result.token_ids) - 1)
+                self._choice.note_verified(result.num_drafted, len(result.token_ids) - 1)
             self.num_tokens += len(result.token_ids)
         self.totals = self.tables.totals(self.requests)
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from hisparse_pd.base.access import PeerList
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.peer_events import PeerEvent
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.protocol.bootstrap import (
     CODE_HEADER,
     NONCE_HEADER,

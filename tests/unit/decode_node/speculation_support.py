@@ -18,10 +18,10 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
-from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.decode_node.step_results import StepResult
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
@@ -101,7 +101,7 @@ def exchange_in_every_step(
         node.engine.steps.settle()
         running = rooms.select(RequestState.RUNNING)
         exchanges = tuple(Exchange(request, next(sizes)) for request in running)
-        node.engine.lifecycle.carry_out(StepPlan(exchanges=exchanges), 0.0)
+        node.engine.plan_moves.carry_out(StepPlan(exchanges=exchanges), 0.0)
     return num_exchanges
 
 

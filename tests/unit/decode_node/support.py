@@ -30,7 +30,7 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.engine import DecodeEngine
-from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     Abort,
@@ -283,7 +283,7 @@ class EngineHarness:
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP, placement
             )
-        self.engine.lifecycle.contact_timeout_secs = NEVER_SECS
+        self.engine.queue_moves.contact_timeout_secs = NEVER_SECS
         self.double = PrefillDouble(checkpoint, self.settings.page_size)
         self.answers: dict[str, Answer] = {}
         self.stats: EngineStats | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import MAX_DRAFTS, HisparseFlag
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.drafting import full_buffer
-from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.request_states import RequestState
 from tests.unit.decode_node.speculation_support import NUM_NEW, TOP_K, by_turns, drafts, num_drafts
 from tests.unit.decode_node.support import (
     Answer,

@@ -45,8 +45,8 @@ def run(
     chosen = []
     for _ in range(num_steps):
         num_drafts = choice.choose(num_reqs, len(secs_of) - 1)
-        choice.took(num_reqs, num_drafts, secs_of[num_drafts])
-        choice.verified(num_drafts, min(num_drafts, num_accepted))
+        choice.note_secs(num_reqs, num_drafts, secs_of[num_drafts])
+        choice.note_verified(num_drafts, min(num_drafts, num_accepted))
         chosen.append(num_drafts)
     return chosen
 
@@ -109,12 +109,12 @@ def test_what_a_batch_cannot_verify_is_not_chosen() -> None:
 def test_a_stall_and_the_short_turn_behind_it_decide_nothing() -> None:
     choice = DraftChoice(1)
     for secs in (2.0, 50.0, 0.01, 2.0, 2.0, 2.0):
-        choice.took(1, 1, secs)
+        choice.note_secs(1, 1, secs)
     for _ in range(FIRST_STEPS):
-        choice.took(1, 0, 1.15)
+        choice.note_secs(1, 0, 1.15)
     assert choice.choose(1, 1) == 0
     for secs in (50.0, 0.01):
-        choice.took(1, 0, secs)
+        choice.note_secs(1, 0, secs)
         assert choice.choose(1, 1) == 0
 
 
@@ -122,17 +122,17 @@ def test_without_drafts_there_is_nothing_to_choose() -> None:
     assert [DraftChoice(0).choose(num_reqs, 0) for num_reqs in (1, 128)] == [0, 0]
 
 
-class Took(DraftChoice):
+class RecordedChoice(DraftChoice):
     def __init__(self) -> None:
         super().__init__(3)
         self.all: list[tuple[int, int, float]] = []
 
-    def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
+    def note_secs(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         self.all.append((num_reqs, num_drafts, secs))
 
 
 def test_turns_are_timed_between_steps_alike() -> None:
-    took = Took()
+    choice = RecordedChoice()
     for num_reqs, num_drafts, now in (
         (2, 3, 1.0),
         (2, 3, 1.5),
@@ -141,5 +141,5 @@ def test_turns_are_timed_between_steps_alike() -> None:
         (0, 0, 9.0),
         (2, 0, 20.0),
     ):
-        took.turn(num_reqs, num_drafts, now)
-    assert took.all == [(2, 3, 0.5), (2, 0, 0.25)]
+        choice.note_turn(num_reqs, num_drafts, now)
+    assert choice.all == [(2, 3, 0.5), (2, 0, 0.25)]

@@ -17,7 +17,8 @@ import torch
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.decode_node.request import Request, RequestState, RunStage
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from tests.unit.decode_node.speculation_support import exchange_in_every_step
 from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Prompt, random_prompt
 

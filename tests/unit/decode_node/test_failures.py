@@ -21,7 +21,7 @@ from hisparse_pd.core.paging.pools import PoolKind, SlotCounts, Stage
 from hisparse_pd.decode_node.peer_events import RoomMessage
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
 from hisparse_pd.kernels.hot_state import HotBufferError
 from hisparse_pd.kernels.swap_in import RowStart
@@ -65,13 +65,13 @@ def node(checkpoint: Checkpoint, shared_node: EngineHarness) -> Iterator[EngineH
     Whatever a test does, every pool must be whole again soon after it (I2). The prefill node is closed before
     the check: what it never acknowledged is freed because it is gone.
     """
-    lifecycle, pools = shared_node.engine.lifecycle, shared_node.engine.requests.pools
-    settings = lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs
+    queue, pools = shared_node.engine.queue_moves, shared_node.engine.requests.pools
+    settings = queue.room_timeout_secs, queue.contact_timeout_secs
     shared_node.double.close()
     shared_node.double = PrefillDouble(checkpoint)
     with closing(shared_node.double):
         yield shared_node
-    lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs = settings
+    queue.room_timeout_secs, queue.contact_timeout_secs = settings
     shared_node.turn_until(lambda: pools.free == pools.totals)
 
 
@@ -197,7 +197,7 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
 def test_a_room_that_is_not_delivered_in_time_ends_with_504(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    node.engine.lifecycle.room_timeout_secs = 0.3
+    node.engine.queue_moves.room_timeout_secs = 0.3
     double.answers_aborts = False
     late = node.entrust(PROMPT, 8)
     node.failure_of(late, status=504, error=double.name)
@@ -274,7 +274,7 @@ def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
 
 @pytest.mark.I7
 def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: PrefillDouble) -> None:
-    node.engine.lifecycle.contact_timeout_secs = 0.7
+    node.engine.queue_moves.contact_timeout_secs = 0.7
     double.close_http()
     answer = node.generate(PROMPT, 8)
     failure = node.failure_of(answer, status=503, error=double.name)
@@ -283,7 +283,7 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
 
 @pytest.mark.I7
 def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, double: PrefillDouble) -> None:
-    node.engine.lifecycle.contact_timeout_secs = 2.0
+    node.engine.queue_moves.contact_timeout_secs = 2.0
     double.refusal, before = HeartbeatAck(0, double.instance_id), double.num_registrations
     answer = node.generate(PROMPT, 8)
     node.turn_until(lambda: double.num_registrations == before + 4 or answer.is_over)  # one a second
@@ -477,7 +477,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
 
     with monkeypatch.context() as patch:
         patch.setattr(node.engine.tables, "retract", out_of_memory)
-        node.engine.lifecycle.carry_out(plan, 0.0)
+        node.engine.plan_moves.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     check_one_fails(node, doomed, spared, "cannot be retracted: 150 MiB wanted")
 
@@ -543,7 +543,7 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
 ) -> None:
     """Heartbeats leave and running requests get their tokens between any two bursts of messages."""
     seen: list[str] = []
-    abort, poll = node.engine.lifecycle.abort, node.engine.peers.poll
+    abort, poll = node.engine.end_moves.abort, node.engine.peers.poll
 
     def aborted(request_id: str, now: float, **options: bool) -> None:
         seen.append(request_id)
@@ -554,7 +554,7 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
         return poll(*args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.lifecycle, "abort", aborted)
+        patch.setattr(node.engine.end_moves, "abort", aborted)
         patch.setattr(node.engine.peers, "poll", polled)
         flood = [f"unknown-{i}" for i in range(1000)]
         for request_id in flood:

@@ -11,8 +11,9 @@ from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
-from hisparse_pd.decode_node.request import IllegalMove, Request, RequestState
-from hisparse_pd.decode_node.scheduler import Admission, Exchange, StepPlan
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import IllegalMove, RequestState
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
 from hisparse_pd.protocol.messages import Room
 from tests.books import PEER, carry_out, end, enqueue, make_request
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag, Mode
-from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import FlushCache
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, PrefillDouble, random_prompt
 
@@ -121,7 +121,7 @@ def test_a_request_whose_pages_are_evicted_fails_as_others_do_if_its_node_is_dow
 ) -> None:
     running, answer = waiting_locally(narrow, away)
     narrow.send(FlushCache())
-    narrow.engine.lifecycle.contact_timeout_secs = 0.0
+    narrow.engine.queue_moves.contact_timeout_secs = 0.0
     narrow.turn_until(lambda: running.is_over)
     failure = narrow.failure_of(answer, status=503, error="no contact with prefill node")
     assert failure.code == PREFILL_NODE_FAILED
@@ -148,17 +148,17 @@ def test_the_loss_of_a_prefill_node_ends_nobody_who_can_do_without_it(narrow: En
 def test_a_sample_that_was_to_copy_from_one_that_fails_in_the_same_plan_waits_for_its_node(
     narrow: EngineHarness,
 ) -> None:
-    lifecycle, requests = narrow.engine.lifecycle, narrow.engine.requests
+    plan_moves, requests = narrow.engine.plan_moves, narrow.engine.requests
     narrow.ask(PROMPT, NUM_NEW, HISPARSE)
     running, answer = waiting_locally(narrow, narrow.double)
     (request,) = requests.waiting()
-    admit = lifecycle.admit
+    admit = plan_moves.admit
 
     def fails_first(admission: object, now: float) -> None:
         request.held_prefix_tokens = PAGE  # as if the rest were to be copied
         admit(admission, now)  # type: ignore[arg-type]
 
-    with patch.object(lifecycle, "admit", fails_first):
+    with patch.object(plan_moves, "admit", fails_first):
         narrow.turn_until(lambda: running.is_over and not request.is_local)
     requests.check_integrity()
     assert request.prefix is None

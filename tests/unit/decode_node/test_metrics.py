@@ -6,6 +6,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import EngineStats
 from tests.books import land, make_request
 
@@ -16,10 +17,10 @@ def _run(rooms: LiveRequests, room: int, mode: Mode) -> None:
     rooms.start(land(rooms, make_request(room, flag=HisparseFlag.AUTO), mode, 10))
 
 
-def _stats(rooms: LiveRequests, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> EngineStats:
+def _stats(rooms: LiveRequests, swap_ins: SwapCounts | None = None) -> EngineStats:
     return Metrics().stats(
         rooms,
-        swap_ins=swap_ins,
+        swap_ins=swap_ins or SwapCounts(),
         bytes_per_miss=BYTES_PER_MISS,
         num_peers=1,
         step=3,
@@ -50,6 +51,6 @@ def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:
 
 
 def test_swapped_in_bytes_follow_the_misses() -> None:
-    counters = _stats(_rooms(), swap_ins=(50, 7, 2)).counters
+    counters = _stats(_rooms(), swap_ins=SwapCounts(hits=50, misses=7, evictions=2)).counters
     assert counters["swap_in_misses_total"] == 7
     assert counters["swap_in_bytes_total"] == 7 * BYTES_PER_MISS

@@ -12,9 +12,9 @@ import pytest
 
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.decode_node import discovery, prefill_peers
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.peer_events import InstanceGone, PeerLost, PeerReady, PeerRefused, RanksChanged
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import PeerAddress
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.channels import ControlAddressError, ControlKeys
 from tests.unit.decode_node.peers_support import PrefillNode, make_peers, poll_until

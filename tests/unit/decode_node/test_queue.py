@@ -12,17 +12,21 @@ from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import PromptKeys
-from hisparse_pd.decode_node import scheduler
+from hisparse_pd.decode_node import plan_draft
+from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import PeerAddress, Request, RequestState
-from hisparse_pd.decode_node.request_life import RequestLife
+from hisparse_pd.decode_node.queue_moves import QueueMoves
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.reserve import Reserve
-from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT, Admission
+from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT
+from hisparse_pd.decode_node.step_plan import Admission
 from hisparse_pd.engine.messages import Generate, pack_token_ids
 from tests.books import carry_out, end
 from tests.identities import ROOT
@@ -49,26 +53,19 @@ class Node:
         self.next_plan = NextPlan(limits, self.rooms)
         self.peers = FakePeers(LIMITS.page_size)
         self.sent: list[Any] = []
-        self.lifecycle = RequestLife(
-            limits=limits,
-            policy=HisparsePolicy.ALWAYS,
-            room_timeout_secs=300.0,
-            requests=self.rooms,
-            tables=cast(RequestTables, None),
-            peers=cast(PrefillPeers, self.peers),
-            metrics=Metrics(),
-            send=self.sent.append,
-        )
+        peers = cast(PrefillPeers, self.peers)
+        ends = EndMoves(self.rooms, cast(RequestTables, None), peers, Metrics(), self.sent.append)
+        self.queue_moves = QueueMoves(limits, HisparsePolicy.ALWAYS, 300.0, self.rooms, peers, ends)
 
     def arrive(self, number: int, now: float = 0.0, max_new_tokens: int = 200) -> None:
         peer = PEERS[number % len(PEERS)]
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         message = Generate(f"id-{number}", number, 20, sampling, *peer.node, HisparseFlag.TRUE)
-        self.lifecycle.generate(message, ROOT, pack_token_ids(range(20)), now)
+        self.queue_moves.generate(message, ROOT, pack_token_ids(range(20)), now)
 
     def turn(self, now: float) -> None:
-        self.lifecycle.expire(now)
-        self.lifecycle.refresh_queue(now)
+        self.queue_moves.expire(now)
+        self.queue_moves.refresh(now)
         plan = self.next_plan.make(now)
         carry_out(self.rooms, plan, now + 300.0)
         for admission in plan.admissions:
@@ -96,7 +93,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def _lose_most(node: Node) -> None:
     """Let a room whose prefill node is gone keep most slots, so that a life of 219 tokens finds none."""
     node.arrive(0)
-    node.lifecycle.refresh_queue(0.0)
+    node.queue_moves.refresh(0.0)
     (lost,) = node.rooms.waiting()
     most = SlotCounts(host=LIMITS.totals.host - 100, index=224, aux=1)
     node.rooms.reserve(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
@@ -138,7 +135,7 @@ def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_change
             looks.append(args)
             super().__init__(*args)
 
-    monkeypatch.setattr(scheduler, "Reserve", CountedReserve)
+    monkeypatch.setattr(plan_draft, "Reserve", CountedReserve)
     node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=256)))
     node.arrive(0)
     node.arrive(1)
@@ -186,16 +183,16 @@ def test_the_queue_is_in_order_of_arrival_whatever_becomes_of_its_prefill_nodes(
     node = Node()
     for number in range(9):
         node.arrive(number)
-    node.lifecycle.refresh_queue(0.0)
+    node.queue_moves.refresh(0.0)
     assert node.queue() == list(range(9))
     node.peers.away = {PEERS[1]}
     node.arrive(9)
     node.arrive(10)
-    node.lifecycle.refresh_queue(1.0)
+    node.queue_moves.refresh(1.0)
     assert node.queue() == [0, 2, 3, 5, 6, 8, 9]
     node.peers.away = set()
     node.arrive(11)
-    node.lifecycle.refresh_queue(2.0)
+    node.queue_moves.refresh(2.0)
     assert node.queue() == list(range(12))
     assert Counter(r.state for r in node.rooms.all()) == {RequestState.WAITING: 12}
 
@@ -205,19 +202,19 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     node = Node()
     for number, now in ((0, 0.0), (1, 5.0), (2, 0.0)):
         node.arrive(number, now)
-    node.lifecycle.refresh_queue(5.0)
+    node.queue_moves.refresh(5.0)
     for now in (6.0, 7.0):  # away and back: the deadlines are as they were
         node.peers.away = {PEERS[0]}
-        node.lifecycle.refresh_queue(now)
+        node.queue_moves.refresh(now)
         node.peers.away = set()
-        node.lifecycle.refresh_queue(now)
-    node.lifecycle.expire(299.0)
+        node.queue_moves.refresh(now)
+    node.queue_moves.expire(299.0)
     assert node.sent == []
-    node.lifecycle.expire(300.0)
+    node.queue_moves.expire(300.0)
     assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-0", 503), ("id-2", 503)]
     assert all("the pools had no room" in failed.error for failed in node.sent)
     assert [phase.name for phase in node.sent[0].phases] == ["queue"]
-    node.lifecycle.expire(305.0)
+    node.queue_moves.expire(305.0)
     assert [failed.request_id for failed in node.sent[2:]] == ["id-1"]
     assert len(node.rooms) == 0
     assert node.rooms.num_queued().total() == 0
@@ -231,9 +228,9 @@ def test_a_sample_waits_past_its_deadline_while_the_first_one_lands() -> None:
     first, second = node.rooms.all()
     second.first_sample = first
     first.prompt_keys = second.prompt_keys = PromptKeys.of(ROOT, first.prompt, LIMITS.page_size)
-    node.lifecycle.refresh_queue(0.0)
+    node.queue_moves.refresh(0.0)
     carry_out(node.rooms, node.next_plan.make(0.0), 400.0)
     assert (first.state, second.state) == (RequestState.LANDING, RequestState.WAITING)
-    node.lifecycle.expire(300.0)
+    node.queue_moves.expire(300.0)
     assert node.sent == []
     assert (second.state, second.deadline) == (RequestState.WAITING, 400.0)

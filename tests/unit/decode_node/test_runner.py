@@ -14,7 +14,8 @@ import pytest
 
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.decode_node import forwards
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.runner import Launched
 from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.engine.messages import Abort
@@ -39,7 +40,7 @@ EACH_MODEL = pytest.mark.parametrize(
 def test_tokens_equal_the_oracle_when_steps_overlap_and_are_split(
     expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch, split: Split
 ) -> None:
-    monkeypatch.setattr(forwards, "UNTRIED", split)
+    monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
     answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
     node.finish(answers, expected)
     for answer in answers:

@@ -12,7 +12,8 @@ import pytest
 from hisparse_pd.base.vocabulary import KV_ROW_CORRUPT, HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, computed, random_prompt

@@ -15,10 +15,12 @@ from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
-from hisparse_pd.decode_node.request import KV_POOLS, Request, RequestState
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import Claim, HeldMatches, Reserve
-from hisparse_pd.decode_node.scheduler import Exchange, StepPlan, plan_step
+from hisparse_pd.decode_node.scheduler import plan_step
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.protocol.prompt_scores import WantedScores

@@ -14,7 +14,8 @@ import torch
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import MAX_TAIL_STEPS
 from tests.unit.decode_node.conftest import oracle_tokens

@@ -18,7 +18,7 @@ import torch
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.decode_node.request import RequestState
+from hisparse_pd.decode_node.request_states import RequestState
 from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,
     NUM_NEW,

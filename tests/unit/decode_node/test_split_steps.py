@@ -14,7 +14,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.attention_parts import AttentionParts, MissCopies, StepInParts
 from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
-from hisparse_pd.decode_node.forwards import Forwards
+from hisparse_pd.decode_node.forwards import CapturedForward, Forwards
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.decode_node.micro_batches import matmuls_without
 from hisparse_pd.decode_node.request_tables import RequestTables
@@ -155,11 +155,12 @@ class Graph:
 
 def test_steps_that_verify_drafts_have_graphs_where_others_are_split() -> None:
     forwards: Any = Forwards.__new__(Forwards)
+    captured: Any = CapturedForward
     whole, split, verifying = Graph(), Graph(), Graph()
     forwards.graphs = {
-        (1, False): {4: (whole, "whole")},
-        (1, True): {4: (split, "split")},
-        (2, False): {4: (verifying, "verifying")},
+        (1, False): {4: captured(whole, "whole")},
+        (1, True): {4: captured(split, "split")},
+        (2, False): {4: captured(verifying, "verifying")},
     }
     assert [
         forwards.launch(3, num_new, is_split=is_split)

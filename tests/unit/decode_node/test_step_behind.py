@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hisparse_pd.base.vocabulary import HisparseFlag
-from hisparse_pd.decode_node.request import Request, RequestState
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.runner import Launched, make_runner
 from hisparse_pd.engine.lockstep import NodeStep
 from tests.unit.decode_node.speculation_support import (

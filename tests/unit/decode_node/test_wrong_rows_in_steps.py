@@ -45,7 +45,7 @@ def test_a_request_whose_rows_change_ends_and_the_others_are_right(
     victim: int,
 ) -> None:
     """Victims are in either part and either micro-batch of split steps."""
-    with drafts(node, *numbers), patch.object(forwards, "UNTRIED", split):
+    with drafts(node, *numbers), patch.object(forwards, "UNMEASURED_SPLIT", split):
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in PROMPTS]
         node.begin_together(answers)
         node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in answers))

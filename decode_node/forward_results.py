@@ -1,0 +1,66 @@
+"""What the first half of a step leaves on the device: for the draws, and for the second half
+(``Forwards``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.decode_node.device_step import DeviceStep
+from hisparse_pd.decode_node.row_outcomes import DraftsToVerify
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The results of a step's first half, for the draws and for ``Forwards.follow``."""
+
+    num_reqs: int
+    num_new: int
+    """New positions of each request: 1 without drafts."""
+    logits: Tensor
+    """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
+    token_ids: Tensor
+    """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; the prompt's own where it
+    goes on."""
+    results: Tensor | None = None
+    """What the host reads after a step without drafts (``join_plain``); ``token_ids`` is a column of it.
+    None in steps that verify drafts."""
+    verified: Verified | None = None
+    """None in steps without drafts."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What acceptance needs of a forward that verifies drafts."""
+
+    access: DeviceStep
+    seq_lens: Tensor
+    """int64 [num_reqs]: lengths before the step, the newest token included."""
+    drafts: DraftsToVerify
+
+
+@dataclass(frozen=True)
+class KeptResults:
+    """Results of a forward that a step's second half reads, one row for each new position of each request.
+
+    They have the same addresses in steps of all sizes. Only nodes that draft have them.
+    """
+
+    logits: Tensor
+    """float32 [max_rows, vocab_size]"""
+    hidden: Tensor
+    """[max_rows, hidden_size]"""
+    token_ids: Tensor
+    """int64 [max_rows]"""
+
+    @classmethod
+    def create(cls, model: DsaModel, max_rows: int) -> KeptResults:
+        device = model.device
+        return cls(
+            torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),
+            torch.zeros((max_rows, model.spec.hidden_size), dtype=model.spec.dtype, device=device),
+            torch.zeros(max_rows, dtype=torch.int64, device=device),
+        )

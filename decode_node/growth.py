@@ -1,0 +1,101 @@
+"""Gives running requests slots for their next steps, or makes a dense one hisparse if it can get none. Pure.
+
+``scheduler.py`` calls ``grow`` first in each plan. Each request grows in its place of the order in which all
+can end (``reserve.py``). One that gets nothing sits the step out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.plan_draft import PlanDraft
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.reserve import Claim, Place, Reserve
+from hisparse_pd.decode_node.step_plan import Exchange, Growth
+
+
+def grow(draft: PlanDraft) -> bool:
+    """Give slots to requests that have too few for their next step. Returns whether each can take part in
+    it."""
+    # A request without a next step needs no slot, and may have none left: its life can fill its pages.
+    short = {
+        r for r in draft.running if r.has_next_step and r.reserved_tokens < _len_with_drafts(draft.limits, r)
+    }
+    if not short:
+        return True
+    sits_out: list[Request] = []
+
+    def grown(place: Place, reserve: Reserve) -> Claim:
+        request = place.request
+        if request not in short or _grow_one(draft, request, reserve):
+            # The claim is as before: the request lacks fewer slots, and as many fewer are free.
+            return place.claim
+        if request.has_slots_for_next:
+            return place.claim  # only drafts lack slots, and nobody waits for those
+        if request.may_leave_pages and _leave_pages(draft, request, reserve):
+            return Claim(place.claim.owned, place.claim.ways[1:])  # it can end in a hot buffer only
+        sits_out.append(request)
+        return place.claim
+
+    draft.make_reserve(grown)
+    return not sits_out
+
+
+def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
+    """Give a request more slots of its mode. Returns whether it got some."""
+    owned = request.owned_slots
+    for num_tokens in _grown_lengths(draft.limits, request):
+        wanted = draft.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages)
+        need = _missing(wanted, owned)
+        if draft.may_give(need, reserve):
+            draft.growths.append(Growth(request, need))
+            draft.note_change(request, request.mode, owned + need)
+            draft.give(need, reserve)
+            return True
+    return False
+
+
+def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
+    """Exchange a dense request's pages for a hot buffer. Returns whether there are slots for that."""
+    limits, owned = draft.limits, request.owned_slots
+    # The hot buffer takes no more than the request's own pages, unless its minimum is larger.
+    own = min(limits.max_capacity(request), owned.device)
+    capacity = max(own, limits.min_capacity(request))
+    for num_tokens in _grown_lengths(limits, request):
+        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens), owned)
+        given = need + SlotCounts(device=limits.in_pages(capacity) - owned.device)
+        if draft.may_give(given, reserve):
+            draft.exchanges[request] = Exchange(request, capacity, need)
+            draft.note_change(request, Mode.HISPARSE, owned + given)
+            draft.give(given, reserve)
+            return True
+    return False
+
+
+def _grown_lengths(limits: Limits, request: Request) -> Iterator[int]:
+    """Yield the lengths, in tokens, to which a request's slots may grow, first choice first."""
+    with_growth = min(request.next_seq_len - 1 + limits.growth_tokens, request.life_tokens)
+    yield max(with_growth, _len_with_drafts(limits, request))
+    if not request.has_slots_for_next:
+        yield request.next_seq_len
+
+
+def _len_with_drafts(limits: Limits, request: Request) -> int:
+    """Return the length of the sequence in the next step, drafts included.
+
+    With drafts it is one more, for the step after: it is launched before it is known how many are right.
+    """
+    num_behind = limits.max_drafts + 1 if limits.max_drafts else 0
+    return min(request.next_seq_len + num_behind, limits.max_context)
+
+
+def _missing(wanted: SlotCounts, owned: SlotCounts) -> SlotCounts:
+    return SlotCounts(
+        host=max(0, wanted.host - owned.host),
+        device=max(0, wanted.device - owned.device),
+        index=max(0, wanted.index - owned.index),
+        lookup=max(0, wanted.lookup - owned.lookup),
+    )

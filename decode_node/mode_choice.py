@@ -1,0 +1,88 @@
+"""Decides in which mode a waiting request is admitted, with how many slots. Pure.
+
+``scheduler.py`` calls ``admit`` for the requests of the queue, one after the other. A dense request gets
+pages for its whole life if it could have been hisparse; one that must be dense grows into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import assert_never
+
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.hot_buffer_sizes import shrink_hot_buffers, spare_capacity
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.plan_draft import PlanDraft
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.reserve import HeldMatch
+from hisparse_pd.decode_node.step_plan import Admission
+
+
+def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
+    """Admit ``request`` in one of ``modes`` that it allows. Returns False if it fits in none."""
+    if not (draft.available.aux and draft.available.req_row):
+        return False
+    match request.flag:
+        case HisparseFlag.TRUE:
+            return _admit_hisparse(draft, request)
+        case HisparseFlag.FALSE:
+            num_prompt, limits = request.num_prompt_tokens, draft.limits
+            lengths = num_prompt + limits.growth_tokens, num_prompt + limits.page_size
+            return _admit_dense(draft, request, lengths)
+        case HisparseFlag.AUTO:
+            return _admit_auto(draft, request, modes)
+        case _:
+            assert_never(request.flag)
+
+
+def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
+    whole_life = (request.life_tokens,)
+    if request.dense_refusal or Mode.DENSE not in modes:
+        return _admit_hisparse(draft, request)
+    if Mode.HISPARSE not in modes or _leaves_device_margin(draft, request):
+        return _admit_dense(draft, request, whole_life)
+    return _admit_hisparse(draft, request) or _admit_dense(draft, request, whole_life)
+
+
+def _leaves_device_margin(draft: PlanDraft, request: Request) -> bool:
+    """Return whether the device pool keeps its margin if the request gets pages for its whole life."""
+    held = draft.matches.find(request, Mode.DENSE)
+    need = _need(draft.limits, request, Mode.DENSE, request.life_tokens, held)
+    return draft.spare_device() - need.device - held.taken.device >= draft.device_margin
+
+
+def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
+    """Admit ``request`` with as large a hot buffer as is spare. If that is too small, others shrink, but
+    only if nothing but device slots is missing."""
+    num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
+    min_capacity = draft.limits.min_capacity(request)
+    held = draft.matches.find(request, Mode.HISPARSE)
+    beside_device = _need(draft.limits, request, Mode.HISPARSE, num_tokens, held)
+    if not draft.may_land(request, Mode.HISPARSE, beside_device, held):
+        return False
+    if not spare_capacity(draft, request):
+        shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity))
+    for capacity in (spare_capacity(draft, request), min_capacity):
+        need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
+        if capacity and (reserve := draft.may_land(request, Mode.HISPARSE, need, held)):
+            draft.land(Admission(request, Mode.HISPARSE, need, capacity), held, reserve)
+            return True
+    return False
+
+
+def _admit_dense(draft: PlanDraft, request: Request, lengths: Iterable[int]) -> bool:
+    """Admit ``request`` with pages for the first of ``lengths``, in tokens, for which it may have them."""
+    held = draft.matches.find(request, Mode.DENSE)
+    for num_tokens in lengths:
+        need = _need(draft.limits, request, Mode.DENSE, num_tokens, held)
+        if reserve := draft.may_land(request, Mode.DENSE, need, held):
+            draft.land(Admission(request, Mode.DENSE, need, 0), held, reserve)
+            return True
+    return False
+
+
+def _need(limits: Limits, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:
+    """Return the slots, without a hot buffer's, that an admission with ``num_tokens`` of KV takes."""
+    kv = limits.kv_slots(mode, min(num_tokens, request.life_tokens), held.num_pages)
+    return kv + SlotCounts(aux=1, req_row=1)

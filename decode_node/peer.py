@@ -1,0 +1,57 @@
+"""What ``PrefillPeers`` knows of one peer, a rank of a prefill node: its connection, its run, its
+heartbeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hisparse_pd.decode_node.discovery import LookUps
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.protocol.channels import ControlClient
+
+
+class PeerPhase(StrEnum):
+    """The state of the connection to a peer."""
+
+    AWAY = "away"
+    """No connection. A look-up may be under way."""
+    REGISTERING = "registering"
+    """Connected, Register sent."""
+    READY = "ready"
+    """Registered; heartbeats are exchanged."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """What is known of one peer. Times are those of ``time.monotonic``."""
+
+    address: PeerAddress
+    node_id: str
+    """The name under which this node registers with it; every peer gets another one."""
+    lookups: LookUps
+    phase: PeerPhase = PeerPhase.AWAY
+    client: ControlClient | None = None
+    instance_id: str = ""
+    """The run that was last registered with; empty once that run is known to have ended."""
+    found_instance_id: str = ""
+    """The run that a look-up found before ``client`` was connected."""
+    instance_heard_at: float = 0.0
+    """When the run ``instance_id`` itself, not a later one, was last heard."""
+    page_size: int = 0
+    lane: str = ""
+    """The lane that the run writes over; empty if it does not say."""
+    lane_reason: str = ""
+    """Why the run chose ``lane``."""
+    last_error: str = ""
+    last_used_at: float = 0.0
+    silent_since: float = 0.0
+    """The start of its time to register this node: when it was connected, was heard last, or lost the
+    connection, whichever is latest."""
+    register_sent_at: float = 0.0
+    heard_at: float = 0.0
+    """When its last message came."""
+    beat_at: float = 0.0
+    """When the last heartbeat was sent to it."""
+    num_unanswered: int = 0
+    """Heartbeats sent since ``heard_at``. Counting them, and not time, leaves out this node's own pauses."""

@@ -1,0 +1,146 @@
+"""Keeps count of what one plan has given away so far, and of what it may still give. Pure.
+
+``scheduler.py`` makes one ``PlanDraft`` for each plan. ``growth.py``, ``mode_choice.py`` and
+``hot_buffer_sizes.py`` decide, ask the draft whether that is allowed, and note it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, Growth
+
+_NONE = SlotCounts()
+
+AUTO_DENSE_MARGIN = 0.25
+"""Part of the device pool that must stay free for hot buffers if ``auto`` is to be dense."""
+
+
+@dataclass
+class PlanDraft:
+    """One plan in the making."""
+
+    limits: Limits
+    available: SlotCounts
+    """Slots that are free and that the plan has not given away so far."""
+    running: Sequence[Request]
+    landing: Sequence[Request]
+    matches: HeldMatches
+    exchanges: dict[Request, Exchange] = field(default_factory=dict)
+    growths: list[Growth] = field(default_factory=list)
+    admissions: dict[Request, Admission] = field(default_factory=dict)
+    kept_for_growth: SlotCounts = _NONE
+    """A page for each request that will grow; admissions leave it free. ``make_reserve`` sets it."""
+    _reserve: Reserve | None = None
+    """What can be given away so that all can still end. None until there is something to give away, which in
+    most steps there is not."""
+    _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
+    """Mode and slots, under this plan, of running requests that it grows or exchanges."""
+    _admitted_claims: list[Claim] = field(default_factory=list)
+    """Claims of the requests that the plan admits."""
+
+    # --- the reserve ------------------------------------------------------------------------------
+
+    def make_reserve(self, grown: Callable[[Place, Reserve], Claim] | None = None) -> Reserve:
+        """Return the plan's reserve, which the first call makes.
+
+        ``grown``, of a first call, may give slots to each running request in turn, and returns its new claim:
+        a request's growth must be decided in its place of the reserve's order (``Reserve.keep_all``).
+        """
+        if self._reserve is None:
+            self._reserve = self._new_reserve(self.matches.pinned, grown)
+            growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
+            num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
+            num_hisparse = len(growing) - num_dense
+            self.kept_for_growth = SlotCounts(
+                host=num_hisparse * page,
+                device=num_dense * page,
+                index=len(growing) * page,
+                lookup=num_hisparse * page,
+            )
+        return self._reserve
+
+    def _new_reserve(
+        self, pinned: Mapping[Prefix, int], grown: Callable[[Place, Reserve], Claim] | None = None
+    ) -> Reserve:
+        running = ((r, self._claim(r)) for r in self.running)
+        reserve = Reserve(self.available, running, pinned, self.limits.page_size)
+        landing = [self._claim(request) for request in self.landing]
+        reserve.keep_all(
+            landing + self._admitted_claims, None if grown is None else lambda place: grown(place, reserve)
+        )
+        return reserve
+
+    def _claim(self, request: Request) -> Claim:
+        mode, owned = self._changed.get(request, (request.mode, request.owned_slots))
+        return self.limits.claim(request, mode, owned, request.num_shared_pages)
+
+    # --- running requests -------------------------------------------------------------------------
+
+    def may_give(self, slots: SlotCounts, reserve: Reserve) -> bool:
+        """Return whether running requests may get ``slots``; negative counts are slots that they give
+        back."""
+        return slots.fits_in(self.available) and reserve.allows(slots)
+
+    def give(self, slots: SlotCounts, reserve: Reserve) -> None:
+        """Note that running requests get ``slots``, which ``may_give`` has allowed."""
+        self.available -= slots
+        reserve.give(slots)
+
+    def note_change(self, request: Request, mode: Mode, owned: SlotCounts) -> None:
+        """Note the mode and the slots that the plan leaves a running request with."""
+        self._changed[request] = mode, owned
+
+    def spare_device(self) -> int:
+        """Return the free device slots beyond those that are left for growth."""
+        self.make_reserve()
+        return max(0, self.available.device - self.kept_for_growth.device)
+
+    @property
+    def device_margin(self) -> float:
+        """Device slots that must stay free if ``auto`` is to be dense, or hot buffers are to grow."""
+        return AUTO_DENSE_MARGIN * self.limits.totals.device
+
+    # --- admissions -------------------------------------------------------------------------------
+
+    def may_land(self, request: Request, mode: Mode, need: SlotCounts, held: HeldMatch) -> Reserve | None:
+        """Return the reserve to ``land`` the request in with ``need``; None if it may not have that.
+
+        ``held``: the held pages that it is to share.
+        """
+        taken = need + held.taken
+        if not taken.fits_in(self.available):
+            return None
+        reserve = self.make_reserve()
+        if not (taken + self.kept_for_growth).fits_in(self.available):
+            return None
+        if self.matches.is_counted_on(held):
+            reserve = self._new_reserve(self.matches.pinned_with(held))
+        return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
+
+    def land(self, admission: Admission, held: HeldMatch, reserve: Reserve) -> None:
+        """Add an admission that ``may_land`` has allowed, and take what it gets from what is left."""
+        request, mode, need = admission.request, admission.mode, admission.need
+        claim = self._landing_claim(request, mode, need, held)
+        reserve.give_landing(claim)
+        self._reserve = reserve
+        self._admitted_claims.append(claim)
+        self.available -= need + held.taken
+        self.matches.take(held)
+        self.admissions[request] = replace(admission, num_shared_pages=held.num_pages)
+        num_reserved = need.index + held.num_pages * self.limits.page_size
+        if num_reserved < request.life_tokens:
+            self.kept_for_growth += self.limits.kv_slots(mode, 1)
+
+    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: HeldMatch) -> Claim:
+        """Return the request's claim. Held pages that were free count as its own: like its slots, they are
+        taken from what is free, and nobody counts on them."""
+        claim = self.limits.claim(request, mode, need, held.num_pages)
+        return claim._replace(owned=slots_of(need + held.taken))

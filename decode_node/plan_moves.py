@@ -1,0 +1,168 @@
+"""Carries out the scheduler's plans: admits requests, starts them, gives them slots and fills their rows.
+
+Each move has up to three parts, which one method does together: the books (``LiveRequests``), the memory and
+tables (``RequestTables``), and a message to the prefill node. Before each
+step ``StepLine`` calls ``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a
+request has landed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, Mode
+from hisparse_pd.core.paging.extents import slice_extents
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.end_moves import EndMoves
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.local_kv import copy_source, steps_compute_tail
+from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.prefill_peers import PrefillPeers
+from hisparse_pd.decode_node.queue_moves import QueueMoves
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
+from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PlanMoves:
+    """The moves that the scheduler decides. Times are those of ``time.monotonic``."""
+
+    limits: Limits
+    requests: LiveRequests
+    tables: RequestTables
+    peers: PrefillPeers
+    metrics: Metrics
+    queue: QueueMoves
+    ends: EndMoves
+
+    def carry_out(self, plan: StepPlan, now: float) -> None:
+        """Do what the scheduler has planned.
+
+        The admissions' held pages are marked as used first: the growth of others may evict unused ones.
+        """
+        for request in plan.no_longer_local:
+            self.queue.wait_for_node(request, now)
+        for admission in plan.admissions:
+            self.requests.use_held(admission)
+        for exchange in plan.exchanges:
+            self._exchange(exchange, now)
+        for growth in plan.growths:
+            self.requests.grow(growth.request, growth.need)
+            self.tables.grow(growth.request)
+        for admission in plan.admissions:
+            self.admit(admission, now)
+
+    def admit(self, admission: Admission, now: float) -> None:
+        """Reserve slots for a waiting request, and send its Bootstrap. Without a prefill node, start it.
+
+        What is missing behind its held pages may be copied from the first sample, or computed by its steps.
+        """
+        request, num_held = admission.request, admission.request.held_prefix_tokens
+        source = copy_source(request, admission.mode, num_held, self.limits.page_size)
+        if source is not None:
+            request.held_prefix_tokens = request.num_landing_tokens
+        elif steps_compute_tail(request, num_held, self.limits):
+            request.num_tail_tokens = request.num_landing_tokens - num_held
+        if request.is_local and request.needs_prefill_node:
+            # The plan counted on a copy from the first sample, which an exchange of this plan has ended or
+            # made hisparse.
+            self.requests.give_back_held(request)
+            self.queue.wait_for_node(request, now)
+            return
+        instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
+        self.requests.reserve(admission, instance_id, now + self.queue.room_timeout_secs)
+        self.tables.prepare_landing(request)
+        if source is not None:
+            self.tables.copy_prompt(source, request, num_held)
+            request.hot_positions = source.landed_hint
+        request.phases.end(now)
+        self.metrics.add("requests_total", mode=admission.mode)
+        if not request.needs_prefill_node:
+            self.start(request, now)
+        elif not self.peers.send(request.peer, bootstrap_of(request)):
+            error = f"prefill node {request.peer} takes no messages; try again"
+            self.ends.fail(request, 503, error, now, PREFILL_NODE_FAILED)
+            self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
+
+    def start(self, request: Request, now: float) -> None:
+        """Move a request to RUNNING, and begin to fill its row. All its KV is here but what its steps
+        compute: that of the last token, and of a short tail."""
+        self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
+        self.metrics.add("held_tokens_total", request.held_prefix_tokens)
+        self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
+        request.phases.end(now)
+        request.prompt = request.prompt[-(1 + request.num_tail_tokens) * TOKEN_BYTES :]
+        self.requests.start(request)
+        self._fill_row(request, now)
+
+    def _exchange(self, exchange: Exchange, now: float) -> None:
+        """Replace the device slots of a running request, which must be in no step, by a new hot buffer."""
+        request = exchange.request
+        if request.num_in_flight:
+            raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
+        num_before = request.num_retractions
+        self.requests.grow(request, exchange.need)
+        if self._do_or_fail(self.tables.retract, request, "retracted", now):
+            self.requests.replace_device_slots(exchange)
+            self.metrics.add("retractions_total", request.num_retractions - num_before)
+            self._fill_row(request, now)
+
+    def _fill_row(self, request: Request, now: float) -> None:
+        """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""
+        request.is_filling = True
+        self._do_or_fail(self.tables.start, request, "started", now)
+
+    def fill_rows(self, now: float) -> None:
+        """Launch the next slices of rows that are being filled, and note which rows are filled."""
+        failed = self.tables.go_on()
+        for request in self.requests.select(RequestState.RUNNING):
+            if not request.is_filling:
+                continue
+            if (error := failed.get(request.req_row)) is not None:
+                log.error("room %d cannot be started", request.room, exc_info=error)
+                self.ends.fail(request, 500, f"the request cannot be started: {error}", now)
+            else:
+                request.is_filling = not self.tables.is_ready(request)
+
+    def _do_or_fail(
+        self, action: Callable[[Request], None], request: Request, participle: str, now: float
+    ) -> bool:
+        """Apply ``action`` to a running request, and return whether that worked.
+
+        If not, the request fails and its slots are freed at once, because the rest of the plan counts on
+        them. ``participle``: the action's name in error texts.
+        """
+        try:
+            action(request)
+        except Exception as error:
+            log.exception("room %d cannot be %s", request.room, participle)
+            self.ends.fail(request, 500, f"the request cannot be {participle}: {error}", now)
+            self.ends.release_ended(now, waits=True)
+            return False
+        return True
+
+
+def bootstrap_of(request: Request) -> Bootstrap:
+    """Return the message that says which KV of the prompt is missing, and where it is to land."""
+    start, stop = request.held_prefix_tokens, request.num_landing_tokens
+    return Bootstrap(
+        room=request.room,
+        kv_extents=slice_extents(request.extents(request.kv_pools[0]), start, stop),
+        index_extents=slice_extents(request.extents(PoolKind.INDEX), start, stop),
+        aux_slot=request.owned.only_slot(PoolKind.AUX),
+        prompt=request.prompt,
+        root=request.root,
+        attempt=1 + request.admitted_seq,
+        num_held_tokens=start,
+        num_resumed_tokens=request.sampling.num_resumed_tokens,
+        scores=request.scores,
+        hisparse=request.mode is Mode.HISPARSE,
+    )

@@ -1,0 +1,64 @@
+"""The states that a request goes through on a decode node, and what it owns in each.
+
+``Request.move`` holds requests to the table of moves. A RUNNING request has a ``RunStage`` besides, which
+follows from its other attributes and is never set.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class RequestState(StrEnum):
+    """The states of a request, and what it owns in each."""
+
+    CONNECTING = "connecting"
+    """Waits until its prefill node is registered with. Owns nothing."""
+    WAITING = "waiting"
+    """Waits in the admission queue. Owns nothing. Its prefill node is registered with, unless it is local."""
+    LANDING = "landing"
+    """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
+    index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
+    its future hot buffer. It may use pages of a held prefix before these, which it does not own."""
+    RUNNING = "running"
+    """Owns the same except the aux slot, and what it has grown by. It is in the next step if it is ``READY``;
+    the newest token of its first step is the prompt's last one."""
+    ENDING = "ending"
+    """Has ended for its client. Owns the same until no step in flight, and nothing that fills its row, uses
+    any of it. Other requests may have its room and its id."""
+    ENDED = "ended"
+    """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
+
+    def may_become(self, state: RequestState) -> bool:
+        return state in _MOVES[self]
+
+
+_MOVES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.CONNECTING: frozenset({RequestState.CONNECTING, RequestState.WAITING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset(
+        {RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING, RequestState.ENDED}
+    ),
+    RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.ENDING}),
+    RequestState.ENDING: frozenset({RequestState.ENDED}),
+    RequestState.ENDED: frozenset(),
+}
+
+
+class RunStage(StrEnum):
+    """What a RUNNING request waits for, or does next."""
+
+    AWAITS_GRAMMAR = "awaits grammar"
+    """The grammar that its output must follow is being compiled."""
+    FILLING = "filling"
+    """Its row of the tables, or its hot buffer, is being filled."""
+    LAST = "last"
+    """No token may follow those in flight."""
+    SITS_OUT = "sits out"
+    """It has no slot for its next token, and is in no step until others end."""
+    READY = "ready"
+    """It gets a token in the next step."""
+
+
+class IllegalMove(Exception):
+    """A request was moved between states that the transition table does not connect."""
