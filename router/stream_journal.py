@@ -117,7 +117,7 @@ class StreamJournal:
             elif content.startswith(b"["):  # a record; other lines are of a later release
                 self._add(content)
         if mark < 0:
-            searched = max(searched, len(data) - len(_LINE) + 1)
+            searched = max(searched, len(data) - len(_LINE) + 1)  # the bytes behind may begin one
         del data[:start]  # cheap: a bytearray drops its front without moving the rest
         self._num_searched = searched - start
         # A ping has no line after it.
