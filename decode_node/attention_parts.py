@@ -51,9 +51,9 @@ class MissCopies:
         self._stream = SideStream(device, priority=-1)
 
     def begin(self, miss_plan: MissPlan, kv_layers: Sequence[int]) -> torch.cuda.Event | None:
-        """Copy a part's misses in ``kv_layers``, behind what the current stream has and beside what it gets.
+        """Begin to copy a part's misses in ``kv_layers``. Returns the end of the copy, for ``wait_for``.
 
-        Returns the end of the copy, for ``wait_for``.
+        The copy waits for the current stream's work so far, and runs beside its later work.
         """
         k_host, k_dev = self._memory.k_host, self._memory.k_dev
         with self._stream.behind_current():
@@ -66,8 +66,8 @@ class AttentionParts:
     """What all steps of a node that run in parts share."""
 
     def __init__(self, kernels: AttentionKernels, copies: MissCopies) -> None:
-        self._beside = attention_beside(kernels.step_attention, TAKEN_SMS)
-        self._alone = kernels.step_attention
+        self._attention_beside_copies = attention_beside(kernels.step_attention, TAKEN_SMS)
+        self._attention_alone = kernels.step_attention
         self._copies = copies
 
     def split(self, requests: StepRequests) -> list[Part]:
@@ -79,15 +79,15 @@ class AttentionParts:
         parts = []
         for number, start in enumerate(range(0, num_reqs, size)):
             rows = slice(start, min(start + size, num_reqs))
-            of_part = StepRequests(
+            part_requests = StepRequests(
                 requests.state,
                 requests.seq_lens[rows],
                 requests.req_rows[rows],
                 num_real[number : number + 1],
             )
-            # Parts attend in order, each after its own copies: the last one has the GPU to itself.
-            attention = self._alone if rows.stop == num_reqs else self._beside
-            parts.append(Part(rows, of_part, attention, self._copies.miss_plans[number], self._copies))
+            # Parts are copied and attend in the same order: no copy runs while the last one attends.
+            attention = self._attention_alone if rows.stop == num_reqs else self._attention_beside_copies
+            parts.append(Part(rows, part_requests, attention, self._copies.miss_plans[number], self._copies))
         return parts
 
 
@@ -118,8 +118,7 @@ class Part:
         self.copy_misses(kv_layers)
 
     def copy_misses(self, kv_layers: Sequence[int]) -> None:
-        """Begin to copy the misses that ``page_in`` found, in ``kv_layers``, beside what the current stream
-        gets from now on."""
+        """Begin to copy the misses that ``page_in`` found, in ``kv_layers``."""
         if kv_layers:
             self._copied = self._copies.begin(self._miss_plan, kv_layers)
 
@@ -156,7 +155,7 @@ class StepInParts(DeviceStep):
         return torch.cat(selected)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        # All layers of an index group have the same misses; ``select`` has begun to copy them for the first.
+        # Layers of an index group have the same misses. ``select`` has begun the copies that the first needs.
         if not self._is_first_of_group(layer):
             for part in self._parts:
                 part.copy_misses(self._spec.kv_layers_filled_at[layer])

@@ -41,7 +41,7 @@ GROWTH_PAGES = 16
 tokens with the default page size."""
 
 MAX_TAIL_STEPS = 4
-"""Most steps in which a request computes what its prompt lacks, with as many tokens as a step can verify
+"""Most steps in which a request computes what its prompt lacks; each takes as many tokens as a step with all
 drafts. In that time, some 50 ms in 61 layers, an idle prefill node would have computed and sent it."""
 
 BASE_RESERVE_BYTES = 1 << 30
@@ -51,8 +51,8 @@ LOGIT_COPIES = 6
 
 
 def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
-    """Return the sizes of all pools. ``device_pool_tokens``: 0 before that is known. Raises StartError when
-    nothing could ever be served with them."""
+    """Return the sizes of all pools. ``device_pool_tokens``: 0 while the device pool has no size yet. Raises
+    StartError when nothing could ever be served with them."""
     page_size = settings.page_size
     num_drafts = settings.speculative_num_steps
     smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)
@@ -106,8 +106,8 @@ def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 
 def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
-    """Return how many drafts hot buffers have no room for, and the remedy; empty when they are large
-    enough."""
+    """Return a warning if hot buffers have no room for all drafts of requests that are longer than a buffer;
+    else an empty string. No request is longer than a buffer for a whole context."""
     num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
     needed = full_buffer(num_drafts, top_k)
     if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
@@ -116,7 +116,7 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
     possible = max(0, drafts_with_room(buffer, top_k=top_k, max_new=num_drafts + 1))
     return (
         f"device_buffer_size {buffer} has room for {possible} of {num_drafts} drafts of "
-        f"a hisparse request that is longer; give --device-buffer-size {needed} for all of them"
+        f"a hisparse request that is longer than this; give --device-buffer-size {needed} for all of them"
     )
 
 
@@ -149,20 +149,23 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
     page_size = settings.page_size
     item_bytes = spec.num_kv_layers * spec.item_bytes
     key_bytes = spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
-    # Without a size of its own the index pool covers host and device pool, and grows with their tokens.
-    follows = settings.index_pool_tokens == 0
-    index_tokens = round_up(settings.host_pool_tokens, page_size) if follows else settings.index_pool_tokens
+    # Without a size of its own the index pool covers host and device pool, and grows with their tokens. The
+    # device pool's part then counts for each of its tokens.
+    is_index_derived = settings.index_pool_tokens == 0
+    index_tokens = (
+        round_up(settings.host_pool_tokens, page_size) if is_index_derived else settings.index_pool_tokens
+    )
     return PoolDemand(
         option="--device-pool-tokens",
         fixed={
-            "indexer keys and row checks" + (" of the host pool" if follows else ""): key_bytes
+            "indexer keys and row checks" + (" of the host pool" if is_index_derived else ""): key_bytes
             * index_tokens,
             "scratch pages": page_size * (item_bytes + key_bytes),
             "per-request tables": table_bytes(settings, spec),
             "counts of tokens": TokenCounts.num_bytes(settings.max_running_requests, spec.vocab_size),
             "reserve for activations": reserve_bytes(settings, spec),
         },
-        bytes_per_token=item_bytes + (key_bytes if follows else 0),
+        bytes_per_token=item_bytes + (key_bytes if is_index_derived else 0),
         page_size=page_size,
         remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens "
         "(tables, indexer keys) or --index-pool-tokens (indexer keys), or free GPU memory",
@@ -192,10 +195,11 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Return the bytes that a step computes with: a fixed part, logits, and the indexer's scores."""
+    """Return the bytes that a step computes with: a fixed part, logits, and twice the indexer's scores."""
     num_new = settings.speculative_num_steps + 1
-    per_row = 4 * LOGIT_COPIES * spec.vocab_size + 2 * 4 * spec.context_length
+    logit_bytes, score_bytes, token_bytes = 4 * spec.vocab_size, 4 * spec.context_length, 8
+    per_row = LOGIT_COPIES * logit_bytes + 2 * score_bytes
     if num_new > 1:  # logits, hidden state and token between a step's two graphs
-        per_row += 4 * spec.vocab_size + spec.dtype.itemsize * spec.hidden_size + 8
+        per_row += logit_bytes + spec.dtype.itemsize * spec.hidden_size + token_bytes
     num_rows = settings.max_running_requests * num_new
     return BASE_RESERVE_BYTES + num_rows * per_row

@@ -22,7 +22,7 @@ from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never
 
 @dataclass(frozen=True)
 class RowVerification:
-    """Verification for one engine. ``wrong_items``: see ``PrefillMemory.wrong_items``."""
+    """Verification for one engine. ``wrong_items`` finds the wrong rows among slots and their positions."""
 
     life: PrefillLife
     limits: StepLimits
@@ -35,17 +35,17 @@ class RowVerification:
         Requests that have such a page fail; they may succeed at another prefill node, or here in another
         page. Waiting requests that would have used the prefix compute its tokens instead.
         """
-        reading = [chunk for chunk in chunks if chunk.start]  # others begin their prompts
+        reading = [chunk for chunk in chunks if chunk.start]  # a chunk at 0 has nothing before it to read
         if not reading:
             return False
         is_listed = np.zeros(self.life.pools.totals.device, np.bool_)
         slots, positions = [], []
         for chunk in reading:
-            chunk_slots = self._slots_before(chunk)  # by position
-            unlisted = np.flatnonzero(~is_listed[chunk_slots])  # a shared page is verified once
-            slots.append(chunk_slots[unlisted])
-            positions.append(unlisted)
-            is_listed[chunk_slots] = True
+            slot_at = self._slots_before(chunk)
+            new_positions = np.flatnonzero(~is_listed[slot_at])  # a shared page is verified once
+            slots.append(slot_at[new_positions])
+            positions.append(new_positions)
+            is_listed[slot_at] = True
         errors = {
             item.slot // self.limits.page_size: self.life.set_aside.record_wrong_row(
                 "cached", PoolKind.DEVICE, item
@@ -60,8 +60,8 @@ class RowVerification:
         return bool(errors)
 
     def _slots_before(self, chunk: Chunk) -> SlotArray:
-        """Return the slots of the positions before a chunk, of which there are some, in order: int64
-        [chunk.start]."""
+        """Return the slots of the positions before a chunk that does not begin its prompt: int64
+        [chunk.start], by position."""
         request, page_size = self.life.requests.live(chunk.room), self.limits.page_size
         page_ids = request.page_ids
         if chunk.admits:  # the request has no pages yet: it reads those of the prefix that it will get

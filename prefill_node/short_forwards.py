@@ -59,7 +59,7 @@ class ShortForwards:
         captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
         pool = None  # CUDA memory that all graphs share, so the largest one comes first
         wanted = [(False, size) for size in GRAPH_TOKENS]
-        if self._kernels.have_steps_other_bits:
+        if self._kernels.has_own_step_attention:
             wanted += [(True, size) for size in STEPPED_GRAPH_TOKENS]
         for is_stepped, size in wanted:
             if size > most_tokens:

@@ -23,9 +23,9 @@ from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER
 _MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
 """Limit for one journal, which the next node gets in the body of a request."""
 _BLOCK_BYTES = 1 << 16
-"""Bytes of records in a block, which a node decodes in one piece."""
-_PIECE_BYTES = 1 << 10
-"""Bytes by which a journal's share of the budget grows, so that not every record has to take from it."""
+"""Bytes of records at which a block is full. A node decodes a block at a time."""
+_MIN_TAKEN_BYTES = 1 << 10
+"""Fewest bytes that records take from the budget at a time, so that not each record has to."""
 _LINE = b"\n" + MARK
 _PINGS = frozenset(PINGS.values())
 _MAX_PING_BYTES = max(map(len, _PINGS))
@@ -59,7 +59,7 @@ class StreamJournal:
         self._num_bytes = 0
         """Bytes taken from the budget."""
         self._num_free = 0
-        """Bytes of them that no record fills yet."""
+        """Bytes of those taken last that no record fills yet."""
         self._head: dict[str, object] = {
             "id": secrets.token_hex(16),
             "created": int(time.time()),
@@ -74,7 +74,7 @@ class StreamJournal:
         self._unshown = bytearray()
         """What the present node sent after its last line."""
         self._num_searched = 0
-        """Bytes of that in which no line begins."""
+        """Bytes of that, from its start, in which no ``_LINE`` begins."""
         self.is_leaving = False
         """Whether the present node said that it shuts down."""
         self._grow(num_body_bytes)
@@ -117,9 +117,10 @@ class StreamJournal:
             elif content.startswith(b"["):  # a record; other lines are of a later release
                 self._add(content)
         if mark < 0:
-            searched = max(searched, len(data) - len(_LINE) + 1)
-        del data[:start]  # moves nothing
+            searched = max(searched, len(data) - len(_LINE) + 1)  # the bytes behind may begin one
+        del data[:start]  # cheap: a bytearray drops its front without moving the rest
         self._num_searched = searched - start
+        # A ping has no line after it.
         if len(data) <= _MAX_PING_BYTES and bytes(data) in _PINGS:
             shown += data
             data.clear()
@@ -137,9 +138,9 @@ class StreamJournal:
         block += b","
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Begin a piece that holds ``num_bytes``, in a new block if the last one is full. Returns False if
-        the budget has no room for it."""
-        num_bytes = max(num_bytes, _PIECE_BYTES)
+        """Take room for a record of ``num_bytes``, and begin a block if the last one is full. Returns False
+        if the budget has no such room. What was left of the room before stays unused."""
+        num_bytes = max(num_bytes, _MIN_TAKEN_BYTES)
         if not self._grow(num_bytes):
             return False
         self._num_free = num_bytes
@@ -169,7 +170,7 @@ class StreamJournal:
 def _next_line(data: bytearray, start: int, searched: int) -> int:
     """Return where the next line of the journal begins, or -1.
 
-    An event or a line begins at ``start``. No line begins behind that and before ``searched``.
+    ``start``: where an event or a line begins. ``searched``: no ``_LINE`` begins between ``start`` and here.
     """
     if data.startswith(MARK, start):
         return start

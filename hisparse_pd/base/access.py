@@ -58,7 +58,8 @@ class PeerList:
         return bool(self.networks)
 
     def allows(self, address: str) -> bool:
-        """Whether a peer with ``address`` is allowed. A name or other text is not, unless everything is."""
+        """Whether a peer with ``address`` is allowed. Text that is no address is allowed only by an
+        empty list."""
         if not self.networks:
             return True
         peer = parse_address(address)
@@ -92,8 +93,10 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def exposure(hosts: Iterable[str], dangers: Iterable[str]) -> str | None:
-    """Return a warning about a service at these ``hosts``; None if all are loopback or nothing is
-    dangerous."""
+    """Return a warning about a service at these ``hosts``; None if all are loopback or there are no dangers.
+
+    ``dangers``: what other machines could do there, a clause each.
+    """
     others = [host for host in dict.fromkeys(hosts) if not is_loopback(host)]
     dangers_text = "; ".join(dangers)
     if not others or not dangers_text:
@@ -123,6 +126,7 @@ def _is_ipv6(text: str) -> bool:
         IPv6Address(text)
     except ValueError:
         return False
+    # IPv6Address accepts a scope of any characters.
     return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", text) is not None
 
 

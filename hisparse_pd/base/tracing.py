@@ -58,8 +58,8 @@ class Tracer:
         """``endpoint``: a collector's URL; without a path, ``/v1/traces`` is added.
 
         ``instance``: names this process among services of the same name. ``follows``: whether the sampler
-        learns that the caller records the request; false for callers that must not decide it, such as
-        clients. Raises StartError for invalid OTEL_ variables.
+        sees the caller's decision to record a trace; false where callers are clients, who must not have
+        traces recorded at will. Raises StartError for invalid OTEL_ variables.
         """
         # Warnings are silenced: opentelemetry has them for clients' headers, urllib3 for each failed attempt.
         for name in ("opentelemetry", "urllib3"):
@@ -83,7 +83,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("hisparse_pd", VERSION)
 
     def request(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> RequestSpan:
-        """Begin the span of a POST to ``path``, in the trace that its ``headers`` name, if they do."""
+        """Begin the span of a POST to ``path``. It joins the trace that ``headers`` name, if any."""
         return RequestSpan(self._tracer, path, headers)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class RequestSpan:
         self.error = ""
         """Why there is no answer, or why it broke off; empty if nothing was reported."""
         self.is_recording = self._span.is_recording()
-        """False for a request that was not sampled; everything about it is ignored."""
+        """False for a request that was not sampled; what is reported of it goes nowhere."""
 
     def passed_on(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Return a request's headers for another service, with this span as the parent."""
@@ -140,8 +140,8 @@ class RequestSpan:
     def end(self, status: int) -> None:
         """End the span with the answer's ``status``.
 
-        A refused request (4xx) is no error of the service. A client that left (499) makes an error of the
-        span, since the work for it is lost.
+        The span is an error if the service failed (5xx), if the client left (499), since its work is lost,
+        or if an answer with a good status broke off. A refused request (other 4xx) is none of these.
         """
         self._span.set_attribute("http.response.status_code", status)
         if status >= 400 or self.error:

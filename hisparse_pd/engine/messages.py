@@ -34,7 +34,7 @@ from hisparse_pd.protocol.prompt_scores import WantedScores
 
 
 class Generate(Struct, frozen=True, omit_defaults=True):
-    """One sample of one prompt, for a decode engine. ``room`` is the request's id on the prefill node, too.
+    """One sample of a ``GenerateGroup``. ``room`` is the request's id on the prefill node, too.
 
     ``request_id`` begins with a ``request_prefix``. ``bootstrap_host`` and ``bootstrap_port`` name the
     prefill node. ``hisparse`` is None when the request did not say.
@@ -54,8 +54,8 @@ class Generate(Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
-    """All samples of one prompt, which is sent once. Where they resume a stream, each resumes equally many
-    tokens.
+    """All samples of one prompt, which is sent once, for a decode engine. In a resumed stream, all of them
+    resume the same number of tokens.
 
     ``root``: the first key of the prompt's pages, which depends on the request's isolation
     (``prompt_keys.py``).
@@ -106,7 +106,7 @@ def request_prefix(front_number: int) -> str:
 
 
 def front_number_of(request_id: str) -> int:
-    """Return the index of the request's front. Raises ValueError unless the id begins with a
+    """Return the number of the request's front. Raises ValueError unless the id begins with a
     ``request_prefix``."""
     return int(request_id[:2], 16)
 
@@ -279,8 +279,7 @@ class PeerLane(Struct, frozen=True):
 
 
 class EngineStats(Struct, frozen=True, tag="stats"):
-    """The engine's statistics, sent at least twice a second while its loop turns. /health depends on their
-    arrival.
+    """The engine's statistics, sent at least twice a second while its loop turns; /health fails without them.
 
     ``gauges`` are current values, ``counters`` monotone totals since the engine's start; the names are
     the metric names without prefix, with labels as ``name{label="value"}``.
@@ -292,8 +291,8 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     num_waiting: int
     num_used_tokens: int
     step: int
-    """Turns of the loop that did work. It has to advance while more requests run than
-    ``num_without_grammar``; otherwise the front calls the engine stalled."""
+    """Turns of the loop that did work. The front calls the engine stalled if this number stays the same while
+    ``num_running`` exceeds ``num_without_grammar``."""
     trouble: str = ""
     """Why no request can be admitted until an operator acts; empty while one can."""
     quarantine: tuple[QuarantinedRun, ...] = ()

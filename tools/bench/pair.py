@@ -89,7 +89,8 @@ def running_pair(
 
 
 def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console, start_secs: float) -> None:
-    """Wait until the pair is healthy. It ends by itself when its start gets stuck."""
+    """Wait until the pair is healthy. Raises PairError also when it exits, as it does if a start makes no
+    progress."""
     deadline = time.monotonic() + start_secs
     waiting = {"prefill node": pair.prefill_url, "decode node": pair.decode_url, "router": pair.router_url}
     with console.status("") as status:
@@ -110,11 +111,11 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def wait_healthy(url: str, timeout_secs: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Wait for a service. Returns whether it got healthy in time, and before ``is_over``."""
+def wait_healthy(url: str, timeout_secs: float, has_ended: Callable[[], bool] = lambda: False) -> bool:
+    """Wait for a service. Returns whether it got healthy in time, and before ``has_ended`` was true."""
     deadline = time.monotonic() + timeout_secs
     while not is_healthy(url):
-        if is_over() or time.monotonic() > deadline:
+        if has_ended() or time.monotonic() > deadline:
             return False
         time.sleep(0.1)
     return True

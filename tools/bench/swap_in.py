@@ -7,11 +7,11 @@ between the capture and the replay, because the GPU would forget its translation
 first calls have loaded. With ``--repeat N`` a cell is built and measured N times; each time the bytes in
 returned slots are compared with the pool. Single calls are timed, too.
 
-With ``--new 1 2 3 4`` a call swaps in what so many tokens of a request select, as a step that verifies drafts
-does. Each number runs over the same tokens, and all drafts count as accepted: each token is in one call only,
-and ``us_a_token`` compares the numbers. Each number is measured with code compiled for the largest one
-(``max_new``), and 1 also with the code without drafts. All hot buffers then have room for the selections of
-four positions.
+With ``--new 1 2 3 4`` a call swaps in the selections of 1, 2, 3 or 4 positions of each request, as a step
+that verifies drafts does. Each number runs over the same tokens, as if all drafts were accepted: each token
+is in one call, so that ``us_a_token`` of the numbers can be compared. Each number is measured with code
+compiled for the largest one (``max_new``), and 1 also with the code without drafts. All hot buffers then have
+room for the selections of four positions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pool = pinned_pool()
     peak = copy_peak(pool)
     most_new = max(options.new)
-    # max_new and num_new: the positions that the code is compiled for, and those of a request in a call.
+    # Each is a max_new, for which the code is compiled, and a num_new, the positions of a request in a call.
     kinds = [(1, 1), *((most_new, num_new) for num_new in options.new if most_new > 1)]
     for item_bytes in options.item:
         num_slots = POOL_BYTES // item_bytes
@@ -101,11 +101,11 @@ def selections(
     random order (once the context is used up, by those selected longest ago).
 
     ``union_of_four``: the number of distinct positions that four tokens in a row select, divided by TOP_K.
-    Such a union is one selection and what three further tokens add to it. With it, each token therefore
-    replaces a third of what exceeds one selection, which is more than may miss. The rest of these positions
-    come back from those that were replaced three tokens earlier: they add to the union of four, and are still
-    in a buffer that holds the union of five. The first three tokens have no such positions, so all that they
-    add misses. Raises ValueError when more are to miss than are replaced.
+    The first of the four selects TOP_K, and each of the others adds a third of the rest: it replaces so many
+    positions of its predecessor. Only ``miss_percent`` of TOP_K are new ones. The others are those that were
+    replaced three tokens earlier: the three tokens before have not selected them, but a buffer that holds the
+    union of five tokens still has them. The first three tokens have no such positions, so all that they add
+    misses. Raises ValueError when more are to miss than are replaced.
     """
     random = np.random.default_rng(seed)
     num_missed = round(TOP_K * miss_percent / 100)
@@ -120,15 +120,15 @@ def selections(
         order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # excludes the new positions
         current = order[:TOP_K].copy()
         used = TOP_K  # positions of ``order`` that were selected so far
-        left: list[np.ndarray] = []  # the positions that each token replaced
+        replaced_by: list[np.ndarray] = []  # the positions that each token replaced, from the second one on
         steps[0, req] = current
         for step in range(1, num_tokens):
             replaced = random.choice(TOP_K, num_replaced, replace=False)
-            left.append(current[replaced])
-            # Replaced three tokens earlier, because left[-1] is what this token replaces.
-            back = left[-4][: num_replaced - num_missed] if len(left) > 3 else order[:0]
-            num_fresh = num_replaced - len(back)
-            current[replaced] = np.concatenate((back, order[(used + np.arange(num_fresh)) % len(order)]))
+            replaced_by.append(current[replaced])
+            # [-1] is what this token replaces, [-4] what the token three earlier replaced.
+            known = replaced_by[-4][: num_replaced - num_missed] if len(replaced_by) > 3 else order[:0]
+            num_fresh = num_replaced - len(known)
+            current[replaced] = np.concatenate((known, order[(used + np.arange(num_fresh)) % len(order)]))
             used += num_fresh
             random.shuffle(current)
             steps[step, req] = current
@@ -245,7 +245,8 @@ class Cell:
 def measure(
     host: Tensor, tokens: Tensor, max_new: int, num_new: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one cell. ``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU."""
+    """Measure one cell. ``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU, whose number tells whether
+    steps have drafts."""
     num_tokens, batch, _ = tokens.shape
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
     capacity = DRAFTS_CAPACITY if has_drafts else CAPACITY
@@ -258,6 +259,7 @@ def measure(
     for _ in range(options.repeat):
         cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
         cell.prepare(calls[0], seq_lens, out)
+        # A capture runs nothing: the warm calls run after it, right before the replay.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls[num_warm:]:
@@ -269,6 +271,7 @@ def measure(
         counted = cell.counted()
         cell.verify(calls[-1], out)
         del graph, cell
+    # Single calls, over the same tokens from the first one on, need empty hot buffers again.
     cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
     single_us = [timed_us(partial(cell.call, call, seq_lens, out)) for call in calls]
     repeats = spread(graph_us)

@@ -42,6 +42,7 @@ def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> 
         if other.is_file() and other.suffix != SUFFIX and other.name != INDEX_NAME:
             shutil.copy(other, out_dir)
     for file in files:
+        # A tensor that the index places in another file is read from there.
         tensors = {name: tensor for name, tensor in load_file(file.path).items() if name in file.tensors}
         for name, tensor in list(tensors.items()):
             if is_quantized(name, tensor):

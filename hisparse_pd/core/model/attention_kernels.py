@@ -33,18 +33,18 @@ class AttentionKernels:
     kv_format: KvFormat
     index_format: IndexKeyFormat
     attention: AttentionBackend
-    """Attention of a prompt's queries, which are not split. Its format is another than ``kv_format`` where it
-    reads unpacked items."""
+    """Attention of a prompt's queries, which are not split. Its own ``kv_format`` differs from the one above
+    where it reads items that were unpacked for it."""
     step_attention: AttentionBackend
-    """Attention of decode steps' queries, in splits; a prefill node uses it for those positions of a prompt
-    that have the bits of steps (``first_stepped``)."""
+    """Attention of decode steps' queries, in splits. A prefill node uses it for the last positions of a
+    prompt, which get the bits of steps (``first_stepped``)."""
     indexer_scratch: IndexerScratch | None = None
     unpacked: UnpackedMemory | None = None
     """None where prompts read items and keys in the pools."""
 
     @property
-    def have_steps_other_bits(self) -> bool:
-        """Whether steps may round attention differently from prompts."""
+    def has_own_step_attention(self) -> bool:
+        """Whether steps attend differently from prompts, and so may round differently."""
         return self.attention != self.step_attention
 
     @classmethod
@@ -55,10 +55,7 @@ class AttentionKernels:
 
     @staticmethod
     def check(spec: ModelSpec, device: torch.device, backend: str) -> None:
-        """Raise StartError before the model is loaded, for what ``choose`` or the first steps would refuse.
-
-        Sizes that the device's kernels cannot take are refused, too.
-        """
+        """Raise StartError for a backend or sizes that ``choose`` or the first steps would refuse."""
         _choose_attention(spec, device, backend)
         if device.type == "cuda":
             check_indexer_sizes(
@@ -80,13 +77,15 @@ class AttentionKernels:
     ) -> AttentionKernels:
         """Choose kernels for the model's device.
 
-        ``scratch_tokens``: queries that the indexer scores at a time on a GPU; ``split_slots``: for steps, as
-        ``choose_backend`` takes it; ``page_size``: the pool's, for a node that computes prompts, or 0. Raises
-        AttentionBackendError when ``backend`` cannot work there.
+        ``scratch_tokens``: queries that the indexer scores at a time on a GPU. ``split_slots``: slots in one
+        split of a step's query; 0: steps do not split, like prompts; None: the backend's own value.
+        ``page_size``: the pool's on a node that computes prompts, else 0. Raises AttentionBackendError when
+        ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
         attention = _choose_attention(spec, device, backend)
-        if page_size and split_slots != 0:  # with 0, prompts use the kernel of steps and get the same bits
+        # Where steps do not split, prompts keep the kernel of steps, so that both have the same bits.
+        if page_size and split_slots != 0:
             attention = choose_prompt_backend(
                 backend,
                 device=device,
@@ -105,8 +104,8 @@ class AttentionKernels:
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
         unpacked = None
         if page_size:
-            has_items = attention.kv_format != spec.item_format
-            unpacked = UnpackedMemory.create(spec, device, page_size, has_items=has_items)
+            unpacks_items = attention.kv_format != spec.item_format
+            unpacked = UnpackedMemory.create(spec, device, page_size, has_items=unpacks_items)
         return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch, unpacked)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:

@@ -212,7 +212,7 @@ class PagedKv:
             self._first_keys = self.contexts.first_slots(page_size)
         self._num_columns = (self.rows.positions + 1).clamp_(max=spec.index_topk).int()
         """How many positions each token selects: int32 [num_tokens]."""
-        self._stepped_pieces = _stepped_pieces(self.rows) if self._kernels.have_steps_other_bits else []
+        self._stepped_pieces = _stepped_pieces(self.rows) if self._kernels.has_own_step_attention else []
         shape = (spec.num_index_groups, len(self.rows.last_rows), spec.index_topk)
         self._hints = torch.full(shape, -1, dtype=torch.int32, device=device)
 

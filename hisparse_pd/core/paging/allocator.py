@@ -86,7 +86,7 @@ class ExtentAllocator:
         end = start + self._length_at.get(start, 0)
         if extent.end > end:
             return False
-        self._take_front(start, end - start)
+        self._take_front(start, end - start)  # all of the free extent; what is not asked for goes back
         for rest_start, rest_end in ((start, extent.start), (extent.end, end)):
             if rest_start < rest_end:
                 self._put(Extent(rest_start, rest_end - rest_start))

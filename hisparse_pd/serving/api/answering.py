@@ -41,7 +41,7 @@ _RECORDS_BETWEEN_YIELDS = 16
 """Journal records that are replayed before other tasks of the event loop get a turn."""
 
 _INLINE_LOGPROBS = 256
-"""Most logprobs of a prompt that are written on the event loop."""
+"""Most logprobs of a prompt that are written on the event loop; more take a millisecond or two."""
 
 
 async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutputs) -> bytes:
@@ -50,7 +50,7 @@ async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutpu
     choices: dict[int, Raw] = {}
     async with aclosing(feed_outputs(outputs)) as deltas:
         async for delta in deltas:
-            await _beside_loop(dialect.keep, outputs[delta.index], delta)
+            await _off_loop_if_long(dialect.keep, outputs[delta.index], delta)
             if delta.finish is not None:
                 choices[delta.index] = dialect.choice(outputs[delta.index])
     return msgspec.json.encode(dialect.whole(outputs, [choices[output.index] for output in outputs]))
@@ -63,19 +63,24 @@ async def streamed(
 
     If a router keeps a journal, these are the events that it does not have yet, in units that each end with a
     record. The stream ends with the line OVER, unless it fails with an error after which another node may go
-    on with it.
+    on with it. An error before the first event is raised, so that the answer can have its status.
     """
     outputs, dialect = _prepare(context, work)
-    units, over = None, b""
-    if (journal := work.request.journal) is not None:
+    journal = work.request.journal
+    units, over = None, b""  # both stay so without a journal
+    if journal is not None:
         await _replay(journal, outputs, dialect)
         units, over = _UnitWriter(context, outputs), journal_line(OVER)
-    write, has_begun = partial(_events, dialect), False
+    write = partial(_events, dialect)
+    has_begun = False
     try:
         async with aclosing(feed_outputs(outputs)) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
-                events = await _beside_loop(write, output, delta) if delta.scored else write(output, delta)
+                if delta.scored:
+                    events = await _off_loop_if_long(write, output, delta)
+                else:
+                    events = write(output, delta)
                 if units is not None:
                     events = units.write(output, delta, events)
                 if events:
@@ -84,7 +89,7 @@ async def streamed(
     except ApiError as error:
         last = dialect.failed(error)
         if not has_begun or (journal is None and last is None):
-            raise
+            raise  # the caller writes the API's own error
         event = _encode_event(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))
         yield event + (over if error.status < 500 else b"")
         return
@@ -92,7 +97,8 @@ async def streamed(
 
 
 async def _replay(journal: RequestJournal, outputs: Sequence[SampleOutput], dialect: Dialect) -> None:
-    """Feed the outputs and the dialect with what the client has."""
+    """Feed the outputs and the dialect with what the client has: tokens of the prompt with their logprobs
+    (``num_scored``), or an engine message."""
     for number, record in enumerate(journal.records, 1):
         output = outputs[record.sample]
         scored = output.replay_scored(record.num_scored) if record.num_scored else None
@@ -101,8 +107,10 @@ async def _replay(journal: RequestJournal, outputs: Sequence[SampleOutput], dial
             await asyncio.sleep(0)
 
 
-async def _beside_loop(write: Callable[[SampleOutput, Delta], T], output: SampleOutput, delta: Delta) -> T:
-    """Return what ``write`` makes of ``delta``, in a thread where that takes a millisecond or two."""
+async def _off_loop_if_long(
+    write: Callable[[SampleOutput, Delta], T], output: SampleOutput, delta: Delta
+) -> T:
+    """Return what ``write`` makes of ``delta``, in a thread if that has many logprobs of the prompt."""
     num_logprobs = len(delta.scored) * (1 + len(delta.scored[-1].top)) if delta.scored else 0
     if num_logprobs > _INLINE_LOGPROBS:
         return await off_loop(write, output, delta)
@@ -132,7 +140,8 @@ class _UnitWriter:
         """Logprobs of tokens that are not recorded yet, by sample."""
 
     def write(self, output: SampleOutput, delta: Delta, events: bytes) -> bytes:
-        """Return the unit of ``delta``. It is b"" without ``events``; the next record has its tokens, too."""
+        """Return the unit of ``delta``. Without ``events`` there is none, and the next unit's record includes
+        the tokens of ``delta``."""
         if delta.logprobs:
             self._logprobs[output.index] += delta.logprobs
         if not events:
@@ -144,6 +153,7 @@ class _UnitWriter:
         return events + line
 
     def _record(self, output: SampleOutput, delta: Delta) -> object:
+        """Return a ``JournalRecord``, or a list of its fields up to the last one that is needed."""
         index = output.index
         if delta.scored:
             return JournalRecord(index, (), num_scored=len(delta.scored))

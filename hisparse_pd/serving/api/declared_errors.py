@@ -1,7 +1,7 @@
-"""Explains to the client what breaks a declaration: field, value and bound.
+"""Explains to the client what in a body breaks its declaration: field, value and bound.
 
-msgspec says the place, such as ``$.a[0]``, and the bound. The type that is declared for that place adds the
-text of ``rule``, or the values that a literal or a tag may have.
+msgspec tells the place, such as ``$.a[0]``, and the bound. If the type declared for that place has a text of
+``rule``, or is a literal or tag with known values, these replace msgspec's bound.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Complaint(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """What an error says of the value."""
+        """The rule that the value breaks, such as "must be `int` >= 0"."""
         expected = self.what.partition(", got ")[0]
         said = expected.replace("Expected", "must be")
         return said if said != expected else f"is refused: {expected.lower()}"
@@ -82,9 +82,9 @@ def explain(
     name: str,
     bad_entry: BadEntry | None = None,
 ) -> ApiError:
-    """Return the error for the object at ``name``, which is not of ``kind``.
+    """Return the error for the object at ``name``, declared as ``kind``, that ``complaint`` is about.
 
-    ``fields`` has at least the object's tag and the field that the complaint is about.
+    ``fields``: the object's fields, at least its tag and the field that leads to the place.
     """
     value: Any = fields
     for step in complaint.steps:
@@ -101,8 +101,8 @@ def explain(
 
 
 def _part(value: Any, step: str | int) -> Any:
-    """Return the field or the item of ``value``, or None if there is none: the field may be given twice,
-    and ``value`` then has the other one."""
+    """Return the field or the item of ``value``. None if it has none: where the body gives a field twice,
+    ``value`` has the last one, and the complaint may be about the first."""
     match value, step:
         case dict(), str(field):
             return value.get(field)
@@ -112,7 +112,8 @@ def _part(value: Any, step: str | int) -> Any:
 
 
 def _kind_of_part(kind: inspect.Type, step: str | int, value: Any) -> inspect.Type:
-    """Return the declared type of a part of ``value``; ``kind``, the union, for its tag."""
+    """Return the declared type of a part of ``value``. For the tag of a union it is the union, ``kind``,
+    which knows the tags."""
     for member in members_of(kind):
         match member:
             case inspect.ListType(item_type=item) if isinstance(step, int):

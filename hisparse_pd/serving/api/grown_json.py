@@ -30,7 +30,7 @@ class GrownObject:
                 case dict():
                     fields[name] = fields.get(name) or GrownObject()
                     fields[name].add(value)
-                case list() if name == "tool_calls":
+                case list() if name == "tool_calls":  # a call's pieces have the same index
                     fields.setdefault(name, GrownObject()).add({call["index"]: call for call in value})
                 case list():
                     pieces = fields.setdefault(name, [])
@@ -42,7 +42,10 @@ class GrownObject:
                     fields[name] = value
 
     def show(self) -> dict[str, Any]:
-        """Return the joined object, with ``tool_calls`` as an object by index."""
+        """Return the joined object, with ``tool_calls`` as an object by index.
+
+        Pieces are replaced by what they were joined to, so that they do not take memory beside it.
+        """
         shown: dict[str, Any] = {}
         for name, value in self._fields.items():
             match value:

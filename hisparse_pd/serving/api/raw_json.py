@@ -17,12 +17,12 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 from hisparse_pd.serving.http.off_loop import taking_interpreter
 
 MAX_FIELD_BYTES = 2 << 20
-"""Most bytes of a field's JSON, except for strings and split lists. Decoding takes 0.2 s at worst, or a
-second for numbers whose spelling is kept, in which other threads run."""
+"""Size up to which a field's JSON may have any number of values. Decoding takes 0.2 s at worst; where the
+spelling of numbers is kept it takes a second, in which other threads run."""
 
 MAX_FIELD_VALUES = 1 << 16
-"""Most values of a longer field, counted by the marks between them, even within strings. The rest of it is
-strings, such as images in base64, which cost little."""
+"""Most values of a larger field, whose bytes are then mostly strings, such as images in base64; these decode
+fast. Values are counted by the marks between them, even if a mark is within a string."""
 
 _SPACE = (b" ", b"\t", b"\r", b"\n")
 
@@ -31,7 +31,7 @@ _TRUNCATED = "Input data was truncated"
 pair."""
 
 _SHORT_BYTES = 1 << 16
-"""Longest list that is split before its entries are counted, which takes a millisecond."""
+"""Size up to which a list is split whole, however many entries it has; that takes a millisecond."""
 
 _decoder = msgspec.json.Decoder()
 _spelled_decoder = msgspec.json.Decoder(float_hook=read_float)
@@ -39,7 +39,8 @@ _list_decoder = msgspec.json.Decoder(list[Raw])
 
 
 def first_chars(value: bytes | Raw) -> tuple[bytes, bytes]:
-    """Return the first two characters of a JSON value that are no white space."""
+    """Return the first two characters of a JSON value, without white space: they tell its type and that of a
+    list's first entry."""
     view = memoryview(value)
     first = _next_char(view, 0)
     second = _next_char(view, first + 1)
@@ -107,7 +108,7 @@ def decode_item(name: str, value: Raw, *, as_spelled: bool = False) -> Any:
 
 
 def check_size(name: str, value: Raw) -> None:
-    """Raises ApiError for a value of more than MAX_FIELD_BYTES and MAX_FIELD_VALUES that is no string."""
+    """Raise ApiError for a value that exceeds both MAX_FIELD_BYTES and MAX_FIELD_VALUES and is no string."""
     num_bytes = len(memoryview(value))
     if num_bytes <= MAX_FIELD_BYTES or first_chars(value)[0] == b'"':
         return
@@ -117,7 +118,7 @@ def check_size(name: str, value: Raw) -> None:
 
 
 def check_text(body: bytes) -> None:
-    """Raises ApiError for a body that is not UTF-8, or nested more deeply than ``check_nesting`` allows."""
+    """Raise ApiError for a body that is not UTF-8, or nested more deeply than ``check_nesting`` allows."""
     try:
         with taking_interpreter(len(body)):
             body.decode()

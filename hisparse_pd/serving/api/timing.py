@@ -117,33 +117,29 @@ class Timeline:
         if stats is not None and self._is_traced(index):
             self._stats[index] = stats
         for phase in phases:
-            of_phase = error if phase is phases[-1] else ""
-            started_at = self._end_phase(index, phase.name, phase.started_at, phase.ended_at, of_phase)
+            phase_error = error if phase is phases[-1] else ""
+            started_at = self._end_phase(index, phase.name, phase.started_at, phase.ended_at, phase_error)
             if prefill is not None and phase.name == _LANDING:
                 self._note_prefill(index, prefill, started_at)
         if phases and phases[-1].name == DECODE_PHASES[-1] and not error:
             self._decoding.add(index)
 
     def _note_prefill(self, index: int, times: PrefillTimes, landing_began_at: float) -> None:
-        """Note the prefill node's phases, which ended with the landing. Only their durations are known: its
-        clock may be another machine's."""
-        phases = {
+        """Note the prefill node's phases. Only their durations are used, since its clock may be another
+        machine's: they follow one another up to the landing's end, within the landing."""
+        secs_of = {
             "prefill_queue": times.queue_secs,
             "prefill": times.prefill_secs,
             "transfer": times.transfer_secs,
         }
-        left_secs = sum(phases.values())
         landing_ended_at = self._ended_at[index]
-        for phase, secs in phases.items():
-            started_at = landing_ended_at - left_secs
-            left_secs -= secs
+        secs_to_end = sum(secs_of.values())
+        for phase, secs in secs_of.items():
+            started_at = landing_ended_at - secs_to_end
+            secs_to_end -= secs
+            ended_at = landing_ended_at - secs_to_end
             self._observe(phase, secs)
-            self._trace_part(
-                index,
-                phase,
-                max(started_at, landing_began_at),
-                max(landing_ended_at - left_secs, landing_began_at),
-            )
+            self._trace_part(index, phase, max(started_at, landing_began_at), max(ended_at, landing_began_at))
 
     def note_finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
         """Note that sample ``index`` has all its tokens."""
@@ -210,10 +206,10 @@ class Timeline:
         error: str = "",
         attributes: Attributes | None = None,
     ) -> float:
-        """Note a phase of sample ``index``. Returns when it began, on this machine's clock."""
+        """Note a phase of sample ``index``. Returns its start as the trace has it."""
         if not error:
             self._observe(phase, max(0.0, ended_at - started_at))
-        # An engine's clock may be another machine's: phases neither overlap nor are in the future.
+        # An engine's clock may be another machine's, so times are moved to between the phase before and now.
         now = time.time()
         started_at = min(max(started_at, self._ended_at.get(index, self._checked_at)), now)
         self._ended_at[index] = min(max(ended_at, started_at), now)

@@ -25,7 +25,7 @@ class Certificate:
 
     def check(self) -> None:
         """Check that a server can use the files. Raises OSError, which names them."""
-        self._stamp = stamp_of(self.certfile, self.keyfile)
+        self._stamp = stamp_of(self.certfile, self.keyfile)  # first, so that a change while reading is seen
         try:
             self.context()
         except (OSError, ValueError) as error:  # ssl's errors are OSErrors

@@ -65,16 +65,16 @@ PACKAGES: Final = (
 )
 """Versions that start together; SGLang 0.5.17 is the newest for torch 2.11."""
 OURS: Final = "_ours"
-"""Folder of the archive with links to what our own benchmark needs. It alone is in the PYTHONPATH of our
-processes, so that they see nothing else of the archive."""
+"""Folder of the archive with what our own benchmark needs: OUR_WHEELS, and links to OUR_PACKAGES. It alone is
+in the PYTHONPATH of our processes, so that they see nothing else of the archive."""
 OUR_PACKAGES: Final = (
     *("annotated_types", "llguidance", "llguidance-1.9.1.dist-info", "msgspec", "pydantic"),
     *("pydantic_core", "typing_inspection", "uvicorn", "zmq", "pyzmq.libs"),
     *("sgl_kernel", "sglang_kernel-0.4.5.dist-info"),
 )
-"""Packages that our processes import and a machine with PyTorch lacks."""
+"""Packages of those above that our processes import, too, and that a machine with PyTorch lacks."""
 OUR_WHEELS: Final = ("starlette==1.10.0",)
-"""Packages of which our processes need another version than SGLang's."""
+"""Packages that our processes need in another version than SGLang."""
 DROPPED: Final = {
     "sgl_kernel/flash_ops*": "FlashAttention 3: fp8 KV is attended by FlashMLA",
     "sgl_kernel/sm100": "kernels of Blackwell GPUs",
@@ -88,15 +88,15 @@ DROPPED: Final = {
     "zstandard/_cffi*": "a second backend of one library",
     "tools": "a script of one wheel, under the name of our folder",
 }
-"""What is left out, relative to the folder, with the reason."""
+"""Patterns of files and folders that are left out, with the reasons."""
 STANDING_IN: Final = {
     "IPython/__init__.py": "",
     "IPython/display.py": "HTML = display = None\n",
     "jsonschema/__init__.py": "Draft202012Validator = SchemaError = None\n",
     "soundfile.py": "",
 }
-"""Files of packages that SGLang imports for notebooks, and its server for tools and audio, none of which is
-used here, and that the machine lacks."""
+"""Files of packages that the machine lacks, and that SGLang imports but does not use here: they are for
+notebooks, tools and audio."""
 _GLIBC: Final = (17, 24, 26, 27, 28, 31, 34, 35, 39)
 """Minor versions of glibc 2 whose manylinux wheels run on the machine."""
 
@@ -125,10 +125,10 @@ def unpack(wheels: Sequence[Path], site: Path) -> None:
 
 
 def strip(site: Path) -> Iterator[tuple[str, int]]:
-    """Remove DROPPED from ``site``, one pattern an iteration, and write the files of STANDING_IN at the end.
+    """Remove what DROPPED names from ``site``, then write the files of STANDING_IN.
 
-    Yields each pattern with the bytes that it removed; iterate to the end. Raises CarryError where a pattern
-    finds nothing: another release has another layout.
+    Yields each pattern with the bytes that it removed. The work is done when the iterator is exhausted.
+    Raises CarryError where a pattern finds nothing: another release has another layout.
     """
     for pattern in DROPPED:
         found = sorted(site.glob(pattern))
@@ -150,7 +150,7 @@ def strip(site: Path) -> Iterator[tuple[str, int]]:
 
 
 def link_ours(site: Path) -> None:
-    """Add the links of OUR_PACKAGES to the folder OURS. Raises CarryError where one is absent."""
+    """Add links to OUR_PACKAGES to the folder OURS. Raises CarryError where one is absent."""
     (site / OURS).mkdir(exist_ok=True)
     for name in OUR_PACKAGES:
         if not (site / name).exists():
@@ -159,7 +159,7 @@ def link_ours(site: Path) -> None:
 
 
 def strip_symbols(site: Path) -> None:
-    """Remove the symbols of the largest library, which are most of it."""
+    """Remove the symbols of xgrammar's library, which are most of its bytes."""
     library = site / "xgrammar" / "libxgrammar_bindings.so"
     if shutil.which("strip") is None:
         raise CarryError("strip: not found; install binutils")
@@ -205,7 +205,7 @@ def carry(out: Path, work: Path, cache: Path | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 where there is no archive, or one that is larger than a transfer takes."""
+    """Make the archive. Returns 1 if there is none, or if it is larger than a transfer takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="archive to write")
     parser.add_argument("--work", type=Path, help="folder for wheels and files; default: a temporary one")
