@@ -312,6 +312,12 @@ class Deployment:
     def url(self) -> str:
         return self.router.url
 
+    def num_rooms(self) -> int:
+        """Return how many rooms prefill nodes have served. A decode node's front counts a room before its
+        answer ends, while engines report their counters some time later."""
+        served = 'hisparse_pd:request_phase_seconds_count{phase="transfer"}'
+        return int(sum(node.metrics().get(served, 0) for node in self.decode))
+
     def flush_prefix_caches(self) -> None:
         """Drop what prefill nodes have cached and decode nodes hold."""
         for node in (*self.prefill, *self.decode):
