@@ -1,9 +1,8 @@
 """Carries out the scheduler's plans: admits requests, starts them, gives them slots and fills their rows.
 
 Each move has up to three parts, which one method does together: the books (``LiveRequests``), the memory and
-tables (``RequestTables``), and a message to the prefill node. Before each
-step ``StepLine`` calls ``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a
-request has landed.
+tables (``RequestTables``), and a message to the prefill node. Before each step ``StepLine`` calls
+``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a request has landed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from hisparse_pd.kernels.block_fp8 import BLOCK
@@ -32,6 +31,9 @@ from hisparse_pd.kernels.gluon_linear import (
     LOADER_REGISTERS,
     STAGES,
     TOGETHER,
+    in_order,
+    load_block,
+    new_ring,
     scaled_sum_of,
 )
 from hisparse_pd.kernels.gluon_linear import takes_groups as takes_operands
@@ -199,15 +201,8 @@ def expert_rows_kernel(
     ROWS: rows of all of an expert's matrices; BLOCKS: blocks of their columns. ``plan``: what the functions
     below need to find a tile. ``sizes`` are taken by number, because these functions take no keywords.
     """
-    tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
-    blocks = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
-    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(is_full.index(stage), count=1)
-        mbarrier.init(is_free.index(stage), count=2)
+    stages = new_ring(x, values, BLOCK, HALF, BLOCK_ROWS, STAGES)
     begin(OVERLAPS)
-    stages = (tokens, blocks, is_full, is_free)
     plan = (starts, tile_starts, tile_experts, first_expert, num_experts)
     sizes: gl.constexpr = (ROWS, BLOCKS, BLOCK, HALF, BLOCK_ROWS, TOGETHER, STAGES)
     arguments = (x_scales, scales, out, order, weights, stages, plan, num_rows)
@@ -242,19 +237,16 @@ def place_of(unit, plan, sizes: gl.constexpr):
     across: gl.constexpr = ROWS // BLOCK_ROWS
     first_tile = gl.load(tile_starts + first_expert)
     num_tiles = gl.load(tile_starts + first_expert + num_experts) - first_tile
-    first = unit // (TOGETHER * across) * TOGETHER
-    height = gl.minimum(num_tiles - first, TOGETHER)
-    number = unit % (TOGETHER * across)
-    tile = first_tile + first + number % height
+    tile, n = in_order(unit, num_tiles, across, TOGETHER)
+    tile += first_tile
     expert = gl.load(tile_experts + tile)
     row = gl.load(starts + expert) + (tile - gl.load(tile_starts + expert)) * (2 * HALF)
-    return expert - first_expert, row, gl.load(starts + expert + 1), number // height * BLOCK_ROWS
+    return expert - first_expert, row, gl.load(starts + expert + 1), n * BLOCK_ROWS
 
 
 @gluon.jit
 def load_blocks(x, values, stages, plan, sizes: gl.constexpr):
-    """Load the blocks of all tiles of this program, each as soon as a stage of the ring is free."""
-    tokens, blocks, is_full, is_free = stages
+    """Load the blocks of all tiles of this program."""
     ROWS: gl.constexpr = sizes[0]
     BLOCKS: gl.constexpr = sizes[1]
     BLOCK: gl.constexpr = sizes[2]
@@ -266,13 +258,7 @@ def load_blocks(x, values, stages, plan, sizes: gl.constexpr):
         expert, row, _, n = place_of(unit, plan, sizes)
         n += expert * ROWS
         for block in range(BLOCKS):
-            stage = loaded % STAGES
-            full = is_full.index(stage)
-            mbarrier.wait(is_free.index(stage), (loaded // STAGES + 1) % 2)
-            mbarrier.expect(full, (2 * HALF + BLOCK_ROWS) * BLOCK)
-            tma.async_copy_global_to_shared(x, [row, block * BLOCK], full, tokens.index(2 * stage))
-            tma.async_copy_global_to_shared(values, [n, block * BLOCK], full, blocks.index(stage))
-            tma.async_copy_global_to_shared(x, [row + HALF, block * BLOCK], full, tokens.index(2 * stage + 1))
+            load_block(x, values, stages, row, n, block, loaded, BLOCK, HALF, BLOCK_ROWS, STAGES)
             loaded += 1
 
 

@@ -130,19 +130,9 @@ def many_rows_kernel(
 ):
     """Compute units of work. With SPLITS > 1 a unit is one part of a tile; otherwise it is a whole tile,
     whose parts (PARTS) are computed one after the other.
-
-    A ring of STAGES blocks in shared memory connects the loading warp and the two groups. ``is_full`` of a
-    stage completes when its data have arrived, ``is_free`` when both groups have read them.
     """
-    tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
-    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(is_full.index(stage), count=1)
-        mbarrier.init(is_free.index(stage), count=2)
+    stages = new_ring(x, values, BLOCK, HALF, BLOCK_ROWS, STAGES)
     begin(OVERLAPS)
-    stages = (tokens, weights, is_full, is_free)
     # The functions of the warps take these by number, because they take tuples and no keywords.
     sizes: gl.constexpr = (
         ROWS,
@@ -169,6 +159,55 @@ def many_rows_kernel(
 
 
 @gluon.jit
+def new_ring(
+    x, values,
+    BLOCK: gl.constexpr, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Return a ring of STAGES blocks in shared memory, which connects the loading warp and the two groups.
+
+    It has blocks of ``x`` in two halves, blocks of ``values``, and two barriers a stage: ``is_full``
+    completes when the stage's data have arrived, ``is_free`` when both groups have read them.
+    """
+    tokens = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BLOCK], x.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], values.layout)
+    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(is_full.index(stage), count=1)
+        mbarrier.init(is_free.index(stage), count=2)
+    return tokens, weights, is_full, is_free
+
+
+@gluon.jit
+def load_block(
+    x, values, stages, m, n, block, loaded,
+    BLOCK: gl.constexpr, HALF: gl.constexpr, BLOCK_ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load a block of columns of the rows from ``m`` of ``x`` and from ``n`` of ``values``, as soon as its
+    stage of the ring is free. ``loaded``: the number of blocks before it."""
+    tokens, weights, is_full, is_free = stages
+    stage_bytes: gl.constexpr = (2 * HALF + BLOCK_ROWS) * BLOCK * (x.dtype.primitive_bitwidth // 8)
+    stage = loaded % STAGES
+    full = is_full.index(stage)
+    # A stage's turns alternate in parity, and its first turn does not wait.
+    mbarrier.wait(is_free.index(stage), (loaded // STAGES + 1) % 2)
+    mbarrier.expect(full, stage_bytes)
+    tma.async_copy_global_to_shared(x, [m, block * BLOCK], full, tokens.index(2 * stage))
+    tma.async_copy_global_to_shared(values, [n, block * BLOCK], full, weights.index(stage))
+    tma.async_copy_global_to_shared(x, [m + HALF, block * BLOCK], full, tokens.index(2 * stage + 1))
+
+
+@gluon.jit
+def in_order(number, num_down, across: gl.constexpr, TOGETHER: gl.constexpr):
+    """Return where tile ``number`` of ``num_down`` by ``across`` tiles is: its numbers in both directions.
+    TOGETHER tiles with the same rows of the matrix come one after the other."""
+    first = number // (TOGETHER * across) * TOGETHER
+    height = gl.minimum(num_down - first, TOGETHER)
+    number = number % (TOGETHER * across)
+    return first + number % height, number // height
+
+
+@gluon.jit
 def place_of(unit, num_tokens, sizes: gl.constexpr):
     """Return a unit's first token, its first row of the matrix, and its split."""
     ROWS: gl.constexpr = sizes[0]
@@ -178,10 +217,8 @@ def place_of(unit, num_tokens, sizes: gl.constexpr):
     TOGETHER: gl.constexpr = sizes[8]
     across: gl.constexpr = (ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     tile = unit // SPLITS
-    first = tile // (TOGETHER * across) * TOGETHER
-    height = gl.minimum((num_tokens + 2 * HALF - 1) // (2 * HALF) - first, TOGETHER)
-    number = tile % (TOGETHER * across)
-    return (first + number % height) * (2 * HALF), number // height * BLOCK_ROWS, unit % SPLITS
+    m, n = in_order(tile, (num_tokens + 2 * HALF - 1) // (2 * HALF), across, TOGETHER)
+    return m * (2 * HALF), n * BLOCK_ROWS, unit % SPLITS
 
 
 @gluon.jit
@@ -200,29 +237,19 @@ def blocks_of(part, sizes: gl.constexpr):
 
 @gluon.jit
 def load_tiles(x, values, stages, num_tokens, num_units, sizes: gl.constexpr):
-    """Load the blocks of all units of this program, each as soon as a stage of the ring is free."""
-    tokens, weights, is_full, is_free = stages
+    """Load the blocks of all units of this program."""
     BLOCK: gl.constexpr = sizes[2]
     PARTS: gl.constexpr = sizes[4]
     HALF: gl.constexpr = sizes[6]
     BLOCK_ROWS: gl.constexpr = sizes[7]
     STAGES: gl.constexpr = sizes[9]
-    stage_bytes: gl.constexpr = (2 * HALF + BLOCK_ROWS) * BLOCK * (x.dtype.primitive_bitwidth // 8)
-    loaded = 0  # blocks; a stage's turns alternate in parity, and its first turn does not wait
+    loaded = 0
     for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
         m, n, split = place_of(unit, num_tokens, sizes)
         for part in range(split * PARTS, split * PARTS + PARTS):
             first, count = blocks_of(part, sizes)
             for block in range(first, first + count):
-                stage = loaded % STAGES
-                full = is_full.index(stage)
-                mbarrier.wait(is_free.index(stage), (loaded // STAGES + 1) % 2)
-                mbarrier.expect(full, stage_bytes)
-                tma.async_copy_global_to_shared(x, [m, block * BLOCK], full, tokens.index(2 * stage))
-                tma.async_copy_global_to_shared(values, [n, block * BLOCK], full, weights.index(stage))
-                tma.async_copy_global_to_shared(
-                    x, [m + HALF, block * BLOCK], full, tokens.index(2 * stage + 1)
-                )
+                load_block(x, values, stages, m, n, block, loaded, BLOCK, HALF, BLOCK_ROWS, STAGES)
                 loaded += 1
 
 

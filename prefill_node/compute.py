@@ -64,7 +64,7 @@ class PromptRunner:
         split_slots: int | None = None,
     ) -> None:
         """``chunk_tokens``: most tokens of a forward. ``split_slots``: how decode steps split attention,
-        for resumed tokens; see ``kernels.attention_backends.choose_backend``. Raises
+        for stepped tokens; see ``kernels.attention_backends.choose_backend``. Raises
         AttentionBackendError."""
         self._model = model
         self._memory = memory
