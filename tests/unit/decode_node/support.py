@@ -36,6 +36,7 @@ from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
     EngineStats,
+    FlushCache,
     FromEngine,
     Generate,
     GenerateGroup,
@@ -382,6 +383,17 @@ class EngineHarness:
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true in time"
             self.turn(*others)
+
+    def flush(self) -> None:
+        """Have the engine let go of the prefixes that it holds."""
+        self.send(FlushCache())
+        self.turn_until(lambda: not self.engine.requests.held)
+
+    def come_to_rest(self) -> None:
+        """Turn until no request is live, and check that all pools are whole without held prefixes."""
+        self.turn_until(lambda: not self.engine.requests)
+        self.flush()
+        self.engine.requests.check_integrity()
 
     def tokens_of(self, answer: Answer) -> list[int]:
         """Return the tokens of a request, which must end well."""

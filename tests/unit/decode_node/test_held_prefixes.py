@@ -17,7 +17,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKey
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import KV_POOLS, Request
-from hisparse_pd.engine.messages import FlushCache, pack_token_ids
+from hisparse_pd.engine.messages import pack_token_ids
 from tests.books import end, land, make_request
 from tests.unit.decode_node.support import (
     Checkpoint,
@@ -170,8 +170,7 @@ EACH_MODEL = pytest.mark.parametrize(
 @pytest.fixture
 def node(shared_node: EngineHarness) -> EngineHarness:
     requests = shared_node.engine.requests
-    shared_node.send(FlushCache())
-    shared_node.turn_until(lambda: not requests.held)
+    shared_node.flush()
     assert requests.pools.free == requests.pools.totals
     shared_node.double.bootstraps.clear()
     shared_node.double.delivers = True

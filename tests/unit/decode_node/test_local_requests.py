@@ -31,8 +31,7 @@ PROMPT = random_prompt(8, 5 * PAGE + 1)
 def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
     """The shared node, which has registered with its prefill node."""
     node = shared_node
-    node.send(FlushCache())
-    node.turn_until(lambda: not node.engine.requests.held)
+    node.flush()
     node.ask(random_prompt(9, 20), 1, HISPARSE)
     node.double.bootstraps.clear()
     yield node

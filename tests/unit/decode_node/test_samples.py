@@ -14,7 +14,6 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, computed, random_prompt
 
@@ -38,12 +37,9 @@ def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
     shared_node.double.bootstraps.clear()
     shared_node.double.delivers = True
     yield shared_node
-    requests = shared_node.engine.requests
-    shared_node.turn_until(lambda: not requests)
-    shared_node.send(FlushCache())
-    shared_node.turn_until(lambda: not requests.held)
-    requests.check_integrity()
-    assert requests.pools.free == requests.pools.totals
+    shared_node.come_to_rest()
+    pools = shared_node.engine.requests.pools
+    assert pools.free == pools.totals
 
 
 def landed(node: EngineHarness, answers: Sequence[Answer]) -> list[Request]:
@@ -80,8 +76,7 @@ def test_one_room_serves_all_samples_bit_for_bit(
     node: EngineHarness, checkpoint: Checkpoint, flag: HisparseFlag
 ) -> None:
     expected = node.ask(PROMPT, NUM_NEW, flag)
-    node.send(FlushCache())
-    node.turn_until(lambda: not node.engine.requests.held)
+    node.flush()
     node.double.bootstraps.clear()
     answers = node.generate_samples(PROMPT, NUM_NEW, 4, flag)
     requests = landed(node, answers)

@@ -20,7 +20,7 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node import scrub
 from hisparse_pd.engine import prefix_scrub
-from hisparse_pd.engine.messages import FlushCache, ReleasePage, RequestFailed
+from hisparse_pd.engine.messages import ReleasePage, RequestFailed
 from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import (
     Answer,
@@ -60,11 +60,8 @@ def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
     shared_node.double.bootstraps.clear()
     shared_node.double.delivers = True
     yield shared_node
+    shared_node.come_to_rest()
     requests = shared_node.engine.requests
-    shared_node.turn_until(lambda: not requests)
-    shared_node.send(FlushCache())
-    shared_node.turn_until(lambda: not requests.held)
-    requests.check_integrity()
     for page in requests.set_aside.shown():
         shared_node.send(ReleasePage(page.pool, page.start))
     shared_node.turn_until(lambda: not requests.set_aside)
