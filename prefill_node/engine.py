@@ -15,7 +15,6 @@ import logging
 import secrets
 import time
 from collections import Counter
-from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -31,7 +30,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
-from hisparse_pd.prefill_node.compute import Computed, PromptRunner
+from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
@@ -39,7 +38,7 @@ from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
 from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
-from hisparse_pd.prefill_node.sizing import size_kv_pool
+from hisparse_pd.prefill_node.sizing import GRAPH_SIZES, MOST_GRAPH_REQUESTS, size_kv_pool
 from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
@@ -55,7 +54,7 @@ from hisparse_pd.protocol.messages import (
     ToPrefill,
 )
 from hisparse_pd.transfer.lane import Lane, Lanes
-from hisparse_pd.transfer.sender import Sender
+from hisparse_pd.transfer.sender import Ready, Sender
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +86,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             max_requests=settings.max_running_requests,
             page_size=settings.page_size,
             num_pages=num_pages,
+            short_forward_tokens=GRAPH_SIZES[0].num_tokens,
+            short_forward_requests=MOST_GRAPH_REQUESTS,
         )
         self.memory = PrefillMemory(
             spec, num_slots=num_pages * settings.page_size, num_aux_slots=num_aux_slots, device=device
@@ -309,9 +310,15 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             return True
         batch = [(self.life.requests.live(chunk.room), chunk) for chunk in chunks]
         self._admit([request for request, chunk in batch if chunk.admits])
-        pushes = [self._pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
+        pushes: list[ChunkPush] = []
+
+        def layer_written(layer: int, ready: Ready | None) -> None:
+            if layer == 0:  # the device already computes: planning what to send delays no token
+                pushes.extend(self._plan_pushes(batch))
+            self._pusher.layer_written(pushes, layer, ready)
+
         try:
-            computed = self.runner.run(batch, partial(self._pusher.layer_written, pushes))
+            computed = self.runner.run(batch, layer_written)
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
             if self._lockstep.ends_engine(error):
                 raise
@@ -324,6 +331,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self.life.admit(requests, time.monotonic())
         new_pages = [page_id for request in requests for page_id in request.own_page_ids]
         self.memory.void_checks(new_pages, self._limits.page_size)
+
+    def _plan_pushes(self, batch: Batch) -> list[ChunkPush]:
+        """Submit the cached prefixes of admitted requests, and plan what the forward's chunks send."""
+        for request, chunk in batch:
+            if chunk.admits:
+                self.life.send_cached(request)
+        return [self._pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
 
     def _commit(
         self, batch: list[tuple[PrefillRequest, Chunk]], pushes: list[ChunkPush], computed: Computed

@@ -1,8 +1,8 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-Per chunk the engine calls ``plan`` before the forward, ``layer_written`` from within it and ``push_rest``
-after it; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one chunk's push; the
-``Pusher`` itself keeps none.
+Per chunk the engine calls ``plan`` and ``layer_written`` from within the forward and ``push_rest`` after
+it; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one chunk's push; the ``Pusher``
+itself keeps none.
 
 ``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
 carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when

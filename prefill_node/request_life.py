@@ -3,7 +3,7 @@
 ``PrefillLife`` owns the table of requests, the pools, the prefix cache and the counters. The engine calls it
 for each message of a decode node, each step of the forward and each batch that comes back from the sender;
 every method is safe in every state of a request. In order: ``bootstrap``, ``candidates``, ``admit``,
-``send_scores``, ``note_computed``, ``start_sending``, ``batch_returned``.
+``send_cached``, ``send_scores``, ``note_computed``, ``start_sending``, ``batch_returned``.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so ``_end``, the one release path, waits until none is in the transport. A room without a
@@ -232,9 +232,9 @@ class PrefillLife:
         return (self.pools.free + self.prefixes.unused).device // self._limits.page_size
 
     def admit(self, requests: Sequence[PrefillRequest], now_secs: float) -> None:
-        """Move the requests of a plan from QUEUED to COMPUTING: reserve all their pages and an aux slot each,
-        and send their cached prefixes. All prefixes are in use before the first page is reserved, because
-        that may evict unused ones."""
+        """Move the requests of a plan from QUEUED to COMPUTING: reserve all their pages and an aux slot each.
+        All cached prefixes are in use before the first page is reserved, because that may evict unused
+        ones."""
         for request in requests:
             keys = request.reusable_keys(self._limits.page_size)
             if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
@@ -252,7 +252,10 @@ class PrefillLife:
             self.requests.move(request, PrefillState.COMPUTING, now_secs)
             self.counters["prompt_tokens_total"] += request.num_computed_tokens
             self.counters["cached_tokens_total"] += request.num_cached_tokens
-            self.pusher.push_rest(self.pusher.plan(request, 0, request.num_cached_tokens))
+
+    def send_cached(self, request: PrefillRequest) -> None:
+        """Send the cached prefix of an admitted request."""
+        self.pusher.push_rest(self.pusher.plan(request, 0, request.num_cached_tokens))
 
     def send_scores(self, request: PrefillRequest, pieces: Sequence[RoomScores], now_secs: float) -> bool:
         """Send the decode node the scores that a forward computed. Return False when not all are on their
@@ -273,10 +276,10 @@ class PrefillLife:
 
     def start_sending(self, request: PrefillRequest, now_secs: float) -> None:
         """Move a request whose last chunk is computed from COMPUTING to SENDING, and send its staged aux
-        record."""
-        self._cache_pages(request)
+        record. Its pages go into the cache while the record is on its way."""
         self.requests.move(request, PrefillState.SENDING, now_secs)
         self.pusher.push_aux(request)
+        self._cache_pages(request)
 
     def _cache_pages(self, request: PrefillRequest) -> None:
         """Put the request's pages into the cache. Where the cache has got an equal page from another request

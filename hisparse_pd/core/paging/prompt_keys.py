@@ -72,6 +72,4 @@ class PromptKeys:
 
 
 def _key(last: PageKey, block: bytes | memoryview) -> PageKey:
-    hashed = hashlib.blake2b(last, digest_size=KEY_BYTES)
-    hashed.update(block)
-    return hashed.digest()
+    return hashlib.blake2b(last + bytes(block), digest_size=KEY_BYTES).digest()
