@@ -8,6 +8,9 @@ ones are admitted in order of arrival while tokens, requests, pages and aux slot
 pages of the prompt or nothing. The first waiting request that does not fit holds back the later ones, so that
 short prompts never starve a long one.
 
+A forward of few tokens takes no more requests than a CUDA graph does: more forwards of that kind are faster
+than one larger forward.
+
 There are two exceptions. A request whose prompt begins like that of an earlier one still computing waits for
 it and then finds the common pages in the prefix cache; later requests go ahead of it. And a long prompt that
 fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to later requests whose
@@ -41,6 +44,10 @@ class StepLimits:
     page_size: int
     num_pages: int
     """Pages in the whole pool."""
+    short_forward_tokens: int = 0
+    """Most tokens of a forward that is computed fastest while it has at most ``short_forward_requests``
+    requests, because it then fits a CUDA graph."""
+    short_forward_requests: int = 0
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -148,7 +155,11 @@ class _Forward:
 
     @property
     def is_full(self) -> bool:
-        return self._left <= 0 or len(self.chunks) >= self._limits.max_requests
+        limits, num_tokens = self._limits, self._limits.chunk_tokens - self._left
+        most_requests = limits.max_requests
+        if 0 < num_tokens <= limits.short_forward_tokens:
+            most_requests = min(most_requests, limits.short_forward_requests)
+        return self._left <= 0 or len(self.chunks) >= most_requests
 
     def add(self, room: Room, start: int, end: int, *, admits: bool) -> bool:
         """Add a chunk of a request whose positions from ``start`` to ``end`` are to compute. Return False

@@ -4,8 +4,8 @@
 graph is captured for one number of tokens, over tensors of its own. Before a replay the wanted forward's
 tokens are copied into these; the rest is padding, whose rows are stored in the pools' scratch slots.
 
-Where only the tail of a prompt is missing, all tokens are stepped (``first_stepped``). Graphs of their own
-leave out the attention that the other tokens of prompts have.
+A graph attends to a fixed number of stepped tokens (``first_stepped``) as decode steps do. One in which all
+are stepped leaves out the attention that the other tokens of prompts have.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
-from hisparse_pd.core.model.paged_kv import QUERIES_AT_ONCE, PagedKv, PagedRows
+from hisparse_pd.core.model.paged_kv import PagedKv, PagedRows
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.sizing import GRAPH_TOKENS, STEPPED_GRAPH_TOKENS
-
-MOST_REQUESTS: Final = 8
-"""Most requests in a graph's forward."""
+from hisparse_pd.prefill_node.sizing import GRAPH_SIZES, MOST_GRAPH_REQUESTS, ONE_CONTEXT_TOKENS, GraphSize
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +44,20 @@ class ShortForwards:
         self, model: DsaModel, memory: PrefillMemory, page_size: int, kernels: AttentionKernels
     ) -> None:
         self._model, self._memory, self._page_size, self._kernels = model, memory, page_size, kernels
-        self._captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
-        """Graphs by whether all their tokens are stepped, and by number of tokens, smallest first."""
+        self._captured: dict[GraphSize, _Captured] = {}
+        """The graphs, smallest first."""
 
     @torch.inference_mode()
     def capture(self, most_tokens: int) -> None:
         """Capture graphs for forwards of up to ``most_tokens``. All kernels must have been compiled."""
         started = time.monotonic()
         stream = torch.cuda.Stream()
-        captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
+        captured: dict[GraphSize, _Captured] = {}
         pool = None  # CUDA memory that all graphs share, so the largest one comes first
-        wanted = [(False, size) for size in GRAPH_TOKENS]
-        if self._kernels.has_own_step_attention:
-            wanted += [(True, size) for size in STEPPED_GRAPH_TOKENS]
-        for is_stepped, size in wanted:
-            if size > most_tokens:
+        for size in GRAPH_SIZES:
+            if size.num_tokens > most_tokens:
                 continue
-            token_ids, kv = self._padding(size, is_stepped=is_stepped)
+            token_ids, kv = self._padding(size)
             stream.wait_stream(torch.cuda.current_stream())  # the current stream makes the padding
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
@@ -72,11 +65,9 @@ class ShortForwards:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 hidden = self._forward(token_ids, kv)
             pool = graph.pool()
-            captured[is_stepped][size] = _Captured(graph, token_ids, kv, hidden)
-        self._captured = {kind: dict(sorted(graphs.items())) for kind, graphs in captured.items()}
-        sizes = [list(graphs) for graphs in self._captured.values()]
-        secs = time.monotonic() - started
-        log.info("captured CUDA graphs of %s tokens, and of %s stepped ones, in %.1f s", *sizes, secs)
+            captured[size] = _Captured(graph, token_ids, kv, hidden)
+        self._captured = dict(reversed(captured.items()))
+        log.info("captured %d CUDA graphs in %.1f s", len(captured), time.monotonic() - started)
 
     @torch.inference_mode()
     def run(self, token_ids: Tensor, kv: PagedKv) -> Tensor | None:
@@ -87,15 +78,12 @@ class ShortForwards:
         A graph does not call the layer hook of ``kv``; the caller must call it for every layer.
         """
         num_tokens, num_requests, num_stepped = len(token_ids), len(kv.last_rows), kv.rows.num_stepped
-        if num_requests > MOST_REQUESTS or num_stepped > QUERIES_AT_ONCE:
+        if num_requests > MOST_GRAPH_REQUESTS:
             return None
-        if kv.contexts is not None and len(kv.contexts.groups) > 1:  # pages are unpacked in several passes
-            return None
-        # A graph of tokens of both kinds attends to at least one as in steps.
-        kinds = [(True, num_tokens)] if num_stepped == num_tokens else []
-        kinds.append((False, num_tokens + (num_stepped == 0)))
         fitting = (
-            graph for kind, least in kinds for size, graph in self._captured[kind].items() if size >= least
+            graph
+            for size, graph in self._captured.items()
+            if _fits(size, num_tokens, num_stepped) and graph.kv.fits(kv)
         )
         if (captured := next(fitting, None)) is None:
             return None
@@ -108,18 +96,28 @@ class ShortForwards:
     def _forward(self, token_ids: Tensor, kv: PagedKv) -> Tensor:
         return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows[:0])[1]
 
-    def _padding(self, size: int, *, is_stepped: bool = False) -> tuple[Tensor, PagedKv]:
+    def _padding(self, size: GraphSize) -> tuple[Tensor, PagedKv]:
         memory, spec = self._memory, self._model.spec
         max_pages = -(-spec.context_length // self._page_size)
         rows = PagedRows.padding(
-            MOST_REQUESTS,
+            MOST_GRAPH_REQUESTS,
             max_pages,
-            size,
+            size.num_tokens,
+            size.num_stepped,
             memory.scratch_slot,
             self._model.device,
             spec.context_length,
-            is_stepped=is_stepped,
         )
+        # A graph looks at all pages that it may unpack, also at those of padding.
+        most_pages = max_pages if size.num_tokens <= ONE_CONTEXT_TOKENS else None
         pools = memory.kv, memory.index, self._page_size
-        kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks)
-        return torch.zeros(size, dtype=torch.int64, device=self._model.device), kv
+        kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks, most_pages)
+        return torch.zeros(size.num_tokens, dtype=torch.int64, device=self._model.device), kv
+
+
+def _fits(size: GraphSize, num_tokens: int, num_stepped: int) -> bool:
+    """Return whether a graph can compute so many tokens. One with tokens of both kinds attends to at least
+    one as in steps: if none is stepped, to one of padding."""
+    if size.num_stepped == size.num_tokens:
+        return num_stepped == num_tokens <= size.num_tokens
+    return num_stepped <= size.num_stepped and num_tokens + (num_stepped == 0) <= size.num_tokens

@@ -6,6 +6,8 @@ forward leave of the GPU becomes the pool.
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.core.model.spec import ModelSpec
@@ -16,10 +18,30 @@ BASE_RESERVE_BYTES = 1 << 30
 TOKEN_RESERVE_BYTES = 512 << 10
 """Bytes reserved for one token's activations: twice the queries, 128 heads of 576 numbers, and smaller
 ones."""
-GRAPH_TOKENS = (1024, 256, 64, 16)
-STEPPED_GRAPH_TOKENS = (64, 32, 16)
-"""Sizes, in tokens, of the forwards that are captured as CUDA graphs, and of those whose tokens are all
-stepped. They share memory, so that together they keep the activations of the largest."""
+
+
+class GraphSize(NamedTuple):
+    """What a forward that is captured as a CUDA graph has room for."""
+
+    num_tokens: int
+    num_stepped: int
+    """Stepped tokens among them; where this is ``num_tokens``, all are stepped."""
+
+
+GRAPH_SIZES: Final = (
+    *(GraphSize(1024, 240), GraphSize(1024, 15)),
+    *(GraphSize(256, 60), GraphSize(256, 15)),
+    GraphSize(64, 15),
+    GraphSize(16, 15),
+    GraphSize(16, 16),
+)
+"""The graphs, largest first. A prompt's tail behind cached pages of 64 tokens has up to 63 tokens, of which
+up to 15 are stepped. Graphs share memory, so that together they keep the activations of the largest."""
+ONE_CONTEXT_TOKENS: Final = 64
+"""Largest graph whose requests together have at most the pages of one context: it is most often a tail."""
+MOST_GRAPH_REQUESTS: Final = 16
+"""Most requests in a graph's forward."""
+
 MAX_INDEXER_BYTES = 1 << 30
 """Most bytes of indexer scores; scores that would take more are computed in blocks of queries."""
 
@@ -52,7 +74,7 @@ def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     num_tokens = settings.chunked_prefill_size
     return (
         BASE_RESERVE_BYTES
-        + (num_tokens + min(num_tokens, GRAPH_TOKENS[0])) * TOKEN_RESERVE_BYTES
+        + (num_tokens + min(num_tokens, GRAPH_SIZES[0].num_tokens)) * TOKEN_RESERVE_BYTES
         + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
         + unpacked_bytes(spec, settings.page_size)
     )

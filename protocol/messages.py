@@ -28,8 +28,9 @@ No outcome is fatal to the node, and none touches another room.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
-from typing import Annotated, NewType
+from typing import Annotated, Final, NewType
 
 from msgspec import Meta, Struct
 from msgspec.msgpack import Encoder
@@ -38,7 +39,7 @@ from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.protocol.prompt_scores import MAX_LOGPROBS, MAX_ROWS_BYTES, WantedScores
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 ROOT_BYTES = 16
 """Length of a request's root key, from which the keys of its pages are derived."""
@@ -233,16 +234,22 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
         return self.num_prompt_tokens - 1
 
 
+STEPPED_BLOCK: Final = 16
+"""Positions that are rounded alike where pages are a multiple of it: as in a prompt, or as in steps."""
+
+
 def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: int) -> int:
     """Return the first position of a prompt whose KV is rounded as in decode steps.
 
-    It is where the page of the prompt's last token begins, resumed tokens left out. ``page_size``: the decode
-    node's. On a GPU the KV of equal tokens before that position has other bits. Either node may compute what
-    comes from there on, the decode node in its steps. A prompt takes no page from there on from a cache, and
-    shares none while its request is live.
+    It is where the block of the prompt's last token begins, resumed tokens left out. A block is STEPPED_BLOCK
+    positions, or fewer so that pages of ``page_size`` tokens, the decode node's, have whole blocks. On a GPU
+    the KV of equal tokens before that position has other bits. Either node may compute what comes from there
+    on, the decode node in its steps. A prompt takes no page with such a position from a cache, and shares
+    none while its request is live.
     """
     last = num_prompt_tokens - num_resumed_tokens - 1
-    return last // page_size * page_size
+    block = math.gcd(page_size, STEPPED_BLOCK)
+    return last // block * block
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):

@@ -62,9 +62,8 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """The stepped tokens of rows that ``fill`` fills with tokens of both kinds, int64 [up to
-    QUERIES_AT_ONCE]: the last one is repeated to the end, or a token of padding if none is stepped. None for
-    other rows."""
+    """The stepped tokens of rows that ``fill`` fills with tokens of both kinds, int64 [most stepped tokens]:
+    the last one is repeated to the end, or a token of padding if none is stepped. None for other rows."""
 
     @property
     def num_stepped(self) -> int:
@@ -118,18 +117,18 @@ class PagedRows:
         num_requests: int,
         max_pages: int,
         num_tokens: int,
+        num_stepped: int,
         scratch_slot: int,
         device: torch.device,
         max_len: int,
-        *,
-        is_stepped: bool = False,
     ) -> PagedRows:
         """Return rows of padding, which are stored at ``scratch_slot``, for ``fill`` to overwrite.
 
-        ``max_len``: a bound on the lengths of the requests that it may hold. ``is_stepped``: only stepped
-        tokens fill it.
+        ``num_stepped``: the most stepped tokens that may fill it; if it is ``num_tokens``, all are stepped.
+        ``max_len``: a bound on the lengths of the requests that it may hold.
         """
-        stepped_tokens = torch.full((min(num_tokens, QUERIES_AT_ONCE),), num_tokens - 1, device=device)
+        is_stepped = num_stepped == num_tokens
+        stepped_tokens = torch.full((num_stepped,), num_tokens - 1, device=device)
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         return cls(
             page_table=torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
@@ -190,7 +189,10 @@ class PagedKv:
         on_written: Callable[[int], None] | None = None,
         kernels: AttentionKernels | None = None,
         row_checks: Tensor | None = None,
+        most_pages: int | None = None,
     ) -> None:
+        """``most_pages``: pages that a CUDA graph unpacks at most, no more than the memory for that holds,
+        which is the default."""
         device = device_pool.device
         self.rows = requests if isinstance(requests, PagedRows) else PagedRows.of(requests, page_size, device)
         self._spec = spec
@@ -207,7 +209,7 @@ class PagedKv:
         self.contexts: ContextPages | None = None
         """The pages to unpack; None where prompts read items and keys in the pools."""
         if (unpacked := self._kernels.unpacked) is not None:
-            most_pages = unpacked.num_tokens // page_size
+            most_pages = most_pages or unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
             self._first_keys = self.contexts.first_slots(page_size)
         self._num_columns = (self.rows.positions + 1).clamp_(max=spec.index_topk).int()
@@ -231,6 +233,10 @@ class PagedKv:
         """Return what each request's last new token selected, after the forward: int32 [num_requests,
         num_index_groups, index_topk]."""
         return self._hints.transpose(0, 1)
+
+    def fits(self, others: PagedKv) -> bool:
+        """Return whether the pages that ``others`` unpacks are no more than this object's CUDA graph does."""
+        return self.contexts is None or others.contexts is None or self.contexts.fits(others.contexts)
 
     def fill(self, others: PagedKv, scratch_slot: int) -> None:
         """Do ``PagedRows.fill`` and ``ContextPages.fill``, for the next replay of a CUDA graph."""
@@ -360,7 +366,7 @@ def _stepped_pieces(rows: PagedRows) -> list[Tensor | slice]:
     """Return the stepped tokens of a forward in pieces of up to QUERIES_AT_ONCE: as a slice, which takes no
     copy of the queries, where they are next to each other."""
     if rows.stepped_tokens is not None:
-        return [rows.stepped_tokens]
+        return list(rows.stepped_tokens.split(QUERIES_AT_ONCE))
     tokens = rows.is_stepped.nonzero().flatten()
     pieces: list[Tensor | slice] = []
     for piece in tokens.split(QUERIES_AT_ONCE) if len(tokens) else ():

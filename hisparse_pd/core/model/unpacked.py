@@ -1,16 +1,16 @@
 """Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
 
 Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over adjacent keys, all
-pages of the requests are unpacked next to one another before each layer, the new rows included. The memory
-for that holds one context; requests whose pages do not fit beside others' come after those, as another group.
-A query's bits do not depend on its group.
+pages of the requests are unpacked next to one another before each layer, the new rows included. Requests
+whose pages do not fit into the memory for that beside others' come after those, as another group. A query's
+bits do not depend on its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,15 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.kv_format import FP8_E4M3
 from hisparse_pd.kernels.paged_indexer import UnpackedKeys
 
+UNPACKED_TOKENS: Final = 1 << 19
+"""Tokens that the memory holds, if a context is neither longer nor so short that MOST_CONTEXTS have fewer: 16
+prompts of 32,768 tokens, in 0.7 GB of DeepSeek-V3.2's rows."""
+MOST_CONTEXTS: Final = 16
+
 
 @dataclass(frozen=True)
 class UnpackedMemory:
-    """Memory for one context, which all layers use in turn."""
+    """Memory for the unpacked rows of one layer, which all layers use in turn."""
 
     num_tokens: int
     items: Tensor | None
@@ -50,8 +55,9 @@ class UnpackedMemory:
 
 
 def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
-    """Return how many tokens are unpacked at a time: one context, in whole pages."""
-    return -(-spec.context_length // page_size) * page_size
+    """Return how many tokens are unpacked at a time, in whole pages: those of one context at least."""
+    context = -(-spec.context_length // page_size) * page_size
+    return max(context, min(UNPACKED_TOKENS // page_size * page_size, MOST_CONTEXTS * context))
 
 
 def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
@@ -120,9 +126,12 @@ class ContextPages:
             [Group(slice(0, num_tokens), slice(0, most_pages))],
         )
 
+    def fits(self, others: ContextPages) -> bool:
+        """Return whether ``fill`` can take ``others``: one group of no more pages than are here."""
+        return len(others.groups) == 1 and len(others.page_ids) <= len(self.page_ids)
+
     def fill(self, others: ContextPages) -> None:
-        """Copy ``others``, which must be one group that fits, into this object's tensors; the rest becomes
-        padding."""
+        """Copy ``others``, which must fit, into this object's tensors; the rest becomes padding."""
         num_pages = len(others.page_ids)
         self.page_ids[:num_pages] = others.page_ids
         self.page_ids[num_pages:] = -1

@@ -175,7 +175,7 @@ def test_rows_of_padding_change_nothing(runner: Runner, prompts: list[Tokens]) -
     scratch_slot = int(runner.free_pages[-1]) * PAGE_SIZE
     expected, kv = runner.extend(parts)
     pools = runner.device_pool.clone(), runner.index_pool.clone()
-    rows = PagedRows.padding(3, 5, 20, scratch_slot, torch.device("cpu"), 5 * PAGE_SIZE)
+    rows = PagedRows.padding(3, 5, 20, 1, scratch_slot, torch.device("cpu"), 5 * PAGE_SIZE)
     others = [PagedRequest(runner.free_pages[4:8], 60, 19), PagedRequest(runner.free_pages[8:9], 0, 1)]
     rows.fill(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
     rows.fill(kv.rows, scratch_slot)

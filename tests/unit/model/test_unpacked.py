@@ -111,7 +111,7 @@ def test_stepped_tokens_attend_as_steps_do(prompts: Prompts) -> None:
 def test_padding_holds_one_group_after_another(prompts: Prompts) -> None:
     """Graphs of short forwards keep their tensors and take other requests in turn, with other stepped
     tokens."""
-    rows = PagedRows.padding(4, 9, 24, scratch_slot=0, device=CPU, max_len=9 * PAGE_SIZE)
+    rows = PagedRows.padding(4, 9, 24, 23, scratch_slot=0, device=CPU, max_len=9 * PAGE_SIZE)
     padded = prompts.kv(rows, 12)
     larger = [PagedRequest(torch.arange(9), 60, 12, 12), PagedRequest(torch.arange(9, 12), 0, 12, 9)]
     first, *others = prompts.requests

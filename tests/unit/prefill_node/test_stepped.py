@@ -24,6 +24,7 @@ from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.prefill_node.short_forwards import ShortForwards, _Captured
+from hisparse_pd.prefill_node.sizing import GraphSize
 from hisparse_pd.protocol.messages import Room
 from tests.unit.prefill_node.support import bootstrap_of, checkpoint, prompt
 
@@ -144,12 +145,12 @@ def test_the_last_tokens_are_computed_as_in_steps(
 class StandInGraph:
     """Computes anew what a CUDA graph would replay."""
 
-    def __init__(self, short: ShortForwards, is_stepped: bool, size: int, replayed: list[int | str]) -> None:
-        self.short, self.is_stepped, self.size, self.replayed = short, is_stepped, size, replayed
+    def __init__(self, short: ShortForwards, size: GraphSize, replayed: list[GraphSize]) -> None:
+        self.short, self.size, self.replayed = short, size, replayed
 
     def replay(self) -> None:
-        self.replayed.append(str(self.size) if self.is_stepped else self.size)
-        captured = self.short._captured[self.is_stepped][self.size]
+        self.replayed.append(self.size)
+        captured = self.short._captured[self.size]
         captured.hidden.copy_(self.short._forward(captured.token_ids, captured.kv))
 
 
@@ -157,10 +158,16 @@ class StandInGraph:
 @pytest.mark.parametrize(
     ("bounds", "sizes"),
     [
-        pytest.param((0, 410), {0: [512], 350: []}, id="whole"),
-        pytest.param((0, 48, 400, 410), {0: [64, 512, "16"], 350: [64, "16"]}, id="cut there"),
-        pytest.param((0, 336, 400, 410), {0: [512, 512, "16"], 350: ["64", "16"]}, id="a full graph"),
-        pytest.param((0, 395, 410), {0: [512, 16], 350: ["16"]}, id="both kinds"),
+        pytest.param((0, 410), {0: [(512, 15)], 350: []}, id="whole"),
+        pytest.param(
+            (0, 48, 400, 410), {0: [(64, 15), (512, 15), (16, 16)], 350: [(64, 15), (16, 16)]}, id="cut there"
+        ),
+        pytest.param(
+            (0, 240, 400, 410),
+            {0: [(512, 15)] * 2 + [(16, 16)], 350: [(512, 200), (512, 200), (16, 16)]},
+            id="many stepped",
+        ),
+        pytest.param((0, 395, 410), {0: [(512, 15), (16, 15)], 350: [(16, 16)]}, id="both kinds"),
     ],
 )
 def test_graphs_of_short_forwards_give_the_same_rows(
@@ -168,19 +175,19 @@ def test_graphs_of_short_forwards_give_the_same_rows(
     num_resumed: int,
     undisturbed: tuple[Computed, tuple[Tensor, Tensor]],
     bounds: Sequence[int],
-    sizes: dict[int, list[int | str]],
+    sizes: dict[int, list[GraphSize]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A graph attends to at most 128 tokens as in steps, and to one of its padding if no other is stepped.
-    Sizes in quotes are of the graphs whose tokens are all stepped."""
-    short, replayed = node.prefill.short, list[int | str]()
+    """A graph has room for so many tokens and stepped tokens. It attends to one of its padding as in steps if
+    no other is stepped."""
+    short, replayed = node.prefill.short, list[GraphSize]()
     monkeypatch.setattr(short, "_kernels", node.prefill.kernels)
-    captured: dict[bool, dict[int, _Captured]] = {False: {}, True: {}}
-    for is_stepped, size in ((False, 16), (False, 64), (False, 512), (True, 16), (True, 64)):
-        token_ids, kv = short._padding(size, is_stepped=is_stepped)
-        hidden = torch.zeros((size, node.spec.hidden_size), dtype=node.spec.dtype)
-        graph: Any = StandInGraph(short, is_stepped, size, replayed)
-        captured[is_stepped][size] = _Captured(graph, token_ids, kv, hidden)
+    captured: dict[GraphSize, _Captured] = {}
+    for size in (GraphSize(*each) for each in ((16, 16), (16, 15), (64, 15), (512, 15), (512, 200))):
+        token_ids, kv = short._padding(size)
+        hidden = torch.zeros((size.num_tokens, node.spec.hidden_size), dtype=node.spec.dtype)
+        graph: Any = StandInGraph(short, size, replayed)
+        captured[size] = _Captured(graph, token_ids, kv, hidden)
     monkeypatch.setattr(short, "_captured", captured)
     node.memory.kv.zero_()
     node.memory.index.zero_()
