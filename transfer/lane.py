@@ -10,8 +10,8 @@ The prefill engine makes one ``Lanes`` and calls ``register`` for each Register;
 
 The choice stands for as long as both processes live. Where a CPU writes and all memory is shared, the shared
 memory is the pair's only way (``is_sole``). The kernel tells the decode node when this process has ended, and
-from then on nothing can land. It cannot say that of writes over the network, nor of a GPU's, which may outlive
-their process: the slots of such pairs wait out the quarantine.
+from then on nothing can land. It cannot say that of writes over the network, nor of a GPU's, which may
+outlive their process: the slots of such pairs wait out the quarantine.
 """
 
 from __future__ import annotations

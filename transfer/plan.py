@@ -6,8 +6,8 @@ some layers and refuses slots outside the registered memory. ``SlicedWrites`` do
 sender's threads write.
 
 For example, the slots 8, 9, 10, 3 that go to 100, 101, 102, 103 are two runs: three slots from 8 to 100, and
-one from 3 to 103. In 61 layers these are 122 byte ranges (descriptors) that cost 2 MiB together, of the 32 MiB
-that a slice may cost: one slice.
+one from 3 to 103. In 61 layers these are 122 byte ranges (descriptors) that cost 2 MiB together, of the 32
+MiB that a slice may cost: one slice.
 """
 
 from __future__ import annotations

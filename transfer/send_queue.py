@@ -5,11 +5,11 @@ takes a slice with ``next``, writes it, and reports the outcome with ``finish``;
 slice in flight. Nothing here waits or writes.
 
 A batch is a caller's bytes for one room, such as one chunk's KV. A slice is the part of a batch that one call
-of the transport writes. A turn is what a room writes before the next room of its peer may: slices whose cost
-(``plan.cost``) is up to ``SLICE_BYTES`` together. Where room A with 80 MiB came before room B with 10 MiB, the
-peer gets 32 MiB of A, B, 32 MiB of A, 16 MiB of A. A room that joins the line thus waits for one turn of every
-other room, however many bytes that room has. A room whose source bytes are not ready keeps its place in the
-line, and the rooms behind it go first.
+of ``Lanes.write`` writes. A turn is what a room writes before the next room of its peer may: slices whose
+cost (``plan.cost``) is up to ``SLICE_BYTES`` together. Where room A with 80 MiB came before room B with 10
+MiB, the peer gets 32 MiB of A, B, 32 MiB of A, 16 MiB of A. A room that joins the line thus waits for one
+turn of every other room, however many bytes that room has. A room whose source bytes are not ready keeps its
+place in the line, and the rooms behind it go first.
 
 Every batch has exactly one completion, whether it was written, failed, or never started. Once a slice of a
 room has failed, nothing behind it starts: the aux record never lands without the room's earlier writes.
@@ -246,7 +246,7 @@ class SendQueue:
             self._rejoin_line(room, queue)
 
     def _rejoin_line(self, room: Room, queue: _RoomQueue) -> None:
-        """Put a room whose next slice is cut first in the line if its turn goes on, and last if it is over."""
+        """Put a room whose next slice is cut into the line: first while its turn goes on, else last."""
         line = self._peers[queue.session].line
         head = queue.waiting[0].head
         if head is not None and cost(head) <= queue.credit:
