@@ -40,8 +40,7 @@ TOP_K_MULTIPLE: Final = {FLASHMLA_SPARSE: 128, FLASHMLA_KV: 64}
 MAX_PAGE_SIZE: Final = 64
 MAX_SPLITS_PER_CALL: Final = 528
 """Most splits in one call of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a split at
-128 heads. With one split a query, each of an H200's 66 parts takes eight
-queries."""
+128 heads. With one split a query, each of an H200's 66 parts takes eight queries."""
 
 
 def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:

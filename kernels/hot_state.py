@@ -4,15 +4,15 @@ An index group is a layer with its own indexer and the shared-index layers behin
 positions, so one set of tables serves them all. A hot buffer is a list of device slots that one request owns;
 entry ``i`` is a hot_index, and its slot is the same in every layer because pools are layer-major.
 
-A selected position of a hisparse row is found through four tables. With pages of 64, position 130 is the
-third token of the row's third page::
+A selected position of a hisparse row is found through four tables. With pages of 64, position 130 is token 2
+of the row's page 2::
 
-    lookup_pages[row, 2] = 7          the page's place in the look-up table
-    lookup_to_hot[group, 7*64 + 2]    = 40, its hot_index; ABSENT would be a miss
+    lookup_pages[row, 2]              7: the page has the lookup slots from 7 * 64 on
+    lookup_to_hot[group, 7 * 64 + 2]  40: the position's hot_index; ABSENT means a miss
     hot_slots[row, 40]                the device slot that the model reads
     host_pages[row, 2]                the page of the host pool from which a miss is copied
 
-A position of a dense row is in page ``page_table[row, 2]`` of the device pool, always.
+In a dense row ``page_table[row, 2]`` is the position's page in the device pool, and there are no misses.
 
 The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and with
 ``ring_entries`` those for the new positions of a step.

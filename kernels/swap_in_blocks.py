@@ -67,6 +67,7 @@ class BlockSplit:
         slice_len = -(-num_selected // most_slices)
         num_slices = -(-num_selected // slice_len)
         num_units = min(num_reqs * num_slices, num_sms)
+        # Place matters where the requests take most of the GPU.
         keeps_place = copies and num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
         return cls(
             num_blocks=num_sms if keeps_place else num_units,
