@@ -1,11 +1,11 @@
 // Collectives of the ranks of one machine in every layer of experts. Each GPU writes to memory of the others, which it
 // has opened, and never reads there. kernels/rank_exchange.py launches them.
 //
-// A rank's part for another rank is cut into pieces, which the blocks send in
-// turn. A block is a channel: it communicates only with the block of the same number on every other GPU. The pieces of
-// a channel are numbered across launches, with 32 bits that wrap. For each piece, a block writes the piece to its slot
-// in every peer, then releases the piece's number to that peer, and only then waits for the peers' pieces. A rank's
-// write of a piece therefore never waits for the same piece of another rank, and blocks need not run at the same time.
+// A rank's part for another rank is cut into pieces, which the blocks send in turn. A block is a channel: it
+// communicates only with the block of the same number on every other GPU. The pieces of a channel are numbered across
+// launches, with 32 bits that wrap. For each piece, a block writes the piece to its slot in every peer, then releases
+// the piece's number to that peer, and only then waits for the peers' pieces. A rank's write of a piece therefore never
+// waits for the same piece of another rank, and blocks need not run at the same time.
 //
 // A slot is reused NUM_BANKS pieces later. Before a block writes piece n + 4, it has received piece n + 2 of every
 // peer, because it receives each piece before it writes the next but one. For the same reason that peer had received
