@@ -105,7 +105,7 @@ class TorchAttention:
         for start in range(0, num_tokens, block):
             stop = min(start + block, num_tokens)
             slots = device_slots[start:stop]
-            known = slots.clamp(min=0).long()
+            known = slots.clamp(min=0).long()  # an absent row is read at slot 0, and masked below
             rows = kv_format.load(layer_pool[known]) if kv is None else kv[known].float()
             scores = matmul_tokens(q[start:stop].float(), rows.transpose(1, 2)).mul_(scale)
             is_absent = slots < 0

@@ -59,6 +59,7 @@ def choose_backend(
             how = f"auto on {device.type}" if name == AUTO else "configured"
             return _create(candidate, kv_format, "; ".join((how, *refusals)), split_slots)
         refusals.append(f"not {candidate}: {obstacle}")
+
     others = [
         other for other in BACKEND_NAMES if _obstacle(other, device, kv_format, num_heads, top_k) is None
     ]

@@ -46,7 +46,7 @@ def takes_device(device: torch.device) -> bool:
 
 
 def takes_matrix(rows: int, columns: int) -> bool:
-    """Return whether ``block_product`` takes a matrix of this shape on a GPU."""
+    """Return whether ``block_product`` takes a matrix [rows, columns] on a GPU."""
     return rows % ROW_MULTIPLE == 0 and columns % (COLUMN_BLOCKS * BLOCK) == 0
 
 

@@ -122,6 +122,8 @@ def swap_in(
     _check_sizes(state, num_reqs, num_new, top_k)
     if miss_plan is not None:
         _check_miss_plan(miss_plan, state.device)
+
+    # How the blocks share the work, and the kernel that is compiled for it.
     split = BlockSplit.of(num_reqs, num_selected, num_multiprocessors(state.device), copies=pools is not None)
     workspace = workspace_of(state)
     pool = pool_of(pools)
@@ -130,6 +132,7 @@ def swap_in(
     shared_bytes, hot_slots_in_shared = _swap_in_shared_memory(kernel, state, split)
     if shared_bytes > kernel.max_dynamic_shared_size_bytes:
         kernel.max_dynamic_shared_size_bytes = shared_bytes
+
     parameters = np.zeros((), SWAP_IN)
     parameters["tables"] = tables_of(state, group)
     parameters["requests"] = requests_of(requests)
@@ -143,6 +146,8 @@ def swap_in(
         parameters["checks"] = checks_of(state, ReadAt.SWAP_IN)
     parameters["selected"] = selected.data_ptr()
     parameters["out"] = out.data_ptr()
+
+    # The memory through which the blocks cooperate, and the split.
     parameters["num_launches"] = workspace.num_launches.data_ptr()
     parameters["rounds"] = workspace.rounds.data_ptr()
     parameters["left"] = workspace.left(split.num_blocks * split.left_per_block).data_ptr()
@@ -236,7 +241,8 @@ def start_row(
     launch.
     """
     pages = (host_pages, lookup_pages, index_pages)
-    # The kernel finds each part behind the one before it (FillParams in csrc/params.cuh).
+    # All that the kernel needs from the host goes to the device in one buffer, one part behind the other, in
+    # the order in which FillParams (csrc/params.cuh) reads them.
     parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
     host_staged = torch.empty(
         sum(math.prod(part.shape) for part in parts), dtype=torch.int32, pin_memory=True
@@ -245,6 +251,7 @@ def start_row(
         [np.asarray(part).reshape(-1) for part in parts], out=host_staged.numpy(), casting="same_kind"
     )
     staged = host_staged.to(state.device, non_blocking=True)
+
     parameters = np.zeros((), FILL)
     parameters["tables"] = tables_of(state, 0)
     parameters["pool"] = pool = pool_of(pools)

@@ -134,7 +134,7 @@ def checks_of(state: HotBufferState, read_at: ReadAt) -> npt.NDArray[Any]:
 
 
 def pool_of(pools: Pools | None) -> npt.NDArray[Any]:
-    """Return a POOL, all zero without ``pools``."""
+    """Return a POOL; all zero, so that nothing is copied, without ``pools``."""
     result = np.zeros((), POOL)
     if pools is not None:
         host, dev = pools
@@ -160,7 +160,7 @@ def device_pool_of(pool: Tensor) -> npt.NDArray[Any]:
 
 
 def is_wide(pool: npt.NDArray[Any]) -> bool:
-    """Whether a POOL allows vectors of WIDEST_VECTOR_BYTES."""
+    """Return whether a POOL allows vectors of WIDEST_VECTOR_BYTES."""
     return int(pool["vector_bytes"]) == WIDEST_VECTOR_BYTES
 
 

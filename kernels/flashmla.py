@@ -1,7 +1,12 @@
 """Sparse attention by FlashMLA's kernels, from the ``sglang-kernel`` wheel, for the sizes that they support.
 
+``kernels.attention_backends`` asks for an ``obstacle`` and makes a backend with ``create``. There are two:
 ``flash_mla_sparse_fwd`` reads bfloat16 items, ``flash_mla_with_kvcache`` fp8 items. Both skip a slot of -1
 and return zeros where nothing is selected.
+
+The library spreads the work of the fp8 kernel by a schedule, a table with one row for each part of the GPU
+that works by itself: which queries it takes, and which blocks of 64 slots of them. The library's own
+schedules depend on the whole batch, so this module writes its own (``spread``).
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ TOP_K_MULTIPLE: Final = {FLASHMLA_SPARSE: 128, FLASHMLA_KV: 64}
 MAX_PAGE_SIZE: Final = 64
 MAX_SPLITS_PER_CALL: Final = 528
 """Most splits in one call of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a split at
-128 heads. With one split a query, each of the 66 parts of an H200 takes eight queries."""
+128 heads. With one split a query, each of an H200's 66 parts takes eight queries."""
 
 
 def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:
@@ -194,7 +199,7 @@ class FlashMlaKvAttention:
         schedule = self._schedules.get(key)
         if schedule is None:
             schedule, _ = flash_mla().get_mla_metadata()
-            run(schedule)  # the library fills the schedule in
+            run(schedule)  # the library fills the schedule in; the result is not used
             self._rewrite(schedule, num_tokens, device_slots.shape[1] // num_splits)
             # Values computed in a capture exist only once its graph is replayed: no other call may use them.
             if not torch.cuda.is_current_stream_capturing():
@@ -211,6 +216,7 @@ class FlashMlaKvAttention:
         """Rewrite a schedule of the library so that its parts have whole queries."""
         table, starts = schedule.tile_scheduler_metadata, schedule.num_splits
         num_blocks = num_slots // TOP_K_MULTIPLE[FLASHMLA_KV]
+        # Only a table that adds up to all blocks has the columns that ``spread`` writes.
         if (
             not torch.cuda.is_current_stream_capturing()
             and num_scheduled_blocks(table.cpu(), num_queries, num_blocks) != num_queries * num_blocks

@@ -1,5 +1,5 @@
-"""Constants of fp8_e4m3, which KV, indexer keys, weights and activations may have, and its scales'
-rounding."""
+"""Constants of fp8_e4m3, the dtype that KV, indexer keys, weights and activations may have, and the rounding
+of scales to powers of two."""
 
 from __future__ import annotations
 

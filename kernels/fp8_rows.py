@@ -1,8 +1,10 @@
 """Activations in fp8: each row in blocks of 128 columns, each block with its own float32 scale.
 
-A row's numbers therefore depend on that row alone. Scales are [blocks across, rows], as products read them: a
-block's scales of all rows are adjacent. With ``ue8m0`` they are rounded up to powers of two, as in the
-training of checkpoints with this ``scale_fmt``.
+The model's layers round with these functions before a product with an fp8 matrix (``kernels.block_linear``,
+``kernels.experts``); where they pass None in place of a ``Rounding``, rows stay in the model's dtype. A row's
+numbers depend on that row alone. Scales are [blocks across, rows], as products read them: a block's scales of
+all rows are adjacent. With ``ue8m0`` they are rounded up to powers of two, as in the training of checkpoints
+with this ``scale_fmt``.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 # mypy: disallow_untyped_calls=False
 """Products of many rows with the matrices of their experts on Hopper, both in fp8.
 
-``kernels.triton_experts`` calls it where experts have many rows; its own kernel gives the same bits. A tile
-of the result is 128 rows of one expert by 128 rows of its matrices. Programs, warps and the ring of blocks in
-shared memory are those of ``kernels.gluon_linear``: a tile's rows are adjacent, because ``gather_rows`` has
-put the tokens into the order of experts. A tile that ends behind its expert's last row reads rows of the next
-expert, and does not store their results.
+``kernels.triton_experts`` calls it where experts have many rows; its own kernel gives the same bits. A layer
+is one ``gather_rows`` and two ``multiply_rows``, one for each product. A tile of the result is 128 rows of
+one expert by 128 rows of its matrices. Programs, warps and the ring of blocks in shared memory are those of
+``kernels.gluon_linear``: a tile's rows are adjacent, because ``gather_rows`` has put the tokens into the
+order of experts. A tile that ends behind its expert's last row reads rows of the next expert, and does not
+store their results.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ GATHERED_BYTES: Final = 4096
 
 
 def takes_groups(x: Tensor, matrices: ExpertMatrices, routing: Routing) -> bool:
-    """Return whether ``multiply_rows`` takes these operands: fp8 on Hopper, in whole blocks, with tiles of
-    MANY_TILE_ROWS."""
+    """Return whether groups of warps can multiply these operands (``multiply_rows``): fp8 on Hopper, in whole
+    blocks, with tiles of MANY_TILE_ROWS."""
     if not routing.is_rounded or routing.tile_rows != MANY_TILE_ROWS:
         return False
     rows, columns = matrices.values.shape[2:]
@@ -117,7 +118,7 @@ def gather_kernel(
 
 
 def multiply_rows(
-    rows_of_all: Rounded,
+    routed: Rounded,
     matrices: ExpertMatrices,
     out: Tensor,
     routing: Routing,
@@ -127,10 +128,11 @@ def multiply_rows(
 ) -> None:
     """Write the products of all rows with the matrices of their experts to ``out``.
 
-    ``rows_of_all``: the rows of ``routing`` in the order of experts. ``out``: [num_rows, num_matrices *
-    rows], in the order of experts if it ``is_first``; otherwise in the rows' original order, and weighed.
+    ``routed``: the activations of the rows of ``routing``, in the order of experts. ``out``: [num_rows,
+    num_matrices * rows], in the order of experts if it ``is_first``; otherwise in the rows' original order,
+    and weighed.
     """
-    x = rows_of_all.values
+    x = routed.values
     num_experts, num_matrices, rows, columns = matrices.values.shape
     matrix_rows = num_experts * num_matrices * rows
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -143,7 +145,7 @@ def multiply_rows(
             [BLOCK_ROWS, BLOCK],
             layout,
         ),
-        rows_of_all.scales,
+        routed.scales,
         matrices.scales,
         out,
         routing.order,

@@ -2,6 +2,8 @@
 # mypy: disallow_untyped_calls=False
 """The indexer's logits of prompts on Hopper: several queries of a request share its unpacked keys.
 
+``kernels.paged_indexer.unpacked_index_topk`` calls ``write_logits`` for sizes that it ``takes``.
+
 A program has eight queries and one split of the positions that they see. One warp loads tiles of keys, as far
 ahead as shared memory allows. Two groups of four warps multiply each tile, each with all heads of half of the
 queries, and add up over the heads: while one group adds up, the other can use the tensor cores. Products and
@@ -181,7 +183,7 @@ def query_of(seen, number):
 @gluon.jit
 def num_runs_of(seen, GROUP_QUERIES: gl.constexpr):
     """Return the number of runs in which the program's queries are scored: one for all if they are of one
-    row, otherwise one for each."""
+    row, otherwise one for each. A run goes through the keys of its row once."""
     first_row, last_row = 2147483647, -1
     for number in gl.static_range(2 * GROUP_QUERIES):
         row, length = query_of(seen, number)

@@ -48,8 +48,8 @@ LOADER_REGISTERS: Final = 24
 
 
 def takes_groups(x: Tensor, values: Tensor) -> bool:
-    """Return whether ``many_rows_parts`` takes these operands: on Hopper, with rows aligned to 16 bytes,
-    which TMA requires."""
+    """Return whether groups of warps can multiply these operands (``many_rows_parts``): on Hopper, with rows
+    aligned to 16 bytes, which TMA requires."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device) != HOPPER:
         return False
     strides = x.stride(0), values.stride(0)
@@ -62,6 +62,7 @@ def is_split(num_tokens: int, blocks: int) -> bool:
 
 
 def num_tiles(num_tokens: int, rows: int) -> int:
+    """Return the number of tiles of a result [num_tokens, rows]."""
     return -(-num_tokens // (2 * HALF)) * -(-rows // BLOCK_ROWS)
 
 
@@ -200,7 +201,8 @@ def load_block(
 @gluon.jit
 def in_order(number, num_down, across: gl.constexpr, TOGETHER: gl.constexpr):
     """Return where tile ``number`` of ``num_down`` by ``across`` tiles is: its numbers in both directions.
-    TOGETHER tiles with the same rows of the matrix come one after the other."""
+    TOGETHER tiles with the same rows of the matrix come one after the other. With TOGETHER = 2 and 4 by 2
+    tiles the order is (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)."""
     first = number // (TOGETHER * across) * TOGETHER
     height = gl.minimum(num_down - first, TOGETHER)
     number = number % (TOGETHER * across)

@@ -1,5 +1,6 @@
 """Checks that the GPU kernels take the sizes of a model and of the settings, before the model is loaded.
 
+``AttentionKernels`` of both nodes checks the indexer's sizes, and a decode node's sizing those of swap-in.
 Other sizes have no bound that a model or a setting can reach: pages and items of any size, layers, heads and
 dimensions of attention (``kernels.attention_backends`` passes over a backend that cannot take them), experts.
 """

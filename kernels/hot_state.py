@@ -4,6 +4,16 @@ An index group is a layer with its own indexer and the shared-index layers behin
 positions, so one set of tables serves them all. A hot buffer is a list of device slots that one request owns;
 entry ``i`` is a hot_index, and its slot is the same in every layer because pools are layer-major.
 
+A selected position of a hisparse row is found through four tables. With pages of 64, position 130 is token 2
+of the row's page 2::
+
+    lookup_pages[row, 2]              7: the page has the lookup slots from 7 * 64 on
+    lookup_to_hot[group, 7 * 64 + 2]  40: the position's hot_index; ABSENT means a miss
+    hot_slots[row, 40]                the device slot that the model reads
+    host_pages[row, 2]                the page of the host pool from which a miss is copied
+
+In a dense row ``page_table[row, 2]`` is the position's page in the device pool, and there are no misses.
+
 The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and with
 ``ring_entries`` those for the new positions of a step.
 
@@ -338,7 +348,8 @@ def ring_entries(
     """Return the hot_index of ``positions`` in a step in which they are new; arguments broadcast.
 
     This is the position itself while that is below ``capacity``. Later positions take the last ``max_new``
-    entries, the ring, in turn.
+    entries, the ring, in turn: with a capacity of 100 and a ``max_new`` of 4, position 99 is at hot_index 99,
+    and 100, 101, 102, 103, 104 are at 96, 97, 98, 99, 96.
 
     A row fits while the ``max_new`` positions from its first new one on are all below ``capacity``: then any
     position is at the hot_index of its own number. Once a row does not fit, positions that are not new are

@@ -1,4 +1,7 @@
-"""The lightning indexer: scores of all positions of one request, and the top-k of each query.
+"""The lightning indexer in torch: scores of all positions of one request, and the top-k of each query.
+
+``kernels.paged_indexer`` is built on it: the reference over paged keys gathers a request's keys and calls
+``index_topk``, or for few queries its steps, ``index_products`` and ``weigh``.
 
 The order of operations follows the model's published definition (scale after the dot product, ReLU, weighted
 sum over heads), so that the selection agrees with other implementations up to rounding.

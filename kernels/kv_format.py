@@ -224,7 +224,8 @@ class IndexKeyFormat:
 
 
 def page_slots(page_ids: Tensor, page_size: int) -> Tensor:
-    """Return the slots of whole pages, int64 [len(page_ids) * page_size]; below 0 for a page of -1."""
+    """Return the slots of whole pages on the CPU, int64 [len(page_ids) * page_size]; below 0 for a page of
+    -1."""
     numbers = torch.arange(len(page_ids) * page_size)
     return page_ids.long()[numbers // page_size] * page_size + numbers % page_size
 
@@ -254,7 +255,8 @@ def _check_loaded(rows: Tensor, item_bytes: int) -> None:
 def _store(
     name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int
 ) -> None:
-    """Store ``values`` in a format; in fp8, columns from ``num_quantised`` on are bfloat16."""
+    """Store ``values`` in the format ``name``; in fp8, columns from ``num_quantised`` on are bfloat16, and
+    the others have a scale for each ``tile`` of them."""
     has_kernel = layer_pool.device.type == "cuda" and name != FLOAT32
     if has_kernel and (kernel := _store_kernel(layer_pool.device)) is not None:
         kernel(layer_pool, slots, values, num_quantised if name == FP8_E4M3 else 0, tile)

@@ -1,8 +1,10 @@
 """The lightning indexer over paged keys: every query scores all positions that it sees and keeps the best.
 
-Owns the wrapper's checks, the memory that its launches share, and the reference in plain torch, which also
-runs on CPUs. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never [tokens,
-heads, positions], and ``csrc/topk.cu`` selects.
+The forwards of both nodes call ``paged_index_topk`` in each layer that has an indexer; for prompts whose keys
+were unpacked from their pages first, they call ``unpacked_index_topk``. This module owns the wrapper's
+checks, the memory that its launches share, and the reference in plain torch, which also runs on CPUs. On a
+GPU ``kernels/triton_indexer.py`` (for unpacked keys ``gluon_indexer.py``) writes the logits, [tokens,
+positions] and never [tokens, heads, positions], and ``kernels/topk.py`` selects.
 
 A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. fp8 keys
 on a GPU differ: scales of queries are in the weights, and the key's own (never negative) comes after the sum
@@ -61,9 +63,10 @@ class IndexerScratch:
         return self.logits.shape[0]
 
     def blocks(self, num_tokens: int, max_len: int) -> Iterator[tuple[Tensor, dict[str, int]]]:
-        """Yield this memory for each block of queries that see up to ``max_len`` positions, or up to
-        ``max_context``: float32 [max_tokens or more, max_len rounded up to 64], with the block's arguments
-        for the launches."""
+        """Cut ``num_tokens`` queries, which see up to ``max_len`` positions, into blocks that this memory has
+        room for. Yield for each block the memory, as logits float32 [max_tokens or more, max_len rounded up
+        to 64], and the arguments of its launches: ``first_token``, ``block_tokens`` and ``max_len``, which
+        is at most ``max_context``."""
         max_len = min(max_len, self.max_context)
         num_columns = -(-max_len // _ALIGNMENT) * _ALIGNMENT
         num_rows = min(self.logits.numel() // num_columns, MAX_TOKENS_OF_A_BLOCK)

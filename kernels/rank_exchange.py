@@ -6,6 +6,11 @@ calls ``connect``, which opens their memory (CUDA IPC; no multicast). Then forwa
 ``sum_own``. Every rank makes the same calls with equally large tensors in the same order, on one stream. A
 CUDA graph can capture a call, because the device counts the calls. The first ``RankMemory`` imports cupy, and
 its ``connect`` compiles the code.
+
+A part is what one rank sends to another in a call. It is cut into pieces: in each round, every block sends
+one piece. A part of 1 MiB takes 32 blocks of one piece of 32 KiB each; one of 4 MiB takes two rounds of
+pieces of 64 KiB. The memory of a rank has a header, with the number of the last piece that came from each
+rank through each block (its channel), and slots for the pieces of the last four numbers (banks).
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ NUM_CHANNELS = 32
 NUM_BANKS = 4
 MAX_PIECE_BYTES = 65536
 HEADER_BYTES = 8192
-"""The constants from MAX_RANKS to here are the same as in csrc/rank_exchange.cu, which explains channels and
-banks. A header begins with the counts of pieces."""
+"""The constants from MAX_RANKS to here are the same as in csrc/rank_exchange.cu, which explains why four
+banks are enough. A header begins with the counts of pieces."""
 MIN_PIECE_BYTES = 4096
 """Fewest bytes of a piece, unless the whole part is smaller: smaller pieces would only occupy more blocks."""
 ALIGNMENT = 16

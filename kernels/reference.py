@@ -64,10 +64,11 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
-    active = np.flatnonzero(_can_step(state, lens, rows, num_new))
+    active = np.flatnonzero(_flag_without_host_slot(state, lens, rows, num_new))
     if not len(active):
         return _NO_COPIES
     rows, lens = rows[active], lens[active]
+
     # The selections of all new positions of a request are resolved together, as one list.
     positions = selected.numpy().reshape(requests.num_reqs, -1)[active].astype(np.int64)
     is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
@@ -76,6 +77,7 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     first_new = lens - num_new
     ends = first_new + _num_new_with_page(state, rows, lens, num_new)
     is_valid = (positions >= 0) & (positions < ends[:, None])
+
     is_dense = state.capacity.numpy()[rows] == 0
     dense, hot = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
     out_slots = out.numpy().reshape(requests.num_reqs, -1)
@@ -106,6 +108,7 @@ class _HotStep:
         step = state.step[group].numpy()
         step[rows] += 1
         self._now = step[rows]
+        """The stamp of each row's entries that this step uses."""
         self._copies: list[Copies] = []
 
     def copies(self) -> Copies:
@@ -114,11 +117,10 @@ class _HotStep:
         return Copies(*(np.concatenate(parts) for parts in zip(*self._copies, strict=True)))
 
     def resolve(self, positions: Ints, is_valid: Mask) -> Table:
-        """Return device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or without an entry.
-
-        New positions get their entries first, then positions are looked up, then misses get entries.
-        """
+        """Return device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or without an entry."""
         self._place_newest()
+
+        # Look all positions up. Hits are stamped here, before a miss looks for entries that are not in use.
         rows = self._rows[:, None]
         lookup_slots = np.where(
             is_valid, lookup_slots_of(self._state, rows, np.where(is_valid, positions, 0)), ABSENT
@@ -129,6 +131,7 @@ class _HotStep:
         hit_req, hit_column = np.nonzero(hot_indices >= 0)
         self._stamps[self._rows[hit_req], hot_indices[hit_req, hit_column]] = self._now[hit_req]
         self._counters[self._rows, HITS] += _num_distinct(hot_indices)
+
         is_miss = (lookup_slots >= 0) & (hot_indices < 0)
         for req in np.flatnonzero(is_miss.any(axis=1)).tolist():
             missing_slots = lookup_slots[req, is_miss[req]]
@@ -195,7 +198,8 @@ class _HotStep:
 def age_classes(stamps: Table, now: int) -> Ints:
     """Return the age classes of entries with these ``stamps`` in step ``now``: the age itself below
     NUM_EXACT_AGES (0 for this step), then two classes for every doubling up to FREE_CLASS - 1, and FREE_CLASS
-    for free entries.
+    for free entries. Class 16 has the ages 16 to 23, 17 those from 24 on, 18 those from 32 on, and 30 those
+    from 2048 on.
     """
     ages = now - stamps.astype(np.int64)
     # An age in [2^octave, 2^(octave + 1)) is in the first or the second half of its octave.
@@ -286,7 +290,7 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     capacity = state.capacity.numpy()[rows].astype(np.int64)[:, None]
-    _can_step(state, lens, rows, num_new)  # called for its flags alone
+    _flag_without_host_slot(state, lens, rows, num_new)
     offsets = np.arange(num_new)
     positions = lens[:, None] - num_new + offsets
     has_page = offsets < _num_new_with_page(state, rows, lens, num_new)[:, None]
@@ -354,13 +358,14 @@ def _num_new_with_page(state: HotBufferState, rows: Ints, lens: Ints, num_new: i
     return num_with_page
 
 
-def _can_step(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Mask:
-    """Return which requests are dense or have a host slot for their first new position. Flags the others."""
+def _flag_without_host_slot(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Mask:
+    """Flag hisparse requests that have no host slot for their first new position. Returns which requests are
+    not flagged, and so take part in the step."""
     first_slots = host_slots_of(state, rows, lens - num_new)
     lacks_slot = (state.capacity.numpy()[rows] > 0) & (first_slots < 0)
     state.error_flags.numpy()[rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
-    can_step: Mask = ~lacks_slot
-    return can_step
+    takes_part: Mask = ~lacks_slot
+    return takes_part
 
 
 def _dense_slots(state: HotBufferState, rows: Ints, positions: Ints, is_valid: Mask) -> Table:

@@ -1,7 +1,8 @@
 """Rotary position embedding of the first dimensions of each head: in torch, and on a GPU in one launch.
 
-Models pair elements in one of two ways: neighbours (*interleaved*), with the first of each pair written to
-the first half, or element ``i`` with ``i + rope_dim / 2``.
+``kernels.latents`` rotates the layers' queries, keys and index vectors with ``rotate``. Models pair elements
+in one of two ways: neighbours (*interleaved*), with the first of each pair written to the first half, or
+element ``i`` with ``i + rope_dim / 2``.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Te
 
 
 def _fits(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> bool:
-    """Return whether ``_refuse`` would find nothing. It is faster: small batches on a CPU pay it 4 times a
-    layer."""
+    """Return whether all arguments fit, much faster than ``_refuse`` finds out: small batches on a CPU pay
+    this 4 times a layer."""
     num_pairs = cos.shape[-1]
     return (
         x.dim() == 3

@@ -127,7 +127,9 @@ def check_in_place(
     expected = row_checks[first_layer : first_layer + num_layers, check_slots]
     actual = row_checks_of(pool, slots, positions, first_layer)
     is_wrong = ((expected != actual) & is_there).flatten()
-    # The index keeps a dimension: torch reads an index tensor without dimensions on the host.
+
+    # The first wrong item, layer by layer. Its record is dropped below if no item is wrong or another is
+    # recorded. The index keeps a dimension: torch reads an index tensor without dimensions on the host.
     first = is_wrong.int().argmax(dim=0, keepdim=True)
     item = first % slots.shape[0]
     record = torch.cat(
@@ -140,10 +142,11 @@ def check_in_place(
             actual.flatten()[first].long(),
         )
     ).int()
+
     flags = state.error_flags[row]
-    is_first = is_wrong.any() & ((flags & HotBufferError.WRONG_ROW) == 0)
-    state.wrong_rows[row] = torch.where(is_first, record, state.wrong_rows[row])
-    state.error_flags[row] = torch.where(is_first, flags | HotBufferError.WRONG_ROW, flags)
+    is_new = is_wrong.any() & ((flags & HotBufferError.WRONG_ROW) == 0)
+    state.wrong_rows[row] = torch.where(is_new, record, state.wrong_rows[row])
+    state.error_flags[row] = torch.where(is_new, flags | HotBufferError.WRONG_ROW, flags)
 
 
 def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: int) -> None:
@@ -172,7 +175,7 @@ def wrong_row(state: HotBufferState, row: int) -> WrongRow:
     """Return the record in ``state`` of a row whose flags have WRONG_ROW. Waits for the device."""
     values = state.wrong_rows[row].tolist()
     read_at = ReadAt(values[WrongRowField.READ_AT])
-    # Swap-in and warm-up read a hisparse row's items in the host pool; everything else is read on the device.
+    # Swap-in and warm-up read a hisparse row's items in the host pool; all else is read in the device pool.
     is_on_host = read_at is not ReadAt.SCRUB and bool(state.capacity[row] > 0)
     layer, position, slot, expected, actual = values[WrongRowField.LAYER : WrongRowField.ACTUAL + 1]
     item = WrongItem(layer, position, slot, expected & 0xFFFFFFFF, actual & 0xFFFFFFFF)

@@ -81,28 +81,28 @@ def _trials(widths: Iterable[int], outputs: Sequence[int]) -> Iterator[_Trial]:
     for width in widths:
         rows = torch.randn((_NUM_ROWS, width), generator=generator)
         keys = torch.randn((max(outputs), width), generator=generator)
-        yield _Trial(f"matmul_keys of {width} columns", partial(_by_keys, keys), rows)
+        yield _Trial(f"matmul_keys of {width} columns", partial(_keys_product, keys), rows)
         for num_outputs in outputs:
             shape = f"of {width} columns and {num_outputs} outputs"
             matrix = keys[:num_outputs]
             yield _Trial(f"linear {shape}", partial(linear, matrix=matrix), rows)
             heads = torch.stack((matrix.t(), matrix.t()))
-            yield _Trial(f"matmul_heads {shape}", partial(_by_heads, heads), rows)
+            yield _Trial(f"matmul_heads {shape}", partial(_heads_product, heads), rows)
             tokens = rows[:, None].expand(-1, num_outputs, -1).contiguous()
-            yield _Trial(f"matmul_tokens {shape}", partial(_by_tokens, matrix.t()), tokens)
+            yield _Trial(f"matmul_tokens {shape}", partial(_tokens_product, matrix.t()), tokens)
 
 
-def _by_keys(keys: Tensor, x: Tensor) -> Tensor:
+def _keys_product(keys: Tensor, x: Tensor) -> Tensor:
     return matmul_keys(x, keys)[0]
 
 
-def _by_heads(matrices: Tensor, x: Tensor) -> Tensor:
+def _heads_product(matrices: Tensor, x: Tensor) -> Tensor:
     out = x.new_empty((len(x), 2, matrices.shape[2]))
     matmul_heads(x[:, None].expand(-1, 2, -1), matrices, out)
     return out
 
 
-def _by_tokens(matrix: Tensor, x: Tensor) -> Tensor:
+def _tokens_product(matrix: Tensor, x: Tensor) -> Tensor:
     return matmul_tokens(x, matrix.expand(len(x), -1, -1))
 
 

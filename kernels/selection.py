@@ -1,7 +1,8 @@
 """Selection of the largest values with one rule for ties: among equal values the lowest positions win.
 
-``torch.topk`` promises nothing about ties. On a CPU the length of the row decides them, so that a query's
-selection would depend on where a chunk ends.
+Indexer (``select_topk``), experts' choice and logprobs (``ranked_topk``) select by it in torch; kernels have
+the same rule. ``torch.topk`` promises nothing about ties: on a CPU the length of the row decides them, so
+that a query's selection would depend on where a chunk ends.
 """
 
 from __future__ import annotations

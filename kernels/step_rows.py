@@ -50,7 +50,8 @@ def place_rows(
 ) -> StepRows:
     """Return rows for each request's new positions ``first_row`` to ``num_new - 1``, counted from 0. The last
     one is position ``seq_len - 1`` of its request. Earlier forwards of the step have written those before
-    ``first_row``, as when each draft has a forward of its own.
+    ``first_row``, as when each draft has a forward of its own. With a seq_len of 100, a ``num_new`` of 4 and
+    a ``first_row`` of 1, a request has rows for the positions 97, 98 and 99.
 
     ``seq_lens``, ``req_rows``: int64 [num_reqs], valid for padding too; ``num_real_reqs``: int32 [1].
     ``ends``: int64 [num_reqs]: positions from here on have no slot; None: all positions have one.

@@ -77,7 +77,8 @@ def swap_in(
     HotBufferError in ``error_flags``; its tables stay consistent. The tables of ``group``, counters, flags
     and ``k_dev[layer]`` are changed.
 
-    ``kernels/cuda.py`` has the bounds on sizes of a GPU. Raises KernelArgumentError, KernelUnavailableError.
+    A GPU takes sizes up to the bounds in ``kernels/cuda.py``. Raises KernelArgumentError,
+    KernelUnavailableError.
     """
     pools = _check_pools(k_host, k_dev, requests.state.device)
     check_range("layer", layer, 0, k_dev.shape[0])
@@ -199,6 +200,7 @@ class RowStart:
         hot_index 0 on.
         ``layers_of_group``: the layers of each group, at least one, all of which are copied.
         """
+        # Check everything, before anything is changed.
         pools = _check_pools(k_host, k_dev, state.device)
         cpu = torch.device("cpu")
         lists = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
@@ -220,6 +222,7 @@ class RowStart:
             check_at_least("layers_of_group: layers of a group", len(layers), 1)
             for layer in layers:
                 check_range("layers_of_group", layer, 0, k_dev.shape[0])
+
         warm_up = plan_warm_up(state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints)
         self._state, self._row, self._pools = state, row, pools
         self._hot_slots = hot_slots
@@ -242,6 +245,7 @@ class RowStart:
         return sum(map(self._num_bytes, self._layers)) if self._layers else None
 
     def _num_bytes(self, filled: FilledLayer) -> int:
+        """Return the bytes of a layer's warm items."""
         return self.num_warm[filled.group] * self._item_bytes
 
     def launch_slice(self, most_bytes: int | None) -> int:
@@ -257,10 +261,12 @@ class RowStart:
             num_layers += 1
             num_bytes += layer_bytes
         layers, self._layers = self._layers[:num_layers], self._layers[num_layers:]
+
         state, row = self._state, self._row
         if (cuda := _cuda_kernels("start_row", state.device)) is not None:
             cuda.start_row(state, row, self._hot_slots, *self._pages, self._warm_up, layers, self._pools)
             return num_bytes
+
         host_pages, lookup_pages, index_pages = self._pages
         if not self._is_begun:
             state.set_hot_slots(row, self._hot_slots)

@@ -2,8 +2,12 @@
 
 ``kernels/cuda.py`` asks for a ``BlockSplit`` for each launch and for the ``Workspace`` of the state that it
 works on. Each block looks up a slice of one request's selected positions, and afterwards blocks help each
-other with the copies. Workspaces are kept here, one for each state; ``csrc/params.cuh`` describes their
-content.
+other with the copies. On 132 multiprocessors, one request of 2,048 positions is cut into 64 slices of 32, one
+block each, while each of 128 such requests has one block that looks up all its positions.
+
+Workspaces are kept here, one for each state. The blocks of a launch talk to each other through a round, which
+has to be zero when the launch begins. A workspace has two rounds that launches use in turn, and each launch
+clears the next one's. ``csrc/params.cuh`` describes their content.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ class BlockSplit:
     slice_len: int
     """Positions of a slice; a request's last slice may be shorter."""
     left_per_block: int
-    """Most copies that a block can leave for any block to make after all have planned."""
+    """Most copies that one block can leave in ``Workspace.left``, to be made by any block once all have
+    planned."""
     keeps_place: bool
     """Whether a request stays on its multiprocessors from launch to launch; there is then one block for each
     multiprocessor, and a block may have no unit."""
@@ -62,6 +67,7 @@ class BlockSplit:
         slice_len = -(-num_selected // most_slices)
         num_slices = -(-num_selected // slice_len)
         num_units = min(num_reqs * num_slices, num_sms)
+        # Place matters where the requests take most of the GPU.
         keeps_place = copies and num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
         return cls(
             num_blocks=num_sms if keeps_place else num_units,

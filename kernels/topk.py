@@ -1,7 +1,10 @@
-"""The host side of ``csrc/topk.cu``: compiles it at run time and launches it.
+"""The host side of ``csrc/topk.cu``, the choice of the best positions: compiles it and launches it.
 
-``kernels/paged_indexer.py`` has checked the arguments. The first launch imports cupy and compiles the code,
-so a CUDA graph cannot capture it.
+``kernels/paged_indexer.py`` calls ``select`` with the indexer's logits and has checked the arguments. A block
+has one query, or, where there are more multiprocessors than queries, the blocks of a cluster share one. The
+kernel compares logits by keys, integers of 4 bytes that order alike, and keeps as many keys as fit into
+shared memory, so that logits are read once. The first launch imports cupy and compiles the code, so a CUDA
+graph cannot capture it.
 """
 
 from __future__ import annotations
@@ -89,9 +92,11 @@ def select(
     if cluster_size is None:
         cluster_size = choose_cluster_size(block_tokens, max_len, _resident_clusters(device))
     if num_threads is None:
-        is_many = cluster_size == 1 and block_tokens > num_multiprocessors(device)
+        is_many = cluster_size == 1 and block_tokens > num_multiprocessors(device)  # queries
         fits = is_many and most_in_block(max_len, 1) <= _most_kept(device, NUM_THREADS_OF_MANY)
         num_threads = NUM_THREADS_OF_MANY if fits else NUM_THREADS
+    kernel = _kernel(num_threads)
+    num_kept = min(most_in_block(max_len, cluster_size), _most_kept(device, num_threads))
     parameters = np.zeros((), PARAMS)
     parameters["logits"] = logits.data_ptr()
     parameters["req_rows"] = req_rows.data_ptr()
@@ -104,8 +109,6 @@ def select(
     parameters["max_len"] = max_len
     parameters["top_k"] = out.shape[1]
     parameters["cluster_size"] = cluster_size
-    kernel = _kernel(num_threads)
-    num_kept = min(most_in_block(max_len, cluster_size), _most_kept(device, num_threads))
     parameters["num_kept"] = num_kept
     shared_bytes = 4 * num_kept
     launch(kernel, device, block_tokens * cluster_size, num_threads, parameters, shared_bytes, cluster_size)

@@ -2,6 +2,9 @@
 # mypy: disallow_untyped_calls=False
 """Sparse MLA attention in Triton: any NVIDIA GPU, any sizes, all KV formats.
 
+``kernels.attention_backends`` makes a ``TritonAttention`` if there is no ``obstacle``; ``kernels.flashmla``
+uses ``combine`` alone.
+
 A program takes one token, a tile of its heads and a part of its slots (a split). It keeps a running softmax
 over blocks of gathered items, which are in shared memory once for use as keys and as values. Where a token's
 slots are split over several programs, a second kernel weighs their results by their log-sum-exp. The backend
@@ -110,6 +113,7 @@ class TritonAttention:
         in_float32 = q.dtype == torch.float32 or self.kv_format.name == FLOAT32
         key = (q.device, num_heads, in_float32)
         out = q.new_empty((num_tokens, num_heads, rank))
+        # Take the tiling that has fitted before, or else try them from the fastest on.
         tilings: Sequence[Tiling] = [self._tilings[key]] if key in self._tilings else ()
         tilings = tilings or tilings_for(num_heads, rank, in_float32)
         for tiling in tilings:
@@ -138,10 +142,12 @@ class TritonAttention:
         out: Tensor,
         in_float32: bool,
     ) -> None:
+        """Launch the attention of all tokens, and what combines their splits if there are several."""
         kv_format = self.kv_format
         num_tokens, num_heads, _ = q.shape
         top_k = device_slots.shape[1]
         rank = kv_format.kv_lora_rank
+
         num_head_tiles = -(-num_heads // tiling.block_heads)
         split_blocks = -(-(self.split_slots or top_k) // tiling.block_slots)
         split_len = split_blocks * tiling.block_slots
@@ -150,11 +156,14 @@ class TritonAttention:
         if num_splits > 1:
             results = q.new_empty((num_tokens, num_splits, num_heads, rank), dtype=torch.float32)
             log_sums = q.new_empty((num_tokens, num_splits, num_heads), dtype=torch.float32)
+
+        # The pool as numbers of each part's dtype; only fp8 items have parts of different dtypes.
         is_fp8 = kv_format.name == FP8_E4M3
         latent = layer_pool if is_fp8 else layer_pool.view(kv_format.dtype)
         scales = ropes = latent
         if is_fp8:
             scales, ropes = layer_pool.view(torch.float32), layer_pool.view(torch.bfloat16)
+
         block_rank = max(SMALLEST_DOT, triton.next_power_of_2(rank))
         attend_kernel[(num_tokens * num_head_tiles * num_splits,)](
             q,

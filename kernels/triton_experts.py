@@ -77,15 +77,23 @@ def run_experts_triton(
     with torch.cuda.device_of(hidden):
         if routing.is_rounded:
             rounded = rounded or Rounded(*quantize_rows(hidden, ue8m0=gate_up.ue8m0))
-            both = hidden.new_empty((num_rows, 2 * inner_size))
+            gates_and_ups = hidden.new_empty((num_rows, 2 * inner_size))
             in_groups = all(takes_groups(rounded.values, each, routing) for each in (gate_up, down))
             if in_groups:
                 rows = gather_rows(rounded, routing, first_expert, len(gate_up.values))
-                multiply_rows(rows, gate_up, both, routing, first_expert, is_first=True)
+                multiply_rows(rows, gate_up, gates_and_ups, routing, first_expert, is_first=True)
                 del rows
             else:
-                _launch(rounded.values, rounded.scales, gate_up, both, routing, first_expert, is_first=True)
-            inner, x_scales = quantize_gated(both[None], ue8m0=down.ue8m0)
+                _launch(
+                    rounded.values,
+                    rounded.scales,
+                    gate_up,
+                    gates_and_ups,
+                    routing,
+                    first_expert,
+                    is_first=True,
+                )
+            inner, x_scales = quantize_gated(gates_and_ups[None], ue8m0=down.ue8m0)
             if in_groups:
                 multiply_rows(Rounded(inner, x_scales), down, results, routing, first_expert, is_first=False)
                 return results.view(-1, routing.top_k, results.shape[1])
@@ -105,16 +113,14 @@ def _launch(
     first_expert: int,
     *,
     is_first: bool,
-    tiling: Tiling | None = None,
 ) -> None:
-    """Launch one product. ``x_scales``: the scales of an fp8 ``x``, from ``quantize_rows``."""
+    """Launch one product. ``x_scales``: the scales of an fp8 ``x``, from ``quantize_rows``; None if ``x`` is
+    not rounded."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
     # Where activations are rounded, ``quantize_gated`` applies the gate; otherwise the first product does.
     is_gated = is_first and x_scales is None
-    tiling = tiling or _tiling(
-        x.dtype, routing.tile_rows, triton.cdiv(num_matrices * rows, BLOCK) * num_tiles
-    )
+    tiling = _tiling(x.dtype, routing.tile_rows, triton.cdiv(num_matrices * rows, BLOCK) * num_tiles)
     if is_gated:  # a program takes both matrices
         tiling = replace(tiling, block_rows=tiling.block_rows // num_matrices)
     grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, 1 if is_gated else num_matrices)

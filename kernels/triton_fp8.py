@@ -1,6 +1,11 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.fp8_rows`` on a GPU, in one launch instead of five."""
+"""``kernels.fp8_rows`` on a GPU, in one launch instead of five, and what other kernels of the layers share.
+
+One kernel serves the three functions: it adds up the parts of a row, applies the gate if there is one, and
+rounds to fp8 or to a plain dtype. ``round_blocks`` and ``sum_parts`` are its steps that other kernels also
+take.
+"""
 
 from __future__ import annotations
 

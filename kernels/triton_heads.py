@@ -1,6 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.latents`` on a GPU for few tokens: queries and values of the heads, each function in one launch.
+"""``kernels.latents`` on a GPU: ``latent_queries`` and ``lift_values`` for few tokens, ``index_queries`` for
+any number, each in one launch.
 
 Each head's matrix is the wide operand of the tensor cores, and the tokens are the narrow one. In the kernels
 ``m`` are tokens, ``n`` columns of the result and ``k`` the dimension that is summed over.

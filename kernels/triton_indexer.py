@@ -1,5 +1,7 @@
 """The indexer's logits on a GPU, in Triton: paged keys in, float32 [tokens, positions] out.
 
+``kernels.paged_indexer`` calls ``write_logits`` for each block of queries, and then selects from the logits.
+
 A program has one query and one split of the positions that it sees, in tiles of at most one page. It
 multiplies a tile of keys with all heads' queries on the tensor cores and adds up over the heads at once, so
 that no values per head leave the registers. Positions are the product's rows. The number of splits depends on
@@ -91,12 +93,12 @@ def write_logits(
     queries that see at most ``top_k`` (0: score all).
     """
     num_heads, head_dim = q_index.shape[1:]
+    device = q_index.device
     is_float32 = q_index.dtype == torch.float32 or key_format == "float32"
     tuning = (PROMPT_TUNING if is_prompt else TUNING)["float32" if is_float32 else key_format]
     keys, scales = _key_views(index_pool, key_format)
     num_groups = triton.cdiv(block_tokens, tuning.queries)
-    num_splits = choose_num_splits(num_groups, _num_programs(q_index.device))
-    device = q_index.device
+    num_splits = choose_num_splits(num_groups, _num_programs(device))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         _logits_kernel[(num_splits, num_groups)](
             q_index, weights, keys, scales, page_table, req_rows, query_positions, num_real, logits,
@@ -113,8 +115,8 @@ def write_logits(
 
 
 def choose_num_splits(num_tokens: int, num_programs: int) -> int:
-    """Return the number of programs that share a query: at most ``num_programs`` in all, since further ones
-    would run last and alone."""
+    """Return the number of programs that share a query (or a group of them): at most ``num_programs`` in all,
+    since further ones would run last and alone."""
     return max(1, min(MAX_SPLITS, num_programs // num_tokens))
 
 

@@ -1,7 +1,11 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Stores rows of 8- and 16-bit numbers on a GPU in one launch, in the formats of ``kernels.kv_format``, and
-unpacks fp8 items and keys."""
+"""``kernels.kv_format`` on a GPU: stores rows of 8- and 16-bit numbers in one launch (``store``), and unpacks
+fp8 items and keys (``unpack``, ``unpack_keys``).
+
+``KvFormat`` and ``IndexKeyFormat`` call these with checked arguments. Rows are bytes in the pool; a kernel
+gets the pool several times, as numbers of each type that a row has.
+"""
 
 from __future__ import annotations
 

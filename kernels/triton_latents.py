@@ -45,6 +45,8 @@ def finish_latents_triton(
     multiple = row_multiple(num_tokens, device)
     num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
     q_blocks = triton.cdiv(q_rank, BLOCK)
+
+    # The results.
     item = torch.empty((num_tokens, item_dim), dtype=dtype, device=device)
     dense = torch.empty((num_tokens, q_rank * (1 + keeps_raw)), dtype=dtype, device=device)
     rounded = None
@@ -56,6 +58,7 @@ def finish_latents_triton(
         keys = torch.empty((num_tokens, index_keys.shape[2]), dtype=dtype, device=device)
     if head_weights is not None:
         weights = torch.empty(head_weights.shape[1:], dtype=torch.float32, device=device)
+
     # A kernel takes no None: ``item`` stands for absent tensors, and sizes of 0 say that they are absent.
     nothing = item[None]
     q_parts, kv_parts = (nothing if parts is None else parts for parts in (q_a, kv_a))

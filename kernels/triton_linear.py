@@ -79,6 +79,7 @@ def linear_parts(
     """
     (rows, columns), block = values.shape, block_columns(values)
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
+    # Who multiplies: a program for each part if there are few tokens, else ``gluon_linear`` where it can.
     is_few = num_tokens <= FEW_ROWS
     has_groups = not is_few and gluon_linear.takes_groups(x, values)
     programs = parts if is_few or (has_groups and gluon_linear.is_split(num_tokens, blocks)) else 1

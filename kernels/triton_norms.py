@@ -43,9 +43,9 @@ def add_norm_triton(
     """See ``kernels.norms.add_norm``; ``gate``: its two matrices, each [rank, size], contiguous."""
     num_tokens, size = added[0].shape[1:] if hidden is None else hidden.shape
     device = weight.device
+
+    # The results.
     normed = torch.empty((num_tokens, size), dtype=weight.dtype, device=device)
-    # Absent tensors are replaced by others below, because a kernel takes no None; constants say what is
-    # absent.
     sums = hidden if hidden is not None and not added else torch.empty_like(normed)
     multiple = row_multiple(num_tokens, device)
     num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
@@ -54,6 +54,8 @@ def add_norm_triton(
     if rounding is not None:
         values = torch.empty((num_rows, size), dtype=DTYPE, device=device)
         rounded = Rounded(values, torch.empty((blocks, num_rows), dtype=torch.float32, device=device))
+
+    # A kernel takes no None: other tensors stand for absent ones, and constants say what is absent.
     before = sums if hidden is None else hidden
     first, second = (*added, before[None], before[None])[:2]
     down, up = (weight, weight) if gate is None else gate

@@ -1,8 +1,9 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.rope`` on a GPU, and the angles of positions, in one launch each.
+"""``kernels.rope`` on a GPU (``rotate``), and cos and sin of positions (``angles``), in one launch each.
 
-In torch each would be some ten launches, none of which fills the GPU.
+The model's forward (``hisparse_pd.core.model.dsa``) calls ``angles`` once, before the layers. In torch each
+would be some ten launches, none of which fills the GPU.
 """
 
 from __future__ import annotations

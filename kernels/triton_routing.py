@@ -4,7 +4,7 @@
 (``choose_triton``) and ``Routing.plan`` (``plan_triton``).
 
 They are called in this order in every layer with experts, through ``kernels.expert_choice`` and
-``kernels.expert_routing``.
+``kernels.expert_routing``. Each function is followed by its kernel.
 """
 
 from __future__ import annotations

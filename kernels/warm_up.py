@@ -18,7 +18,8 @@ from hisparse_pd.kernels.hot_state import ABSENT
 
 
 class FilledLayer(NamedTuple):
-    """A KV layer into which ``swap_in.RowStart`` copies warm items. csrc/params.cuh has the same struct."""
+    """A KV layer into which ``swap_in.RowStart`` copies the items of warm positions. csrc/params.cuh has the
+    same struct."""
 
     layer: int
     group: int
@@ -31,7 +32,7 @@ class WarmUp:
     """The positions that ``RowStart`` puts at hot_index 0, 1, … of every group."""
 
     num_warm: npt.NDArray[np.int32]
-    """[num_groups]"""
+    """[num_groups]: how many positions of each group are warm."""
     positions: npt.NDArray[np.int32]
     """[num_groups, n], or [1, n] when all groups share them; the first ``num_warm`` of each group count."""
 

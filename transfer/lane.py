@@ -1,15 +1,17 @@
 """The lanes of a prefill node: how its writes reach each decode node, chosen when that node registers.
 
-The engine calls ``Lanes.register`` for each Register, and the sender's threads call ``write``.
+The prefill engine makes one ``Lanes`` and calls ``register`` for each Register; the sender's threads call
+``write``. A lane is one of two kinds:
 
-``shm``: the decode node is a process of this machine and shares its memory (``lane_host.py``), which is
-mapped here (``lane_memory.py``). A write is a copy by this process, or by its GPU if the KV is on one, and is
-over when the call returns. Otherwise the lane is the transport's, tcp or rdma.
+- ``shm``: the decode node is a process of this machine and shares its memory (``lane_host.py``), which is
+  mapped here (``lane_memory.py``). A write is a copy by this process, or by its GPU if the KV is on one, and
+  is over when the call returns. Memory that the decode node does not share is written over the network.
+- The transport's, ``tcp`` or ``rdma``: everything is written over the network.
 
-The choice stands for as long as both processes live. Where a CPU writes and all memory is shared
-(``is_sole``), the end of this process therefore tells the decode node that nothing lands any more. Memory
-that is not shared is written over the network beside the lane, and a GPU's writes may outlive their process:
-the slots of such pairs wait out the quarantine.
+The choice stands for as long as both processes live. Where a CPU writes and all memory is shared, the shared
+memory is the pair's only way (``is_sole``). The kernel tells the decode node when this process has ended, and
+from then on nothing can land. It cannot say that of writes over the network, nor of a GPU's, which may
+outlive their process: the slots of such pairs wait out the quarantine.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class _Pair:
     mapping: Mapping | None = None
     """The decode node's memory, for shm only."""
     is_sole: bool = False
-    """Whether all writes go through ``mapping``, by a CPU."""
+    """Whether all writes go through ``mapping`` and are made by a CPU."""
 
 
 @dataclass
@@ -94,9 +96,10 @@ class Lanes:
     def register(
         self, session: str, offer: LaneOffer | None, regions: Sequence[tuple[int, int]]
     ) -> Lane | None:
-        """Choose the lane of a decode node that registered ``regions``, ``(base_addr, num_bytes)`` each. Its
-        offer identifies its process. Returns None while its memory is being opened: ``take_decided`` will
-        name the session, unless a repeated registration falls back to the network first."""
+        """Choose the lane of a decode node that registered ``regions``, ``(base_addr, num_bytes)`` each. A
+        new offer at a known session means that the decode node's process has been replaced. Returns None
+        while its memory is being opened: ``take_decided`` will name the session, unless a repeated
+        registration falls back to the network first."""
         with self._lock:
             pair = self.pairs.get(session)
             is_new = pair is None or pair.offer != offer
@@ -172,6 +175,7 @@ class Lanes:
         return f"the decode node's memory was not open within {OPEN_SECS:g} s{remedy}"
 
     def over_network(self, reason: str) -> Lane:
+        """Return the network's lane, chosen for ``reason``; refused if this node has no working network."""
         fault = self.network.fault
         return Lane(self.protocol, reason, refusal=f"{reason}; {fault}" if fault else "")
 
@@ -192,11 +196,12 @@ class Lanes:
             lane = Lane("shm", f"both see the same memory{rest}")
             if not covers_all and self.network.fault:
                 lane = self.over_network("the decode node shares a part of its memory only")
-        except LaneError as error:
+        except LaneError as error:  # such as a decode node on another machine
             lane = self.over_network(str(error))
         except Exception as error:
             log.exception("the lane to session %s", session)
             lane = self.over_network(f"{type(error).__name__}: {error}")
+
         with self._lock:
             # Too late if the node has registered anew, or if its pair fell back to the network meanwhile.
             is_late = self.pairs.get(session) is not pair or pair.lane is not None
@@ -208,6 +213,8 @@ class Lanes:
                 self._decided.append(session)
         if not is_late:
             self.on_decided()
+
+        # The rest of this thread's life: wait for the decode node's end, and let go of its memory.
         if mapping is not None:
             if not is_late:
                 mapping.wait_for_end()

@@ -2,7 +2,9 @@
 
 A ``Mapping`` writes to a decode node of the same machine with ``copy_ranges``. One call of memmove from
 Python costs 0.5 us, in which a core moves some 5 KB. Ranges shorter than ``SHORT_BYTES`` that are multiples
-of one length are therefore copied as rows of two arrays, in two passes.
+of one length are therefore copied as rows of two arrays, in two passes. A thousand items of 656 bytes, spread
+over two pools, are a thousand rows of 656 bytes: numpy gathers them into staging memory and scatters them
+from there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The decode engine makes one ``LaneHost``. Its ``offer`` goes into each Register, its thread hands descriptors
 of the memory to callers that show the offer's token, and ``take_ended`` tells ``PrefillPeers`` which writers
-have left.
+have left. The other end is ``lane_memory.py``; the messages are in ``protocol/lane.py``.
 
 A Unix socket reaches processes of this machine only, and carries descriptors of memory across containers. By
 default it has an abstract name, which is visible within one network namespace and vanishes with its process.
@@ -51,7 +51,7 @@ from hisparse_pd.transfer.errors import TransferSetupError
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
-"""Most callers at a time."""
+"""Most open connections, and most that wait to be accepted."""
 HELLO_SECS = 5.0
 """Limit from a connection to its first packet."""
 DENIED_PAUSE_SECS = 0.002
@@ -77,7 +77,7 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class _Connection:
-    """An accepted caller, of this node's user."""
+    """A caller of this node's user: first one that has yet to say hello, then one run of a prefill node."""
 
     sock: socket.socket
     user: int
@@ -109,10 +109,10 @@ class LaneHost:
         self.connections: set[_Connection] = set()
         self._logged = LogLimiter()  # denied callers, by user
         self._listener, self._path = _listen(self.offer.socket, directory)
-        self._closed, self._close = socket.socketpair()
+        self._stop_heard, self._stop_sent = socket.socketpair()  # a byte, by ``close``, ends the thread
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._closed, selectors.EVENT_READ)
+        self._selector.register(self._stop_heard, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="lane host", daemon=True)
         self._thread.start()
 
@@ -126,9 +126,9 @@ class LaneHost:
     def close(self) -> None:
         """Accept no further connections, and close the open ones."""
         with contextlib.suppress(OSError):
-            self._close.send(b"\0")
+            self._stop_sent.send(b"\0")
         self._thread.join()
-        self._close.close()
+        self._stop_sent.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -139,7 +139,7 @@ class LaneHost:
             waiting = [connection.deadline for connection in self.connections if not connection.instance_id]
             timeout_secs = max(0.0, min(waiting) - time.monotonic()) if waiting else None
             for key, _ in self._selector.select(timeout_secs):
-                if key.fileobj is self._closed:
+                if key.fileobj is self._stop_heard:
                     self._close_all()
                     return
                 if key.fileobj is self._listener:
@@ -193,7 +193,8 @@ class LaneHost:
                 self._drop(connection)
 
     def welcome(self, connection: _Connection, hello: LaneHello) -> None:
-        """Send the memory's windows and descriptors to a caller that has the token."""
+        """Send windows, which say where the memory lies, and descriptors of its files to a caller that has
+        the token; deny any other."""
         if not secrets.compare_digest(hello.token, self.offer.token):
             self._remove(connection)
             reason = "the token is not that of this decode node's registrations"
@@ -231,8 +232,8 @@ class LaneHost:
         self._selector.unregister(connection.sock)
 
     def _drop(self, connection: _Connection) -> None:
-        """Close a connection. If it was its run's last, and the run promised to write in no other way, the
-        run is reported as ended."""
+        """Close a connection. If it was its run's last one, and the run promised to write in no other way,
+        ``take_ended`` will report the run."""
         self._remove(connection)
         connection.sock.close()
         if not connection.instance_id:
@@ -248,7 +249,7 @@ class LaneHost:
         for connection in self.connections:
             connection.sock.close()
         self._listener.close()
-        self._closed.close()
+        self._stop_heard.close()
         self._selector.close()
 
 

@@ -3,6 +3,10 @@
 ``Lanes`` makes a ``Mapping`` in a thread for each decode node that offers its memory (``lane_host.py`` is the
 other end), writes through it, and closes it when that node has ended.
 
+The decode node's answer lists windows: each is one file, or memory of a GPU, and the addresses that it has in
+the decode node. Destinations come as such addresses; a ``Mapping`` finds the window of each and writes to the
+place where that window is mapped here.
+
 Everything that the decode node's socket sends is checked: a file must have the stated length and be sealed
 against shrinking, or its owner could kill this process in the middle of a write.
 """
@@ -87,7 +91,7 @@ class Mapping:
         try:
             windows, descriptors = _introduce(self._connection, LaneHello(offer.token, instance_id))
             try:
-                opened, here = self._open(_checked(windows, descriptors), descriptors)
+                opened, starts_here = self._open(_checked(windows, descriptors), descriptors)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -97,18 +101,18 @@ class Mapping:
         # The windows, by number: where each begins and ends in the decode node, and where it begins here.
         self._starts = np.array([window.base_addr for window in opened], np.int64)
         self._ends = np.array([window.base_addr + window.num_bytes for window in opened], np.int64)
-        self._here = np.array(here, np.int64)
+        self._starts_here = np.array(starts_here, np.int64)
         self._is_on_gpu = np.array([bool(window.cuda_handle) for window in opened], np.bool_)
 
     def _open(self, windows: Sequence[Window], descriptors: Sequence[int]) -> tuple[list[Window], list[int]]:
-        """Return the windows that can be opened, and their addresses in this process. Raises LaneError."""
+        """Return the windows that can be opened, and where each begins in this process. Raises LaneError."""
         opened: list[Window] = []
-        here: list[int] = []
+        starts_here: list[int] = []
         for window in windows:
             if not window.cuda_handle:
                 self.maps.append(_map(window, descriptors[window.descriptor]))
-                here.append(int(np.frombuffer(self.maps[-1], np.uint8).ctypes.data))
-                self._register(here[-1], window.num_bytes)
+                starts_here.append(int(np.frombuffer(self.maps[-1], np.uint8).ctypes.data))
+                self._register(starts_here[-1], window.num_bytes)
                 opened.append(window)
             elif self._gpu is not None:
                 try:
@@ -117,11 +121,12 @@ class Mapping:
                     log.warning("memory of the decode node's GPU cannot be opened here: %s", error)
                     continue
                 self._undo.append(partial(self._gpu.close, base))
-                here.append(base + window.cuda_offset)
+                starts_here.append(base + window.cuda_offset)
                 opened.append(window)
-        return opened, here
+        return opened, starts_here
 
     def _register(self, addr: int, num_bytes: int) -> None:
+        """Let this node's GPU, if it has one, write to mapped main memory. Raises LaneError."""
         if self._gpu is None:
             return
         try:
@@ -141,8 +146,9 @@ class Mapping:
     ) -> NDArray[np.bool_]:
         """Copy what goes to this memory; returns which destinations are elsewhere, bool [num_descriptors].
 
-        ``may_be_elsewhere``: do not refuse those. ``stop`` is called between parts. Raises TransferError,
-        also once the mapping is closed; bytes may still land only after a failure of the GPU.
+        ``may_be_elsewhere``: leave such destinations to the caller; otherwise they are an error. ``stop`` is
+        called between parts; if it returns a reason, the write ends with it. Raises TransferError, also once
+        the mapping is closed; bytes may still land only after a failure of the GPU.
         """
         with self._lock:
             if self._is_closing:
@@ -177,7 +183,7 @@ class Mapping:
         return found
 
     def _copy_in_parts(self, windows: SlotArray, writes: Descriptors, stop: Callable[[], str] | None) -> None:
-        """Copy part by part. While a GPU copies one part, the next is prepared."""
+        """Copy window by window, in parts. While a GPU copies one part, the next is prepared."""
         num_copied = 0
         in_flight: GpuCopy | None = None
         try:
@@ -187,7 +193,7 @@ class Mapping:
                     if stop is not None and (reason := stop()):
                         raise TransferError(f"stopped after {num_copied} bytes: {reason}")
                     previous, in_flight = in_flight, self._start_copy(window, part)
-                    _wait(previous)  # behind the start of this part, so that the GPU does not stand still
+                    _wait(previous)  # after this part has started, so that the GPU always has work
                     num_copied += part.num_bytes
         finally:
             _wait(in_flight)
@@ -195,17 +201,19 @@ class Mapping:
     def _start_copy(self, window: int, part: Descriptors) -> GpuCopy | None:
         """Copy to destinations in ``window``: sources in the GPU's pools by the GPU, others by this process.
         Returns the copy of the GPU that is under way, or None if all bytes have landed."""
-        to_here = self._here[window] - self._starts[window]
+        to_here = self._starts_here[window] - self._starts[window]
         part = Descriptors(part.src_addrs, part.dst_addrs + to_here, part.lengths)
+
         by_gpu = (
             np.zeros(part.lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(part.src_addrs)
         )
-        copying = None
+        copying: GpuCopy | None = None
         if self._gpu is not None and by_gpu.any():
             is_long = by_gpu & (part.lengths >= LONG_BYTES)
             pieces = cut_long(part.at(by_gpu & ~is_long), PIECE_BYTES)
             with _gpu_failure():
                 copying = self._gpu.start_copy(part.at(is_long), pieces)
+
         by_cpu = part.at(~by_gpu)
         if by_cpu.lengths.size:
             if self._is_on_gpu[window]:
@@ -237,6 +245,7 @@ class Mapping:
             self._connection.recv(1)
 
     def _unmap(self) -> None:
+        """Undo all of ``__init__``, in the reverse order."""
         for undo in reversed(self._undo):
             try:
                 undo()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_network
 from pathlib import Path
+from typing import NamedTuple
 
 from hisparse_pd.base.access import Network, PeerList, is_loopback
 from hisparse_pd.transfer.errors import TransferSetupError
@@ -45,6 +46,14 @@ _DROP = 0
 
 _Instruction = tuple[int, int, int, int]
 """Code, instructions to skip if true, instructions to skip if false, operand."""
+
+
+class _WordTest(NamedTuple):
+    """The condition that one 32-bit word of a packet, with some bits masked, has a wanted value."""
+
+    offset: int
+    mask: int
+    wanted: int
 
 
 def reachable_from(host: str, allowed: PeerList, has_peers: bool = True) -> PeerList:
@@ -114,10 +123,14 @@ def attach(descriptor: int, program: bytes) -> None:
 
 
 def _program(allowed: PeerList) -> bytes:
-    """Return a filter that accepts packets whose source address is in ``allowed``."""
+    """Return a filter that accepts packets whose source address is in ``allowed``.
+
+    It branches by IP version. For 10.1.0.0/16 the instructions are: load the source address, keep its first
+    16 bits, return "accept" if these are 10.1, otherwise go on with the next network; at last, "drop".
+    """
     tests: dict[int, list[_Instruction]] = {4: [], 6: []}
     for network in allowed.networks:
-        tests[network.version] += _test(network)
+        tests[network.version] += _accept_from(network)
     for version in tests:
         tests[version].append((_RETURN, 0, 0, _DROP))
     # A socket for both IP versions sees IPv4 packets with IPv4 headers. A conditional jump skips 255
@@ -134,20 +147,21 @@ def _program(allowed: PeerList) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _test(network: Network) -> list[_Instruction]:
+def _accept_from(network: Network) -> list[_Instruction]:
     """Return instructions that accept a packet from ``network`` and fall through for any other."""
     num_words = network.max_prefixlen // 32
     first = int(network.network_address).to_bytes(4 * num_words, "big")
     mask = int(network.netmask).to_bytes(4 * num_words, "big")
-    steps: list[tuple[int, int, int]] = []  # offset of a word, its mask, the wanted value
+    words: list[_WordTest] = []  # an IPv6 network is told by up to four words
     for word in range(num_words):
         part = slice(4 * word, 4 * word + 4)
         word_mask, wanted = (int.from_bytes(value[part], "big") for value in (mask, first))
         if word_mask:
-            steps.append((_NETWORK_HEADER + _SOURCE_OFFSET[network.version] + 4 * word, word_mask, wanted))
+            offset = _NETWORK_HEADER + _SOURCE_OFFSET[network.version] + 4 * word
+            words.append(_WordTest(offset, word_mask, wanted))
     instructions: list[_Instruction] = []
-    for number, (offset, word_mask, wanted) in enumerate(steps):
-        num_to_skip = 3 * (len(steps) - number - 1) + 1  # the steps that follow, and the return
+    for number, (offset, word_mask, wanted) in enumerate(words):
+        num_to_skip = 3 * (len(words) - number - 1) + 1  # the tests of the words that follow, and the return
         instructions += [
             (_LOAD_WORD, 0, 0, offset),
             (_AND, 0, 0, word_mask),

@@ -1,9 +1,13 @@
 """Plans writes: turns token slots on both sides into as few byte ranges as possible, as arrays of numpy.
 
-``prefill_node/push.py`` plans each chunk with it. ``plan_writes`` coalesces tokens into runs that are
-contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for some
-layers and refuses slots outside the registered memory. ``SlicedWrites`` does that slice by slice as the
+``prefill_node/push.py`` plans each chunk with it, in three stages. ``plan_writes`` coalesces tokens into runs
+that are contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for
+some layers and refuses slots outside the registered memory. ``SlicedWrites`` does that slice by slice as the
 sender's threads write.
+
+For example, the slots 8, 9, 10, 3 that go to 100, 101, 102, 103 are two runs: three slots from 8 to 100, and
+one from 3 to 103. In 61 layers these are 122 byte ranges (descriptors) that cost 2 MiB together, of the 32
+MiB that a slice may cost: one slice.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ SLICE_BYTES: Final = 32 << 20
 67 ms at 0.5 GB/s. Smaller slices would slow down a fast link: each ends with a wait for its last byte."""
 
 DESCRIPTOR_COST_BYTES: Final = 16 << 10
-"""Cost of a short byte range: TCP takes 35 us for any range, and could move this many bytes in that time."""
+"""Cost of a byte range that is not longer: TCP takes 35 us for any range, and could move this many bytes in
+that time."""
 
 _BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
 """Most descriptors that are made at a time: as many as fit in one slice."""
@@ -115,7 +120,7 @@ def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
         raise PlanError(f"{src.size} source slots for {dst.size} destination slots")
     if src.size == 0:
         return RunPlan(src, dst, np.empty(0, np.int64))
-    is_first = np.empty(src.size, np.bool_)
+    is_first = np.empty(src.size, np.bool_)  # of its run
     is_first[0] = True
     np.not_equal(src[1:] - src[:-1], 1, out=is_first[1:])
     is_first[1:] |= dst[1:] - dst[:-1] != 1
@@ -205,21 +210,22 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
     may cost up to MAX_DESCRIPTOR_BYTES. The next block is made only when the present slice has room for
     more."""
     parts: list[Descriptors] = []  # of the present slice
-    left = max_cost
+    cost_left = max_cost
     for block in blocks:
         block = cut_long(block, MAX_DESCRIPTOR_BYTES)
         costs_up_to = np.cumsum(np.maximum(block.lengths, DESCRIPTOR_COST_BYTES))
-        first = taken = 0  # ranges of the block that are in slices, and their cost
+        first = taken_cost = 0  # the first range of the block that is in no slice, and the cost before it
         while first < costs_up_to.size:
-            stop = int(np.searchsorted(costs_up_to, taken + left, side="right"))
+            stop = int(np.searchsorted(costs_up_to, taken_cost + cost_left, side="right"))
             stop = max(stop, first if parts else first + 1)  # an empty slice takes any range
             if stop > first:
                 parts.append(block.at(slice(first, stop)))
-                left -= int(costs_up_to[stop - 1]) - taken
-                first, taken = stop, int(costs_up_to[stop - 1])
-            if first < costs_up_to.size or left < DESCRIPTOR_COST_BYTES:
+                cost_left -= int(costs_up_to[stop - 1]) - taken_cost
+                first, taken_cost = stop, int(costs_up_to[stop - 1])
+            is_full = cost_left < DESCRIPTOR_COST_BYTES
+            if first < costs_up_to.size or is_full:
                 yield join_descriptors(parts)
-                parts, left = [], max_cost
+                parts, cost_left = [], max_cost
     if parts:
         yield join_descriptors(parts)
 

@@ -2,11 +2,14 @@
 
 ``Sender`` is the caller; it has the clock, the transport and a lock around all of this. It submits batches,
 takes a slice with ``next``, writes it, and reports the outcome with ``finish``; each session has at most one
-slice in flight.
+slice in flight. Nothing here waits or writes.
 
-Batches of a room go out in the order of submission, cut into slices. The rooms of a peer take turns of at
-most ``SLICE_BYTES``: a room that joins the line waits for one turn of every other room, however long these
-are. A room whose source bytes are not ready keeps its place in the line, and the rooms behind it go first.
+A batch is a caller's bytes for one room, such as one chunk's KV. A slice is the part of a batch that one call
+of ``Lanes.write`` writes. A turn is what a room writes before the next room of its peer may: slices whose
+cost (``plan.cost``) is up to ``SLICE_BYTES`` together. Where room A with 80 MiB came before room B with 10
+MiB, the peer gets 32 MiB of A, B, 32 MiB of A, 16 MiB of A. A room that joins the line thus waits for one
+turn of every other room, however many bytes that room has. A room whose source bytes are not ready keeps its
+place in the line, and the rooms behind it go first.
 
 Every batch has exactly one completion, whether it was written, failed, or never started. Once a slice of a
 room has failed, nothing behind it starts: the aux record never lands without the room's earlier writes.
@@ -102,8 +105,11 @@ class _Progress:
 
 @dataclass(eq=False)
 class Slice:
-    """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``. ``ready``: to be
-    awaited before the source is read; call ``start`` after that."""
+    """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``.
+
+    ``ready``: to be awaited before the source is read, then call ``start``; None for a batch whose earlier
+    slice has awaited it. ``deadline``: when the write has to be over, a time of ``time.monotonic()``.
+    """
 
     batch: WriteBatch
     writes: Descriptors
@@ -111,28 +117,29 @@ class Slice:
     deadline: float = float("inf")
 
     def start(self, now: float) -> None:
-        """Set the deadline of a write that begins now."""
+        """Set the deadline of a write that begins at ``now``, behind any wait for ``ready``."""
         self.deadline = min(now + self.batch.timeout_secs, self.batch.deadline)
 
 
 @dataclass(eq=False)
 class _RoomQueue:
-    """A room's batches. It exists while one waits or is in flight, or a completion was not taken yet."""
+    """A room's batches, while one of them waits or is in flight or its completion was not taken yet."""
 
     session: str
     waiting: deque[_Progress] = field(default_factory=deque)
     """Batches in order; the first may be written in part."""
     writing: _Progress | None = None
+    """The batch with a slice in flight, which is not in ``waiting`` meanwhile."""
     slice: Slice | None = None
     """The slice of ``writing`` that is in flight."""
     credit: int = 0
-    """Cost that the room's turn has left; it may end below 0."""
+    """Cost that the room's turn has left; below 0 after a slice that costs more than a whole turn."""
     refusal: str = ""
     """Why no slice of the room may start any more; empty until something failed."""
     num_untaken: int = 0
     """Completions that ``take_completions`` has not returned yet."""
-    overdue_reported: bool = False
-    """Whether ``overdue`` has named the room for ``slice``."""
+    is_overdue_reported: bool = False
+    """Whether ``overdue`` has named the room for the slice in flight."""
 
     @property
     def is_over(self) -> bool:
@@ -210,14 +217,16 @@ class SendQueue:
         return refusal or ("the write passed its deadline" if in_flight.deadline < now else "")
 
     def finish(self, written: Slice, outcome: Outcome) -> None:
-        """Note that a slice came back from the transport."""
+        """Note that a slice came back from the transport. An error fails its batch and all behind it;
+        otherwise the room goes on with its next slice, in this turn or in its next one."""
         room = written.batch.room
         queue = self._rooms[room]
         progress = queue.writing
         assert progress is not None
         queue.writing = queue.slice = None
-        queue.overdue_reported = False
-        num_bytes = written.writes.num_bytes
+        queue.is_overdue_reported = False
+
+        num_bytes = written.writes.num_bytes  # these no longer wait, whether they have landed or not
         self._peers[queue.session].num_bytes -= num_bytes
         progress.num_bytes_left -= num_bytes
         progress.head = None
@@ -227,16 +236,24 @@ class SendQueue:
         if outcome.error:
             self._fail(progress, queue, outcome.error)
             return
+
         queue.waiting.appendleft(progress)
         # Cutting comes first: it completes a wholly written batch even of a room that was refused meanwhile.
-        if self._cut(queue) and not self._refuse_rest(queue):
-            peer = self._peers[queue.session]
-            head = queue.waiting[0].head
-            if head is not None and cost(head) <= queue.credit:  # its turn goes on
-                peer.line.appendleft(room)
-            else:
-                queue.credit = self._turn_bytes
-                peer.line.append(room)
+        has_more = self._cut(queue)
+        if has_more and queue.refusal:
+            self._fail_waiting(queue)
+        elif has_more:
+            self._rejoin_line(room, queue)
+
+    def _rejoin_line(self, room: Room, queue: _RoomQueue) -> None:
+        """Put a room whose next slice is cut into the line: first while its turn goes on, else last."""
+        line = self._peers[queue.session].line
+        head = queue.waiting[0].head
+        if head is not None and cost(head) <= queue.credit:
+            line.appendleft(room)
+        else:
+            queue.credit = self._turn_bytes
+            line.append(room)
 
     def take_completions(self, now: float) -> list[Completion]:
         """Return the completions since the last call, in order."""
@@ -254,8 +271,8 @@ class SendQueue:
         behind it starts any more; its own completion comes when the transport returns."""
         overdue = []
         for room, queue in self._rooms.items():
-            if queue.slice is not None and queue.slice.deadline < now and not queue.overdue_reported:
-                queue.overdue_reported = True
+            if queue.slice is not None and queue.slice.deadline < now and not queue.is_overdue_reported:
+                queue.is_overdue_reported = True
                 self._refuse(queue, "a write of the room passed its deadline in flight")
                 overdue.append(room)
         return overdue
@@ -302,8 +319,8 @@ class SendQueue:
         return peer.line[0]
 
     def _cut(self, queue: _RoomQueue) -> bool:
-        """Cut the room's next slice, and complete batches that have no further slices. Return False if no
-        slice is left; the room is then not in the line."""
+        """See that the room's first batch has its next slice cut, and complete batches that have no further
+        slices. Returns whether there is a slice; if not, the room has left the line."""
         while queue.waiting:
             progress = queue.waiting[0]
             if progress.head is not None:
@@ -333,19 +350,17 @@ class SendQueue:
         self._refuse(queue, f"an earlier batch of the room failed: {error}")
 
     def _refuse(self, queue: _RoomQueue, reason: str) -> None:
-        """Fail the room's waiting batches, and all that are submitted before the room is over."""
+        """Fail the room's waiting batches, and all that are submitted before the room is over. The first
+        reason stays."""
         queue.refusal = queue.refusal or reason
-        self._refuse_rest(queue)
+        self._fail_waiting(queue)
 
-    def _refuse_rest(self, queue: _RoomQueue) -> bool:
-        """Fail the waiting batches if the room has a refusal. Returns whether it has one."""
-        if not queue.refusal:
-            return False
+    def _fail_waiting(self, queue: _RoomQueue) -> None:
+        """Fail the waiting batches of a room that has a refusal."""
         if queue.waiting:
             self._leave_line(queue.waiting[0].batch.room, queue)
         while queue.waiting:
             self._complete(queue.waiting.popleft(), queue, queue.refusal)
-        return True
 
     def _complete(self, progress: _Progress, queue: _RoomQueue, error: str) -> None:
         """Make the completion of a batch. ``error``: empty if all of it was written."""
@@ -356,11 +371,11 @@ class SendQueue:
             Completion(
                 batch.room,
                 batch.tag,
-                not error,
-                error,
-                0 if error else batch.num_bytes,
-                total.secs,
-                total.may_still_land,
+                ok=not error,
+                error=error,
+                num_bytes=0 if error else batch.num_bytes,
+                secs=total.secs,
+                may_still_land=total.may_still_land,
             )
         )
         if self._on_completion is not None:

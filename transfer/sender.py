@@ -1,9 +1,9 @@
-"""Owns the threads that write to decode nodes.
-
-Each session has a thread of its own, because a write to a stopped peer blocks for 30 s.
+"""Owns the threads that write to decode nodes, one for each session.
 
 The prefill engine's loop submits batches and polls for completions; it never waits here. The threads take
 slices from the ``SendQueue``, which decides their order, and write them over the session's lane (``Lanes``).
+A write to a stopped peer blocks for 30 s. With a thread of its own for each session, other peers do not wait
+for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sender:
         self._queue = SendQueue(wakeup)
         self._threads: dict[str, threading.Thread] = {}
         self._changed: dict[str, threading.Condition] = {}
-        """Wakes the thread of each session; all share the sender's lock."""
+        """Wakes a session's thread when it has a new batch or should end; all share the sender's lock."""
         self._closed = False
 
     def submit(self, session: str, batch: WriteBatch) -> None:
@@ -143,7 +143,7 @@ class Sender:
                 self._changed[session].wait(idle_until - now)
 
     def _start_thread(self, session: str) -> None:
-        """The caller has the lock."""
+        """Start the thread that writes to ``session``. The caller has the lock."""
         thread = threading.Thread(target=self._run, args=(session,), name=f"sender {session}", daemon=True)
         self._threads[session], self._changed[session] = thread, threading.Condition(self._lock)
         thread.start()

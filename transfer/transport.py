@@ -124,15 +124,18 @@ def select_devices(
     ib_device: str, host: str, machine: Machine, near: Collection[str] = (), *, only_sure: bool = False
 ) -> DeviceSelection:
     """Select RDMA devices: those named by ``ib_device`` (names with commas) or the operator's topology, else
-    the usable ones of ``near``, else all usable ones. ``only_sure``: leave out a device whose GID may not
-    reach the peer."""
+    the usable ones of ``near``, else all usable ones. ``host``: the address that peers are told.
+    ``only_sure``: leave out a device whose GID may not reach the peer."""
     devices = read_devices(machine)
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
+
     advertised = addresses_of(host)
     names, topology_fault = wanted_devices(ib_device, machine)
     if topology_fault is not None:
         return DeviceSelection((), (topology_fault,))
+
+    # Try each candidate.
     usable: list[str] = []
     faults: list[Fault] = []
     notes: list[str] = []
@@ -150,13 +153,16 @@ def select_devices(
             continue
         usable.append(name)
         notes += [note] if note else []
+    # Of devices that the operator named, all must work; of others, one is enough.
     if not usable or (names and faults):
         return DeviceSelection((), tuple(faults))
     notes += [f"left out: {fault.what}" for fault in faults]
+
     far = [] if names else [name for name in usable if name not in near]
     if 0 < len(far) < len(usable):  # some are near
         usable = [name for name in usable if name in near]
         notes.append(f"left out: {', '.join(far)} of other NUMA nodes (--ib-device takes them)")
+
     link_layers = {port.link_layer for name in usable if (port := devices[name].port)}
     if len(link_layers) > 1:
         notes.append(f"{' and '.join(sorted(link_layers))} do not reach each other, name devices of one kind")

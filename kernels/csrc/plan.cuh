@@ -1,5 +1,10 @@
 // Planning of a swap-in: the blocks of one request, each with a slice of the selection, tell hits from misses and
-// choose the entries that the misses take.
+// choose the entries that the misses take. swap_in.cu calls these functions: look_up; then claim_misses and read_ages
+// by planners, beside share_used by the courier; place_new; and for misses choose_victims, take_entries,
+// find_duplicate.
+//
+// A position that is missing in several places of the selection is one miss. The thread that first sets its look-up
+// entry to CLAIMED has claimed it and gets an entry for it; the others are duplicates, and read that entry afterwards.
 #pragma once
 #include "params.cuh"
 #include "sync.cuh"

@@ -1,5 +1,5 @@
 // Collectives of the ranks of one machine in every layer of experts. Each GPU writes to memory of the others, which it
-// has opened, and never reads there.
+// has opened, and never reads there. kernels/rank_exchange.py launches them.
 //
 // A rank's part for another rank is cut into pieces, which the blocks send in turn. A block is a channel: it
 // communicates only with the block of the same number on every other GPU. The pieces of a channel are numbered across

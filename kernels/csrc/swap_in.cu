@@ -1,9 +1,18 @@
-// Kernels of swap-in, backup, warm-up and row checks.
+// Kernels of swap-in, backup, warm-up and row checks. kernels/cuda.py launches them, and kernels/reference.py is what
+// they must agree with.
 //
 // One launch of swap_in plans and copies. The blocks of a request, for a single request up to the whole GPU, look up a
 // slice of its selection each. As soon as a block knows its misses, it requests the first of them from the host. While
 // these cross PCIe, the blocks of the request agree on the entries that the misses take. Then the remaining copies are
 // spread over all blocks.
+//
+// A unit is the work of one block: the same slice of a request, then of every `stride`-th request behind it, one
+// request a turn. In a turn, the warps of a block have three roles (plan.cuh):
+//   planners   look positions up, claim the misses, choose their entries (victims), update the tables, write `out`
+//   courier    tells other blocks of the request this block's misses, and all blocks when it has planned everything
+//   fetchers   load the first misses, the early items, while planners choose; store them when their slots are known
+// Copies that no fetcher makes go to `left`, in global memory. Planners and courier make them at the end: if the launch
+// `spreads` copies, once all blocks have arrived, each block an equal share (Schedule); otherwise each block its own.
 #include "copy.cuh"
 #include "plan.cuh"
 #include "sync.cuh"
@@ -24,7 +33,7 @@ struct Schedule {
 // What a thread knows of itself and its block.
 struct Block {
     int tid, lane, warp;
-    int slice;                           // of the present request, which this block works on
+    int slice;                           // the slice of the present request on which this block works
     bool is_planner;
     bool has_missed;                     // in any request of this launch
     u32 num_left;                        // copies written to `left`
@@ -59,7 +68,7 @@ __device__ __forceinline__ void close_launch(const SwapInParams& p, const Round&
     if (p.plan.src_host_slots != nullptr) *p.plan.num_misses = load_acquire(&round.num_planned);
 }
 
-constexpr u64 ONE_BLOCK = 1ull << 32;
+constexpr u64 ONE_BLOCK = 1ull << 32;    // added to round.arrived, whose high half counts blocks
 
 // Announces that this block has finished planning, and how many copies it left. Planners and courier call it, and the
 // courier writes. A barrier must lie between writes to `left` and this call.
@@ -505,7 +514,9 @@ __device__ __forceinline__ void plan_requests(
     if (!b.has_arrived) arrive(p, round, b);
 }
 
-// Fetches early items of the same requests. A fetcher's warp calls it.
+// Fetches early items of the requests that plan_requests plans meanwhile, turn by turn. A fetcher's warp calls it. Each
+// turn meets the planners at EarlyKnown (which items to load) and EarlyPlaced (where to store them), and each but the
+// last at EarlyDone (the mailbox may be used for the next turn).
 __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round, Mailbox& mail, const Block& b) {
     const u32 num_reqs = p.requests.num_reqs;
     const bool records = p.plan.src_host_slots != nullptr;

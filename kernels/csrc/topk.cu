@@ -37,7 +37,8 @@ struct TopkParams {
     int num_kept;                 // keys that dynamic shared memory holds, a multiple of 4
 };
 
-// Chosen keys are above the threshold, or equal to it and among the first num_equal of these.
+// The boundary of the choice. Chosen keys are above the threshold, or equal to it and among the first num_equal of
+// these. With top_k = 3 and the keys 9 5 7 5 5, the threshold is 5 with num_equal = 1: 9, 7 and the first 5 are chosen.
 struct Threshold {
     u32 key;                      // after a pass: the bits known so far
     u32 num_equal;                // chosen keys that equal the threshold
@@ -54,6 +55,7 @@ struct Shared {
 
 extern __shared__ uint4 kept_keys[];
 
+// The part of a query's positions that one block handles, and this lane's share of it.
 struct Slice {
     const float* logits;
     int start, stop;              // positions; start is a multiple of STEP
