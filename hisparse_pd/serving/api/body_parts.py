@@ -38,7 +38,7 @@ NeededName = Annotated[str, Meta(min_length=1, max_length=256)]
 """Name or id of a tool or a call."""
 Effort = Annotated[str, Meta(max_length=64)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-Minimum = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 NumSamples = Annotated[int, Meta(ge=1, le=MAX_SAMPLES_PER_PROMPT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -98,7 +98,7 @@ class JournalHead:
     created: Annotated[int, Meta(ge=0, le=2**53)]
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     may_move: bool | None
-    num_resumes: Minimum | None
+    num_resumes: Count | None
 
 
 @declared

@@ -102,7 +102,7 @@ def generate_constraint(params: SamplingParams, name: str) -> Constraint | None:
 def chat_constraint(body: ChatBody, prompt: ChatPrompt) -> Constraint | None:
     """Return the constraint of a body of ``/v1/chat/completions``."""
     answer = _openai_format(body)
-    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=True)
+    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_chat=True)
     return _constraint(answer, calls, prompt, "continue_final_message")
 
 
@@ -114,7 +114,7 @@ def responses_constraint(body: ResponsesBody, prompt: ChatPrompt) -> Constraint 
         chosen = decode(TextFormat, body.text.format, name)
         own = _typed_format(f"{name}.type", chosen.type, f"{name}.schema", chosen.schema)
     answer = _only_format([*own, *_vllm_formats(body)])
-    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=False)
+    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_chat=False)
     return _constraint(answer, calls, prompt, "input")
 
 
