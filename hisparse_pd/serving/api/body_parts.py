@@ -1,4 +1,7 @@
-"""Types with bounds for the fields in ``bodies.py``, and objects that the bodies of several APIs share."""
+"""Types with bounds for the fields of bodies, and objects that the bodies of several APIs share.
+
+``bodies.py`` and the ``*_parts.py`` beside it declare fields with them.
+"""
 
 from __future__ import annotations
 

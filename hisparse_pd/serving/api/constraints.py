@@ -57,7 +57,9 @@ class FormatKind(Enum):
     REGEX = auto()
     """Text that as a whole matches ``text``."""
     CHOICE = auto()
+    """One of ``choices``."""
     LARK = auto()
+    """A grammar in llguidance's notation."""
     GBNF = auto()
     """A grammar in llama.cpp's notation, which SGLang and vLLM call EBNF."""
 
@@ -70,6 +72,7 @@ class AnswerFormat:
     """Path of the field that asks for it."""
     kind: FormatKind
     text: str = ""
+    """What ``kind`` says: a schema, a regular expression or a grammar."""
     choices: tuple[str, ...] = ()
 
 
@@ -184,6 +187,7 @@ def _response_format(chosen: ResponseFormat | None) -> Sequence[AnswerFormat]:
 def _typed_format(
     type_name: str, kind: str, schema_name: str, schema: dict[str, Any] | str | None
 ) -> Sequence[AnswerFormat]:
+    """Return the format of OpenAI's type ``kind``; nothing for "text". The names are the fields' paths."""
     if kind == "text":
         return []
     return [_any_object(type_name) if kind == "json_object" else _json_format(schema_name, schema)]

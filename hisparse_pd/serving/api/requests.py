@@ -10,7 +10,6 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -290,7 +289,8 @@ def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> N
 # --- samples -----------------------------------------------------------------------------------------
 
 
-class _PlannedPrompt(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _PlannedPrompt:
     """A prompt that has passed the checks, with what its samples share."""
 
     index: int

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
+"""Runs the engine of one rank, with the endpoint of each front and the rank's place in the node."""
 
 _RESOLVE_SECS = 5.0
 _RESOLVE_AGAIN_SECS = 1.0
@@ -67,6 +68,9 @@ class EngineProcesses(Children):
         return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
 
     def _endpoint(self, rank: int, front: int) -> str:
+        """Return where a front and the engine of a rank meet. Ranks of other machines come to a port of the
+        first one: behind that of ``dist_init_addr``, the first front has a port for each rank, then the next.
+        """
         if rank in self._settings.ranks_of(0):
             return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
         host = (
@@ -76,6 +80,7 @@ class EngineProcesses(Children):
         return f"tcp://{host}:{init_port + 1 + front * self._settings.dp_size + rank}"
 
     def _place(self, rank: int) -> RankPlace:
+        """Return where the ranks of the node meet each other: in the directory, or at the first machine."""
         size = self._settings.dp_size
         if not self._first_machine_host:
             return RankPlace(rank, size, str(self._directory / "ranks"))

@@ -103,21 +103,29 @@ class Listener:
         if self._certificate is not None:
             handshakes = Handshakes(self._certificate.context(), connections)
             protocol = functools.partial(_handshake, handshakes, protocol)
-        config = uvicorn.Config(
-            app,
-            http=protocol,
-            backlog=1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE,
-            log_config=None,
-            log_level="error",  # warnings are about clients that speak no HTTP/1.1, such as h2c probes
-            access_log=False,
-            lifespan=lifespan,
-            ws="none",
-            server_header=False,
-            proxy_headers=False,  # a caller's address is that of its connection, whatever it says
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
-        )
+        num_accepted_at_once = 1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE
+        config = _config(app, protocol, lifespan, num_accepted_at_once)
         return HttpServer(config, connections, self._certificate, handshakes)
+
+
+def _config(
+    app: ASGIApp, protocol: Any, lifespan: Literal["on", "off"], num_accepted_at_once: int
+) -> uvicorn.Config:
+    """Return uvicorn's settings. ``protocol`` makes the protocol of a new connection."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        backlog=num_accepted_at_once,
+        log_config=None,
+        log_level="error",  # warnings are about clients that speak no HTTP/1.1, such as h2c probes
+        access_log=False,
+        lifespan=lifespan,
+        ws="none",
+        server_header=False,
+        proxy_headers=False,  # a caller's address is that of its connection, whatever it says
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
+    )
 
 
 def _handshake(handshakes: Handshakes, protocol: Any, **given: Any) -> Handshake:
