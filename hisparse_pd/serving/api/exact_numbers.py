@@ -157,7 +157,8 @@ def admits_excluded_integer(bounds: Mapping[str, object]) -> bool:
     high = _tightest(bounds, "maximum", "exclusiveMaximum", min)
     if low is None or high is None:
         return False
-    # The near bound to zero is the low one or, of negative numbers, the high one: negated, it is a low one.
+    # The bound nearer to zero is the low one. Of negative numbers it is the high one, which is looked at as a
+    # low bound of the negated numbers.
     negated_high, negated_low = (-high[0], high[1]), (-low[0], low[1])
     for (near, is_excluded), (far, _) in ((low, high), (negated_high, negated_low)):
         if is_excluded and near >= 0 and near == math.floor(near) == math.floor(far):

@@ -117,6 +117,7 @@ async def plan_samples(
 ) -> tuple[SampleRequest, ...]:
     """Return the samples of ``request``, prompt by prompt. Raises ApiError 400 for a prompt or a grammar that
     cannot be served."""
+    # Paths of the prompts in the body, for errors.
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))
