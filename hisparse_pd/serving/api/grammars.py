@@ -70,8 +70,8 @@ def write_grammar(
             return _alone(answer)
         if calls is None or markup is None:
             assert answer is not None
-            formatted = _answer(lark, answer, thoughts.not_to_begin_with)
-            return lark.text(sequence(thoughts.whole(), f"({formatted})"))
+            before = thoughts.whole()
+            return lark.text(sequence(before, f"({_answer(lark, answer, thoughts.not_to_begin_with)})"))
         writer = CALL_WRITERS[markup](MARKUPS[markup], lark, tools, Steps())
         may_interrupt = MARKUPS[markup].ends_reasoning
         return lark.text(
