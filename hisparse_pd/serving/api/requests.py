@@ -246,6 +246,25 @@ def _max_new_tokens(
 
     The last new token takes no place: its KV is never computed.
     """
+    _check_length(name, num_prompt_tokens, options, limits, pool_tokens)
+    max_new_tokens = options.max_new_tokens
+    if max_new_tokens is None:
+        num_free = min(limits.context_length, pool_tokens) + 1 - num_prompt_tokens
+        default = options.default_new_tokens or limits.default_max_tokens or num_free
+        max_new_tokens = min(default, num_free)
+    min_new_tokens = options.sampling.min_new_tokens
+    if min_new_tokens > max_new_tokens:
+        field = options.min_new_tokens_field
+        raise FieldRefused(
+            field, f"{min_new_tokens} is above {max_new_tokens}, the most that this request can get"
+        )
+    return max_new_tokens
+
+
+def _check_length(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
+) -> None:
+    """Raise ApiError 400 if the prompt and the tokens asked for do not fit the context or the pools."""
     asked = options.max_new_tokens
     num_new_tokens = asked or 1  # the prompt has to fit even where no token is asked for
     length = f"{name}: the prompt has {num_prompt_tokens} tokens"
@@ -255,26 +274,16 @@ def _max_new_tokens(
         length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
     else:
         length += ", and at least one more is generated"
-    if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
+    num_places = num_prompt_tokens + num_new_tokens - 1
+    if num_places > limits.context_length:
         # Clients recognise the error by these words.
         rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
         raise _too_long(name, f"{length}; {rule}")
-    if num_prompt_tokens + num_new_tokens - 1 > pool_tokens:
+    if num_places > pool_tokens:
         raise _too_long(
             name,
             f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
         )
-    room = min(limits.context_length, pool_tokens) + 1 - num_prompt_tokens
-    max_new_tokens = asked
-    if max_new_tokens is None:
-        max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
-    min_new_tokens = options.sampling.min_new_tokens
-    if min_new_tokens > max_new_tokens:
-        field = options.min_new_tokens_field
-        raise FieldRefused(
-            field, f"{min_new_tokens} is above {max_new_tokens}, the most that this request can get"
-        )
-    return max_new_tokens
 
 
 def _too_long(name: str, message: str) -> ApiError:

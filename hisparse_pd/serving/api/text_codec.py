@@ -250,7 +250,7 @@ class TextCodec:
                 "add_generation_prompt",
                 "the model's chat template always ends with the beginning of an answer",
             )
-        stand_ins: StandIns | None = None
+        stand_ins: StandIns | None = None  # those of the request, as soon as it has some
         try:
             if self._client_text is None:
                 given = TemplateInput(list(prompt.messages), list(prompt.tools), prompt.template_arguments)
