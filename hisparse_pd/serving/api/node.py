@@ -158,7 +158,7 @@ def run_front(
 
 
 def _check_start(settings: S, check: Callable[[S], object]) -> None:
-    """Try what can fail before anything slow begins: checkpoint, settings, keys. Raises StartError, OSError."""
+    """Try what can fail before anything slow begins: checkpoint, settings, keys. Raises StartError."""
     if not settings.model_path.is_dir():
         raise CheckpointError(f"model_path {settings.model_path}: no such directory")
     check(settings)
