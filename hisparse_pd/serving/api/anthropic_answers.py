@@ -1,4 +1,7 @@
-"""Writes the answers to ``/v1/messages`` in Anthropic's published form, whole and streamed."""
+"""Writes the answers to ``/v1/messages`` in Anthropic's published form, whole and streamed.
+
+``answering.py`` makes a ``MessagesDialect`` for each request. A block is a content block of the message.
+"""
 
 from __future__ import annotations
 

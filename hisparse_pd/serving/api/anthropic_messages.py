@@ -1,7 +1,8 @@
 """Turns a conversation of Anthropic's ``/v1/messages`` into that of a chat completion.
 
-Blocks become what chat templates take: text, reasoning, calls and results of tools. Texts of one message are
-joined without a separator, as in the other APIs. A block that a chat template cannot take is refused.
+``schemas.py`` calls ``parse_messages``, and ``tokens.py`` to count tokens. Blocks become what chat templates
+take: text, reasoning, calls and results of tools. Texts of one message are joined without a separator, as in
+the other APIs. A block that a chat template cannot take is refused.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def parse_messages(body: AnthropicConversation) -> ChatPrompt:
         messages.append({"role": "system", "content": text})
     items = message_items("messages", body.messages)
     decoded = list(limit_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
-    last_answer = max(
+    last_answer_index = max(
         (i for i, item in enumerate(decoded) if isinstance(item, parts.AssistantMessage)), default=0
     )
     first_thinking = _first_thinking(decoded, body.context_management)
     for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):
         messages += _messages_of(
-            name, item, is_answered=index < last_answer, keeps_thinking=index >= first_thinking
+            name, item, is_answered=index < last_answer_index, keeps_thinking=index >= first_thinking
         )
     last = messages[-1]
     is_continued = last["role"] == "assistant"
@@ -73,7 +74,8 @@ def parse_messages(body: AnthropicConversation) -> ChatPrompt:
 def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.ContextManagement | None) -> int:
     """Return the index of the first message whose thinking is kept.
 
-    The assistant's last turns keep their thinking. A turn ends at a user's message without a tool's result.
+    The assistant's last turns keep their thinking, as many as ``asked`` says. A turn, seen from its end, goes
+    back to a user's message without a tool's result.
     """
     kept = [_num_turns(edit.keep) for edit in (asked.edits or () if asked is not None else ())]
     num_turns = min((num for num in kept if num is not None), default=None)

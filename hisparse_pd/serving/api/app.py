@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hisparse_pd.base.tracing import Tracer
 
 LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
+"""Header of an answer that names the tools which the model was not shown."""
 _MAX_LEFT_OUT_SHOWN = 16
 """Tools that LEFT_OUT_HEADER names: clients and proxies bound the size of headers."""
 
@@ -158,8 +159,12 @@ async def _check(
     request = await parse_body(body, parse_request, endpoint, body, settings.model_name, defaults)
     context.link.require_place(sum(options.n for options in request.options))
     ready = context.link.require_serving()
-    pools = ready.max_total_tokens_hisparse, ready.max_total_tokens_dense
-    limits = RequestLimits(ready.context_length, *pools, settings.default_max_tokens)
+    limits = RequestLimits(
+        ready.context_length,
+        ready.max_total_tokens_hisparse,
+        ready.max_total_tokens_dense,
+        settings.default_max_tokens,
+    )
     samples = await plan_samples(request, context.codec, limits, context.link.front_number)
     timeline.note_checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)

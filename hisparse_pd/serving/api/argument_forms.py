@@ -2,8 +2,11 @@
 JSON.
 
 Markups of calls write strings without quotes and everything else as JSON. A schema's keywords about strings
-therefore become a regular expression of the bare text, and the rest stays a schema. ``call_grammars.py``
-writes both into a grammar (strict or lenient), ``tool_schemas.py`` uses the forms to read calls (lenient).
+therefore become a regular expression of the bare text, and the rest stays a schema. The schema
+``{"type": ["string", "null"], "maxLength": 3}`` has the forms of bare texts of up to three characters, and of
+the JSON ``null``. ``call_grammars.py`` writes the forms into a grammar (strict or lenient),
+``tool_schemas.py`` reads calls by them (lenient), and ``json_grammars.py`` follows references with this
+module's ``SchemaReader``.
 """
 
 from __future__ import annotations
@@ -153,29 +156,37 @@ class SchemaReader:
         return entry[1]
 
     def _forms_of(self, schema: object, depth: int) -> Forms:
-        """Return the forms of a schema that is no reference. Keywords decide, from the most specific on."""
+        """Return the forms of a schema that is no reference. Keywords decide, from the most specific on.
+
+        A lenient reader goes by the first keyword that it knows, and passes over those beside it.
+        """
         if schema is False:
             return Forms()
         if schema is True or (isinstance(schema, dict) and not self._value_keywords(schema)):
             return _anything()
         if not isinstance(schema, dict):
             raise NotWritable("is no JSON schema")
-        words = self._value_keywords(schema)
-        if "const" in schema and (words <= {"const", "type"} or self._is_lenient):
+        keywords = self._value_keywords(schema)
+        # The values themselves are listed.
+        if "const" in schema and (keywords <= {"const", "type"} or self._is_lenient):
             return _forms_of_values([schema["const"]], schema)
-        if isinstance(enum := schema.get("enum"), list) and (words <= {"enum", "type"} or self._is_lenient):
+        if isinstance(enum := schema.get("enum"), list) and (
+            keywords <= {"enum", "type"} or self._is_lenient
+        ):
             self._steps.spend(1 + len(enum) // _VALUES_A_STEP)
             return _forms_of_values(enum, schema)
+        # Other schemas are combined.
         for combiner in _COMBINERS:
             branches = as_list(schema.get(combiner))
-            if branches and (words == {combiner} or self._is_lenient):
+            if branches and (keywords == {combiner} or self._is_lenient):
                 combined = self._combine(schema, combiner, branches, depth)
                 # Where branches allow any string, the schema's own types say more.
-                if words == {combiner} or ANY_STRING not in combined.strings or not types_of(schema):
+                if keywords == {combiner} or ANY_STRING not in combined.strings or not types_of(schema):
                     return combined
+        # The schema is about types, of which strings are split from the others.
         types = types_of(schema)
         known = {"type", "nullable"} | _STRING_KEYWORDS | _OTHER_KEYWORDS
-        if not self._is_lenient and (not types or ("string" in types and not words <= known)):
+        if not self._is_lenient and (not types or ("string" in types and not keywords <= known)):
             return Forms(whole=schema)
         if not types:
             return _anything()
@@ -183,56 +194,9 @@ class SchemaReader:
         if "string" in types:
             forms.strings.append(schema)
         if others := [name for name in types if name != "string"]:
-            rest = {word: value for word, value in schema.items() if word not in _STRING_KEYWORDS}
+            rest = {keyword: value for keyword, value in schema.items() if keyword not in _STRING_KEYWORDS}
             forms.schemas.append({**rest, "type": others[0] if len(others) == 1 else others})
         return forms
-
-    def document(self, schema: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the schema as a document of its own, with all definitions that it refers to."""
-        found: dict[str, dict[str, object]] = {}
-        open_schemas: list[object] = [schema]
-        while open_schemas:
-            self._steps.spend(1)
-            match open_schemas.pop():
-                case dict() as words:
-                    open_schemas += words.values()
-                    if isinstance(reference := words.get("$ref"), str):
-                        target = self._resolve(reference, is_definition=True)
-                        _, holder, name = reference_path(reference)
-                        if name not in found.setdefault(holder, {}):
-                            found[holder][name] = target
-                            open_schemas.append(target)
-                case list() as items:
-                    open_schemas += items
-        return {**schema, **found}
-
-    def _resolve(self, reference: object, *, is_definition: bool) -> object:
-        """Return the schema at ``reference``. Raises NotWritable where there is none.
-
-        ``is_definition``: look only in ``$defs`` and ``definitions``, not anywhere in the document.
-        """
-        if isinstance(reference, str) and (not is_definition or _DEFINITION.fullmatch(reference)):
-            found = self._look_up(reference)
-            if found is not None:
-                return found
-        raise NotWritable(f"has the reference {reference!r}; only #/$defs/… and #/definitions/… are followed")
-
-    def _look_up(self, reference: str) -> object:
-        """Return what the document has at ``reference``; None for nothing or another document."""
-        if reference not in self._targets:
-            self._steps.spend(1 + len(reference) // 8)
-            found: object = self._root if reference.startswith("#") else None
-            for name in reference_path(reference)[1:]:
-                found = found.get(name) if isinstance(found, dict) else None
-            self._targets[reference] = found
-        return self._targets[reference]
-
-    def _value_keywords(self, schema: Mapping[str, object]) -> frozenset[str]:
-        """Return the keywords of a schema that are about values."""
-        if (entry := self._keywords_by_id.get(id(schema))) is None:
-            self._steps.spend(1 + len(schema) // 8)
-            entry = self._keywords_by_id[id(schema)] = schema, frozenset(schema.keys() - ANNOTATIONS)
-        return entry[1]
 
     def _combine(
         self, schema: Mapping[str, object], combiner: str, branches: Sequence[object], depth: int
@@ -303,6 +267,53 @@ class SchemaReader:
                     f"has the format {name!r}; this model's calls can have strings of the formats {known}"
                 )
         return " & ".join([ANY, *parts])
+
+    def document(self, schema: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the schema as a document of its own, with all definitions that it refers to."""
+        found: dict[str, dict[str, object]] = {}
+        open_schemas: list[object] = [schema]
+        while open_schemas:
+            self._steps.spend(1)
+            match open_schemas.pop():
+                case dict() as keywords:
+                    open_schemas += keywords.values()
+                    if isinstance(reference := keywords.get("$ref"), str):
+                        target = self._resolve(reference, is_definition=True)
+                        _, holder, name = reference_path(reference)
+                        if name not in found.setdefault(holder, {}):
+                            found[holder][name] = target
+                            open_schemas.append(target)
+                case list() as items:
+                    open_schemas += items
+        return {**schema, **found}
+
+    def _resolve(self, reference: object, *, is_definition: bool) -> object:
+        """Return the schema at ``reference``. Raises NotWritable where there is none.
+
+        ``is_definition``: look only in ``$defs`` and ``definitions``, not anywhere in the document.
+        """
+        if isinstance(reference, str) and (not is_definition or _DEFINITION.fullmatch(reference)):
+            found = self._look_up(reference)
+            if found is not None:
+                return found
+        raise NotWritable(f"has the reference {reference!r}; only #/$defs/… and #/definitions/… are followed")
+
+    def _look_up(self, reference: str) -> object:
+        """Return what the document has at ``reference``; None for nothing or another document."""
+        if reference not in self._targets:
+            self._steps.spend(1 + len(reference) // 8)
+            found: object = self._root if reference.startswith("#") else None
+            for name in reference_path(reference)[1:]:
+                found = found.get(name) if isinstance(found, dict) else None
+            self._targets[reference] = found
+        return self._targets[reference]
+
+    def _value_keywords(self, schema: Mapping[str, object]) -> frozenset[str]:
+        """Return the keywords of a schema that are about values."""
+        if (entry := self._keywords_by_id.get(id(schema))) is None:
+            self._steps.spend(1 + len(schema) // 8)
+            entry = self._keywords_by_id[id(schema)] = schema, frozenset(schema.keys() - ANNOTATIONS)
+        return entry[1]
 
 
 def _anything() -> Forms:

@@ -1,6 +1,7 @@
 """Base of the dialects whose answers are a sequence of blocks: Anthropic's messages and OpenAI's responses.
 
-Events of a stream open a block, let it grow and close it. Subclasses write these events.
+Events of a stream open a block, let it grow and close it. The dialects in ``anthropic_answers.py`` and
+``responses_answers.py`` write these events.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Declarations of all endpoints' bodies: every field with its type and bounds.
 
-Parsing (``declared_decoding.py``), its errors and the OpenAPI document come from these declarations. Plain
-classes are groups of fields; classes under ``declared`` are whole objects. A ``Raw`` field stays JSON until
-its reader takes it apart. ``schemas.py`` adds defaults and checks fields against each other. ``BODIES`` has
-the body of each path.
+Parsing (``declared_decoding.py``), its errors (``declared_errors.py``) and the OpenAPI document
+(``openapi.py``) come from these declarations. Plain classes are groups of fields, which bodies inherit;
+classes under ``declared`` are whole objects. ``Annotated[Raw | None, unsupported(...)]`` is a field that is
+refused unless its value is one of those listed. Any other ``Raw`` field stays JSON until its reader takes it
+apart. ``schemas.py`` adds defaults and checks fields against each other. ``BODIES`` has each path's body.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hisparse_pd.serving.api import anthropic_parts, openai_parts, responses_par
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.declared import AS_SPELLED, declared, list_of, raw, reference, rule, unsupported
 
+# What errors say of fields that are refused.
 _TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
 
 _ELSEWHERE = (
@@ -33,6 +35,7 @@ _TOOL_CHOICE = raw(
 )
 
 _TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+# Journal records (``request_journal.py``), as far as the document describes them.
 _RECORD: dict[str, object] = {"type": "array", "items": {"anyOf": [{"type": "integer"}, _TOKEN_IDS]}}
 _RECORD_BLOCKS = raw(
     type="array", items={"type": "array", "items": _RECORD}, maxItems=parts.MAX_RECORD_BLOCKS
@@ -106,8 +109,8 @@ class NoSglangFormat:
     ebnf: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
 
 
-class OnlyOpenAI:
-    """Fields of completions and chat completions, which other bodies refuse."""
+class NoOpenAIExtras:
+    """Fields of completions and chat completions, on endpoints that refuse them."""
 
     echo: Annotated[Raw | None, unsupported(False)]
     prompt_logprobs: Annotated[Raw | None, unsupported()]
@@ -160,7 +163,7 @@ class SamplingFields:
 class MinTokensAndSeed:
     """Fewest tokens of an answer, and the seed."""
 
-    min_tokens: parts.Minimum | None
+    min_tokens: parts.Count | None
     seed: parts.Seed | None
 
 
@@ -173,8 +176,8 @@ class OneSampleOnly:
 class OpenAI(GeneratingBody, SamplingFields, MinTokensAndSeed, VllmFormat, SglangFormat, RefusedFields):
     """Fields of completions and of chats."""
 
-    max_tokens: parts.Minimum | None
-    max_completion_tokens: parts.Minimum | None
+    max_tokens: parts.Count | None
+    max_completion_tokens: parts.Count | None
     prompt_logprobs: parts.NumLogprobs | None
     n: parts.NumSamples | None
     best_of: parts.NumSamples | None
@@ -207,7 +210,7 @@ class Conversation(TemplateFields):
 
 
 class AnthropicConversation(
-    ModelBody, TemplateFields, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields
+    ModelBody, TemplateFields, NoVllmFormat, NoSglangFormat, NoOpenAIExtras, RefusedFields
 ):
     """A conversation in Anthropic's fields."""
 
@@ -239,6 +242,7 @@ _IDS: dict[str, object] = {
 
 
 def _or_list(schema: dict[str, object]) -> list[dict[str, object]]:
+    """Return the schemas of one prompt and of a list of prompts."""
     return [schema, {"type": "array", "items": schema, "minItems": 1, "maxItems": parts.MAX_PROMPTS}]
 
 
@@ -290,15 +294,15 @@ class SamplingParams(SamplingFields, NoVllmFormat, SglangFormat, RefusedFields):
     """``sampling_params`` of ``/generate``."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
-    max_new_tokens: parts.Minimum | None
-    min_new_tokens: parts.Minimum | None
+    max_new_tokens: parts.Count | None
+    min_new_tokens: parts.Count | None
     sampling_seed: parts.Seed | None
     n: parts.NumSamples | None
     stop: parts.StopString | parts.StopStrings | None
 
 
 @declared
-class GenerateBody(GeneratingBody, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
+class GenerateBody(GeneratingBody, NoVllmFormat, NoSglangFormat, NoOpenAIExtras, RefusedFields):
     """``/generate``, SGLang's. One of text and input_ids is needed."""
 
     text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
@@ -338,7 +342,7 @@ class ResponsesBody(
     OneSampleOnly,
     VllmFormat,
     NoSglangFormat,
-    OnlyOpenAI,
+    NoOpenAIExtras,
     RefusedFields,
 ):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
@@ -371,7 +375,7 @@ class ResponsesBody(
 
 
 @declared
-class TokenizeBody(ModelBody, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, RefusedFields):
+class TokenizeBody(ModelBody, Conversation, NoVllmFormat, NoSglangFormat, NoOpenAIExtras, RefusedFields):
     """``/tokenize``, vLLM's. One of prompt and messages is needed."""
 
     prompt: Annotated[Raw | None, raw(**_TEXT)]

@@ -1,4 +1,7 @@
-"""Types with bounds for the fields in ``bodies.py``, and objects that the bodies of several APIs share."""
+"""Types with bounds for the fields of bodies, and objects that the bodies of several APIs share.
+
+``bodies.py`` and the ``*_parts.py`` beside it declare fields with them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ NeededName = Annotated[str, Meta(min_length=1, max_length=256)]
 """Name or id of a tool or a call."""
 Effort = Annotated[str, Meta(max_length=64)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-Minimum = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 NumSamples = Annotated[int, Meta(ge=1, le=MAX_SAMPLES_PER_PROMPT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -98,7 +101,7 @@ class JournalHead:
     created: Annotated[int, Meta(ge=0, le=2**53)]
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     may_move: bool | None
-    num_resumes: Minimum | None
+    num_resumes: Count | None
 
 
 @declared

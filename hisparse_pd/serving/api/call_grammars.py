@@ -1,9 +1,10 @@
 # ruff: noqa: RUF001 -- the marks of the models are written with wide bars
 """Grammars of tool calls, one ``CallWriter`` for each markup that models write calls in (``chat_format.py``).
 
-``grammars.py`` puts a writer's grammar behind the mark that opens calls. ``call_reader.py`` reads back every
-call that these grammars admit, with one exception: they cannot exclude a mark that is spelled within a string
-of a JSON value. No model writes one.
+``grammars.py`` asks ``callable_tools`` for the tools of a request and puts a writer's ``behind_opening``
+behind the mark that opens calls. Methods return text in Lark's notation (``lark.py``). A call that these
+grammars admit is read back by ``call_reader.py`` as the same call, with one exception: they cannot exclude a
+mark that is spelled within a string of a JSON value. No model writes one.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class CallableTool:
 
 
 class CallWriter(ABC):
-    """Writes calls in one markup. They begin with the mark ``opening``; the text ``gap`` may stand before
-    it."""
+    """Writes calls in one markup. They begin with the mark ``opening``."""
 
     gap = ""
+    """Expression of the text that may stand before ``opening``."""
 
     def __init__(
         self, markup: Markup, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps
@@ -73,13 +74,15 @@ class CallWriter(ABC):
         return self._calls("(" + " | ".join(map(self._checked_call, tools)) + ")", at_most_one)
 
     def _checked_call(self, tool: CallableTool) -> str:
+        """Return the rule of one call. Raises ApiError 400."""
         try:
             return self._lark.rule(self._call(tool))
         except NotWritable as error:
             raise _refused(tool, str(error)) from error
 
     def _calls(self, call: str, at_most_one: bool) -> str:
-        """Return what follows the opening. In most markups each further call has an opening of its own."""
+        """Return what follows the opening; ``call`` is the expression of one call. In most markups each
+        further call has an opening of its own."""
         further = f"({NEWLINE}? {self._lark.mark(self.opening)} {call})*"
         return call if at_most_one else f"{call} {further}"
 
@@ -117,6 +120,7 @@ class _WithArguments(CallWriter):
         for name, schema in properties.items():
             if not _NAME.fullmatch(name):
                 raise NotWritable(f"has a parameter {name!r}, a name that this model's calls cannot have")
+            # Where the schema cannot be enforced, a tool that is not strict takes any value.
             try:
                 value = self._value(tool, name, schema, reader)
             except NotWritable as error:
@@ -128,12 +132,12 @@ class _WithArguments(CallWriter):
         return written
 
     @abstractmethod
-    def _argument(self, key: str, value: str) -> str:
-        """Return an argument; ``value`` includes the mark that ends it."""
+    def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
+        """Return a value of the parameter ``name``, with the mark that ends it. Raises NotWritable."""
 
     @abstractmethod
-    def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
-        """Return a value with the mark that ends it."""
+    def _argument(self, key: str, value: str) -> str:
+        """Return an argument of a key and a value, which includes the mark that ends it."""
 
     def _texts(self, texts: Sequence[str], strings: Sequence[str]) -> str:
         """Return ``bare_texts`` and spend steps on its length: a schema is written again for each parameter
@@ -146,10 +150,21 @@ class _WithArguments(CallWriter):
         return json_value(self._lark, reader.document(schema), self._steps, is_lenient=not tool.is_strict)
 
 
+_COMBINING = (
+    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    "unevaluatedProperties",
+)
+"""Keywords about all arguments together that a markup with separate arguments cannot enforce."""
+
+
 class _Members(NamedTuple):
+    """The parameters of a tool."""
+
     properties: Mapping[str, object]
     """Schemas of the named parameters."""
     required: Mapping[str, None]
+    """Names of the required ones, in order."""
     others: object
     """Schema of all other parameters; False if there may be none."""
 
@@ -169,14 +184,6 @@ def _members(tool: CallableTool, reader: SchemaReader) -> _Members:
     needed = {str(name): None for name in required}
     undeclared = {name: others for name in needed if name not in properties}
     return _Members({**properties, **undeclared}, needed, others)
-
-
-_COMBINING = (
-    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-    "unevaluatedProperties",
-)
-"""Keywords about all arguments together that a markup with separate arguments cannot enforce."""
 
 
 class _Glm(_WithArguments):

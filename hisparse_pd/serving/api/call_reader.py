@@ -1,7 +1,9 @@
 """Reads tool calls from an answer's text as it comes: shows the name at once, then arguments as JSON text.
 
 ``MessageParser`` (``chat_message.py``) makes a ``CallReader`` at each mark that opens calls and drives its
-``read``, a generator. Calls go into the answer's ``BlockList``.
+``read``, a generator. Calls go into the answer's ``BlockList``. GLM's
+``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>`` opens a block of the name ``f`` at
+``<arg_key>``, which grows by ``{"x": `` at ``<arg_value>``, by ``1`` at its end, and by ``}`` at the call's.
 
 - What has been shown is never taken back. An argument is therefore withheld as long as it may be JSON or a
   string, until its end decides.
@@ -36,23 +38,6 @@ _MAX_NAME_CHARS = 512
 _HEAD_CHARS = 8
 """Characters at the beginning of a value, behind white space, that tell a text from a word of JSON, of which
 "false" is the longest."""
-
-
-class _JsonCall(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-_JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
-
-
-def _json_call(text: str) -> _JsonCall | None:
-    """Return a call that is JSON as a whole; None if the text is none."""
-    try:
-        call = _JSON_CALLS.decode(text.encode())
-    except msgspec.MsgspecError:
-        return None
-    return call if call.name else None
 
 
 class CallReader:
@@ -196,7 +181,7 @@ class CallReader:
 
     def _read_call(self, name: str, mark: str) -> Reading[str]:
         """Read a call behind its name and the ``mark`` after it, which may be the first argument's."""
-        markup, keys = self._markup, set[str]()  # keys shown so far: the first comes behind "{"
+        markup, keys = self._markup, set[str]()  # keys shown so far; "{" comes before the first one
         self._begin_call(name)
         if mark in self._ends:
             return self._end_call("{}", mark)
@@ -246,8 +231,8 @@ class CallReader:
         if is_string:
             self._show('"')
         marks = (markup.end_of_value, *(() if markup.values_hide_marks else self._ends))
-        text, is_mark = "", False  # a first piece without text: some parameters take nothing but strings
-        while not is_mark:
+        text, is_mark = "", False
+        while not is_mark:  # at first with an empty text: some parameters take nothing but strings
             if is_string:
                 self._show(_string(text)[1:-1])  # between the quotes
             else:
@@ -323,6 +308,23 @@ class CallReader:
         """Show a piece of the call's arguments."""
         self._blocks.grow(arguments)
         self._unshown.clear()
+
+
+class _JsonCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_JSON_CALLS: TypedDecoder[_JsonCall] = TypedDecoder.json(_JsonCall)
+
+
+def _json_call(text: str) -> _JsonCall | None:
+    """Return a call that is JSON as a whole; None if the text is none."""
+    try:
+        call = _JSON_CALLS.decode(text.encode())
+    except msgspec.MsgspecError:
+        return None
+    return call if call.name else None
 
 
 def _is_text(text: str, num_chars: int) -> bool:

@@ -34,11 +34,12 @@ class CallRule:
 
 
 def openai_calls(
-    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_in_function: bool
+    tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_chat: bool
 ) -> CallRule | None:
     """Return the rule of chat completions and responses; None if the model may call any tool in any way.
 
-    Where it ``is_in_function``, a tool's name is within ``function``, as in chats, and not beside its type.
+    ``is_chat``: whether ``tool_choice`` names tools as in chats, within ``function``, and not beside their
+    type, as in responses.
     """
     names = names_of_tools(prompt)
     at_most_one = parallel_tool_calls is False
@@ -55,14 +56,12 @@ def openai_calls(
             is_forced = True
         case {"type": "function" | "custom"}:
             assert tool_choice is not None
-            kind: type[_Choice] = (
-                openai_parts.ChatToolChoice if is_in_function else responses_parts.ToolChoice
-            )
+            kind: type[_Choice] = openai_parts.ChatToolChoice if is_chat else responses_parts.ToolChoice
             names, is_forced = (_chosen_name(decode(kind, tool_choice, field), field, prompt),), True
             at_most_one = True  # as OpenAI has it for one named function
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
-            names, is_forced = _allowed_tools(tool_choice, field, prompt, is_in_function)
+            names, is_forced = _allowed_tools(tool_choice, field, prompt, is_chat)
         case _:
             rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
             raise InvalidField(field, choice, rule)
@@ -97,8 +96,8 @@ def _call_rule(
     at_most_one: bool,
     serial_field: str,
 ) -> CallRule | None:
-    """Return the rule that ``field`` asks for, which is "" where there is no choice; then ``serial_field`` or
-    a strict tool may ask for one."""
+    """Return the rule that ``field`` asks for. Where the client chose no tools, ``field`` is "", and there is
+    a rule only if ``serial_field`` asks for one call at most, or the schema of a strict tool is enforced."""
     if not names:
         return None
     if not field and at_most_one:
@@ -120,11 +119,11 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
 
 
 def _allowed_tools(
-    choice: Raw, field: str, prompt: ChatPrompt, is_in_function: bool
+    choice: Raw, field: str, prompt: ChatPrompt, is_chat: bool
 ) -> tuple[tuple[str, ...], bool]:
     """Return the allowed names, and whether one of them must be called."""
     allowed: openai_parts.ChatAllowed | responses_parts.AllowedChoice
-    if is_in_function:
+    if is_chat:
         allowed = decode(openai_parts.ChatAllowedChoice, choice, field).allowed_tools
         field = f"{field}.allowed_tools"
     else:

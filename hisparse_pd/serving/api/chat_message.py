@@ -22,9 +22,11 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
 class _Reasoning(Enum):
+    """Where the text that comes next stands: within reasoning or behind it."""
+
     OPEN = auto()
     INTERRUPTED = auto()
-    """Calls came before it was closed. Text is content, and the closing mark may still come."""
+    """Calls came before reasoning was closed. Text is content, and the closing mark may still come."""
     CLOSED = auto()
 
 
@@ -90,8 +92,8 @@ class MessageParser:
         return self._blocks.take()
 
     def _read_start(self, text: str) -> str | None:
-        """Read ``text`` at the answer's start. Returns the text to read as its message; None while it may
-        still begin with a mark of reasoning."""
+        """Read ``text`` at the answer's start. Returns the text to read as its message; None while a mark of
+        reasoning may still come."""
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
@@ -115,12 +117,14 @@ class MessageParser:
 
     def _read(self, text: str) -> None:
         """Split ``text`` at marks, and withhold an end that may begin a mark."""
+        # Whole marks.
         at = 0
         while (found := search(self._marks, text, at)) is not None:
             self._send(text[at : found.start()])
             # The text before the mark may have changed which marks count.
             self._send(found.group(), is_mark=found.group() in self._marks)
             at = found.end()
+        # The rest, up to what may begin a mark.
         tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
         end = len(text) - max((overlap(tail, mark) for mark in self._marks), default=0)
         self._withheld = text[end:]

@@ -6,6 +6,7 @@ gets a stand-in for its first character: one character that trimming, slicing an
 the request has nowhere else. In the chat that the template has written, each stand-in becomes its character
 again, between two breaks. The tokenizer finds no control token across a break. Then it drops the breaks, and
 only then normalizes and splits the text between control tokens, so this text gets the tokens of plain text.
+With ``|`` for a break, a client's ``<eos>`` reaches the template as ``㐀eos>``, the tokenizer as ``|<|eos>``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hisparse_pd.serving.http.http_errors import ApiError
 logger = logging.getLogger(__name__)
 
 _BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
+"""Characters that no text should have; a chat that has them is escaped (``_ESCAPED``)."""
 _ESCAPED = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
 """Replacements for escapes and breaks that the chat itself contains, in the order of replacing."""
 _FIRST_SINGLE = 0xF0000
@@ -37,7 +39,7 @@ _ANY_STAND_IN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{
 
 
 class StandIns:
-    """The stand-ins of one request, by the character that each stands for, and its strings with stand-ins."""
+    """The stand-ins of one request, by the character that each stands for, and the changed strings."""
 
     def __init__(self, places: Mapping[str, Sequence[int]], strings: Iterable[str], template: str) -> None:
         """``places`` has, for each string to change, the indexes of the characters to replace. Raises
@@ -201,7 +203,8 @@ class ClientText:
             "role": message["role"]
         }
         content = message["content"]
-        if message["role"] == "assistant" and "reasoning_content" not in message and content in places:
+        may_have_reasoning = message["role"] == "assistant" and "reasoning_content" not in message
+        if may_have_reasoning and content in places:
             # The template must still find the reasoning in an earlier answer's text.
             kept = self._read_places(content)
             shown["content"] = stand_ins.insert(content, (at for at in places[content] if at not in kept))

@@ -57,7 +57,9 @@ class FormatKind(Enum):
     REGEX = auto()
     """Text that as a whole matches ``text``."""
     CHOICE = auto()
+    """One of ``choices``."""
     LARK = auto()
+    """A grammar in llguidance's notation."""
     GBNF = auto()
     """A grammar in llama.cpp's notation, which SGLang and vLLM call EBNF."""
 
@@ -70,6 +72,7 @@ class AnswerFormat:
     """Path of the field that asks for it."""
     kind: FormatKind
     text: str = ""
+    """What ``kind`` says: a schema, a regular expression or a grammar."""
     choices: tuple[str, ...] = ()
 
 
@@ -102,7 +105,7 @@ def generate_constraint(params: SamplingParams, name: str) -> Constraint | None:
 def chat_constraint(body: ChatBody, prompt: ChatPrompt) -> Constraint | None:
     """Return the constraint of a body of ``/v1/chat/completions``."""
     answer = _openai_format(body)
-    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=True)
+    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_chat=True)
     return _constraint(answer, calls, prompt, "continue_final_message")
 
 
@@ -114,7 +117,7 @@ def responses_constraint(body: ResponsesBody, prompt: ChatPrompt) -> Constraint 
         chosen = decode(TextFormat, body.text.format, name)
         own = _typed_format(f"{name}.type", chosen.type, f"{name}.schema", chosen.schema)
     answer = _only_format([*own, *_vllm_formats(body)])
-    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_in_function=False)
+    calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, is_chat=False)
     return _constraint(answer, calls, prompt, "input")
 
 
@@ -184,6 +187,7 @@ def _response_format(chosen: ResponseFormat | None) -> Sequence[AnswerFormat]:
 def _typed_format(
     type_name: str, kind: str, schema_name: str, schema: dict[str, Any] | str | None
 ) -> Sequence[AnswerFormat]:
+    """Return the format of OpenAI's type ``kind``; nothing for "text". The names are the fields' paths."""
     if kind == "text":
         return []
     return [_any_object(type_name) if kind == "json_object" else _json_format(schema_name, schema)]

@@ -57,8 +57,8 @@ def decode_body(kind: type[T], body: bytes) -> T:
 
 
 def _decode_object(declaration: _Declaration, text: Json, name: str) -> Any:
-    """Decode ``text``; a null in a ``Raw`` field may stay JSON. Raises ApiError if ``text`` is not as
-    declared, and MsgspecError if it is not JSON."""
+    """Decode ``text``, of a large one its ``Raw`` fields apart; a null in such a field may stay JSON. Raises
+    ApiError if ``text`` is not as declared, and MsgspecError if it is not JSON."""
     is_large = len(memoryview(text)) > MAX_FIELD_BYTES
     split = declaration.split(text, name) if is_large else _SplitObject(text, {})
     try:
@@ -90,6 +90,7 @@ class _Declaration:
         self._raw_fields = {field.name for field in fields if is_raw(field.type)}
         is_spelling_kept = any(map(keeps_spelling, structures))
         self._decoder = msgspec.json.Decoder(kind, float_hook=read_float if is_spelling_kept else None)
+        # A second decoder leaves the fields as they stand.
         names = sorted({field.name for field in fields} | self.tag_fields)
         as_raw = msgspec.defstruct("Fields", [(name, Raw, None) for name in names], kw_only=True)
         self._fields_decoder = msgspec.json.Decoder(as_raw)

@@ -1,7 +1,8 @@
 """Explains to the client what in a body breaks its declaration: field, value and bound.
 
-msgspec tells the place, such as ``$.a[0]``, and the bound. If the type declared for that place has a text of
-``rule``, or is a literal or tag with known values, these replace msgspec's bound.
+``declared_decoding.py`` calls ``explain`` with an error of msgspec, which tells the place, such as
+``$.a[0]``, and the bound. If the type declared for that place has a text of ``rule``, or is a literal or tag
+with known values, these replace msgspec's bound.
 """
 
 from __future__ import annotations

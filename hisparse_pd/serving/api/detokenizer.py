@@ -124,7 +124,7 @@ class StopStrings:
         text = self._withheld + text
         self._withheld = ""
         if matches:
-            end, start, self.matched = min(matches)
+            end, start, self.matched = min(matches)  # the first to end; of several, the longest
             return text[:end] if self._keep_match else text[:start]
         if num_begun := max(self._num_begun):
             text, self._withheld = text[:-num_begun], text[-num_begun:]

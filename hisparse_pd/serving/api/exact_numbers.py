@@ -125,18 +125,18 @@ def is_kept_by_llguidance(value: Number) -> bool:
     return is_read and abs(near) < _MAX_BOUND
 
 
-def fault_of_bound(word: str, value: Number, *, of_integers: bool) -> str:
+def fault_of_bound(keyword: str, value: Number, *, of_integers: bool) -> str:
     """Return "" if llguidance can enforce the bound exactly, else which bounds are enforced exactly.
 
-    ``word``: one of BOUNDS. ``of_integers``: whether the bounded values are integers only.
+    ``keyword``: one of BOUNDS. ``of_integers``: whether the bounded values are integers only.
     """
-    if word == "multipleOf":
+    if keyword == "multipleOf":
         digits, num_decimals = _parts(exact(value)) if is_kept_by_llguidance(value) else (0, 0)
         if 0 < digits <= _MAX_COEFFICIENT and num_decimals <= _MAX_MULTIPLE_DECIMALS and value > 0:
             return ""
         return f"multiples of up to {_MAX_COEFFICIENT} are, with up to {_MAX_MULTIPLE_DECIMALS} decimals"
     # llguidance turns an exclusive bound into the next integer, which has to be exact, too.
-    is_exclusive = word.startswith("exclusive")
+    is_exclusive = keyword.startswith("exclusive")
     is_whole = exact(value) == exact(value).to_integral_value()
     is_exact = _is_whole_double(value) if of_integers and is_whole else is_kept_by_llguidance(value)
     if is_exact and not (is_exclusive and abs(value) >= _MAX_EXACT):
@@ -157,8 +157,9 @@ def admits_excluded_integer(bounds: Mapping[str, object]) -> bool:
     high = _tightest(bounds, "maximum", "exclusiveMaximum", min)
     if low is None or high is None:
         return False
+    # The bound nearer to zero is the low one. Of negative numbers it is the high one, which is looked at as a
+    # low bound of the negated numbers.
     negated_high, negated_low = (-high[0], high[1]), (-low[0], low[1])
-    # The near bound is the low one, then the high one, which is a low one of the negated numbers.
     for (near, is_excluded), (far, _) in ((low, high), (negated_high, negated_low)):
         if is_excluded and near >= 0 and near == math.floor(near) == math.floor(far):
             return True
@@ -166,10 +167,11 @@ def admits_excluded_integer(bounds: Mapping[str, object]) -> bool:
 
 
 def _tightest(
-    bounds: Mapping[str, object], word: str, exclusive_word: str, choose: Callable[..., tuple[float, bool]]
+    bounds: Mapping[str, object], inclusive: str, exclusive: str, choose: Callable[..., tuple[float, bool]]
 ) -> tuple[float, bool] | None:
-    """Return the tightest bound of two keywords, and whether it is excluded; None for no bound."""
-    given = ((bounds.get(word), False), (bounds.get(exclusive_word), True))
+    """Return the tightest bound of two keywords, and whether it is excluded; None for no bound. ``choose``:
+    max for lower bounds, min for upper ones."""
+    given = ((bounds.get(inclusive), False), (bounds.get(exclusive), True))
     found = [(float(value), is_excluded) for value, is_excluded in given if is_number(value)]
     return choose(found, key=lambda bound: bound[0]) if found else None
 

@@ -181,6 +181,7 @@ class Reply:
         self._keep_alive = KeepAlive(scope, self._error_shape, self._piece)
 
     def close(self) -> None:
+        """Stop pinging."""
         if self._keep_alive is not None:
             self._keep_alive.close()
             self._keep_alive = None

@@ -1,4 +1,7 @@
-"""Writes the answers to SGLang's native ``/generate``, whole and streamed."""
+"""Writes the answers to SGLang's native ``/generate``, whole and streamed.
+
+``answering.py`` makes a ``GenerateDialect`` for each request and calls it as ``dialect.py`` says.
+"""
 
 from __future__ import annotations
 

@@ -9,9 +9,11 @@ the first call may end reasoning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hisparse_pd.core.grammar.gbnf import convert_gbnf
 from hisparse_pd.serving.api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
+from hisparse_pd.serving.api.call_rules import CallRule
 from hisparse_pd.serving.api.chat_format import MARKUPS, ChatFormat, ReasoningStart, ThinkMarks
 from hisparse_pd.serving.api.constraints import AnswerFormat, Constraint, FormatKind
 from hisparse_pd.serving.api.exact_numbers import read_json
@@ -51,8 +53,8 @@ def write_grammar(
     ``separates_reasoning``: whether text within reasoning that looks like a call is no call. Raises ApiError
     400.
     """
-    answer, calls = constraint.answer, constraint.calls
-    if chat_format.markup is None:
+    answer, calls, markup = constraint.answer, constraint.calls, chat_format.markup
+    if markup is None:
         if calls is not None and calls.is_forced:
             raise FieldRefused(
                 calls.field, "a call cannot be forced: how this model writes calls is not known here"
@@ -61,61 +63,91 @@ def write_grammar(
     asking = answer or calls
     if asking is None:
         return ""
+    lark = Lark(chat_format.token_ids)
+    thoughts = _Thoughts(lark, chat_format.think, reasoning)
     try:
         if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
             return _alone(answer)
-        lark, think = Lark(chat_format.token_ids), chat_format.think
-        # An answer must not begin with the mark of reasoning, or it would be read as reasoning. If the prompt
-        # has begun reasoning, that ends before the answer, and the mark has no meaning there.
-        excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(think.opening)}"]
-        if calls is None or chat_format.markup is None:
+        if calls is None or markup is None:
             assert answer is not None
-            return lark.text(
-                sequence(_thoughts(lark, think, reasoning), f"({_answer(lark, answer, excluded)})")
+            before = thoughts.whole()
+            return lark.text(sequence(before, f"({_answer(lark, answer, thoughts.not_to_begin_with)})"))
+        writer = CALL_WRITERS[markup](MARKUPS[markup], lark, tools, Steps())
+        may_interrupt = MARKUPS[markup].ends_reasoning
+        return lark.text(
+            _with_calls(
+                thoughts, answer, calls, writer, tools, may_interrupt, separates_reasoning=separates_reasoning
             )
-        writer = CALL_WRITERS[chat_format.markup](MARKUPS[chat_format.markup], lark, tools, Steps())
-        may_interrupt = MARKUPS[chat_format.markup].ends_reasoning  # whether a call may end reasoning
-        # Where such text is read as a call, reasoning must not have it.
-        marks = [writer.opening] if may_interrupt or not separates_reasoning else []
-        thoughts = _thoughts(lark, think, reasoning, marks)
-        # Behind reasoning comes the answer in its format, or calls, or text in which a call may begin.
-        parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
-        called = writer.behind_opening(
-            list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one
         )
-        is_text_allowed = answer is None and not calls.is_forced
-        parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
-        alternatives = [sequence(thoughts, f"({' | '.join(parts)})")]
-        # Or a call ends reasoning.
-        if may_interrupt and reasoning is not ReasoningStart.NONE:
-            interrupted = _thoughts_until(lark, think, reasoning, writer.opening, [think.closing])
-            alternatives.append(f"{interrupted} {called}")
-        return lark.text(" | ".join(f"({way})" for way in alternatives))
     except (TooLarge, TooManySteps) as error:
         raise FieldRefused(asking.field, str(error)) from error
+
+
+def _with_calls(
+    thoughts: _Thoughts,
+    answer: AnswerFormat | None,
+    calls: CallRule,
+    writer: CallWriter,
+    tools: Sequence[Tool],
+    may_interrupt: bool,
+    *,
+    separates_reasoning: bool,
+) -> str:
+    """Return the first rule of an answer that must or may have calls. ``may_interrupt``: whether a call may
+    end reasoning."""
+    lark, excluded = thoughts.lark, thoughts.not_to_begin_with
+    # Where text within reasoning that looks like a call is read as one, reasoning must not have such text.
+    marks = [writer.opening] if may_interrupt or not separates_reasoning else []
+    before = thoughts.whole(marks)
+    # Behind reasoning comes the answer in its format, or calls, or text in which a call may begin.
+    parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
+    called = writer.behind_opening(list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one)
+    is_text_allowed = answer is None and not calls.is_forced
+    parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
+    alternatives = [sequence(before, f"({' | '.join(parts)})")]
+    # Or a call ends reasoning.
+    if may_interrupt and thoughts.start is not ReasoningStart.NONE:
+        interrupted = thoughts.until(writer.opening, [thoughts.think.closing])
+        alternatives.append(f"{interrupted} {called}")
+    return " | ".join(f"({way})" for way in alternatives)
 
 
 # --- reasoning ---------------------------------------------------------------------------------------
 
 
-def _thoughts(lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
-    """Return reasoning with its end, and without ``excluded`` marks in it; "" where there is none."""
-    if reasoning is ReasoningStart.NONE:
-        return ""
-    thoughts = f"{_thoughts_until(lark, think, reasoning, think.closing, excluded)} {_GAP}"
-    return thoughts if reasoning is ReasoningStart.BEGUN else f"({thoughts})?"
+@dataclass(frozen=True)
+class _Thoughts:
+    """Writes the reasoning before an answer, which the prompt has begun or the model may begin."""
 
+    lark: Lark
+    think: ThinkMarks
+    start: ReasoningStart
 
-def _thoughts_until(
-    lark: Lark, think: ThinkMarks, reasoning: ReasoningStart, mark: str, excluded: Sequence[str]
-) -> str:
-    """Return reasoning up to and with ``mark``. Its opening mark comes first unless the prompt has it."""
-    if reasoning is ReasoningStart.BEGUN:
-        return lark.until(mark, excluded=excluded)
-    if think.opening in lark.token_ids:
-        return f"{_GAP} {lark.mark(think.opening)} {lark.until(mark, excluded=excluded)}"
-    free = without(*excluded) if excluded else ANY
-    return lark.until(mark, f"{_SPACE} {literal(think.opening)} {free}")
+    @property
+    def not_to_begin_with(self) -> list[str]:
+        """What an answer must not begin with: the mark of reasoning, or it would be read as reasoning.
+
+        If the prompt has begun reasoning, that ends before the answer, and the mark has no meaning there.
+        """
+        is_begun = self.start is ReasoningStart.BEGUN
+        return [] if is_begun else [f"{_SPACE} {literal(self.think.opening)}"]
+
+    def whole(self, excluded: Sequence[str] = ()) -> str:
+        """Return reasoning with its end, and without ``excluded`` marks in it; "" where there is none."""
+        if self.start is ReasoningStart.NONE:
+            return ""
+        thoughts = f"{self.until(self.think.closing, excluded)} {_GAP}"
+        return thoughts if self.start is ReasoningStart.BEGUN else f"({thoughts})?"
+
+    def until(self, mark: str, excluded: Sequence[str]) -> str:
+        """Return reasoning up to and with ``mark``. Its opening mark comes first unless the prompt has it."""
+        lark, opening = self.lark, self.think.opening
+        if self.start is ReasoningStart.BEGUN:
+            return lark.until(mark, excluded=excluded)
+        if opening in lark.token_ids:
+            return f"{_GAP} {lark.mark(opening)} {lark.until(mark, excluded=excluded)}"
+        free = without(*excluded) if excluded else ANY
+        return lark.until(mark, f"{_SPACE} {literal(opening)} {free}")
 
 
 # --- the answer's format -----------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Joins the pieces of JSON that the events of a stream carry into the JSON of a whole answer.
 
 ``openai_answers.py`` and ``generate_answers.py`` keep a ``GrownObject`` for each sample of a whole answer.
+The pieces ``{"text": "a", "ids": [1], "end": null}`` and ``{"text": "b", "ids": [2], "end": "stop"}`` make
+``{"text": "ab", "ids": [1, 2], "end": "stop"}``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _TEXTS = ("text", "content", "reasoning_content", "arguments")
 
 class GrownObject:
     """An object joined from pieces as clients join them: texts and lists are concatenated, objects joined by
-    field, and of anything else the first value counts. Lists are kept encoded, which takes less memory."""
+    field, and of anything else the first value but null counts. Lists are kept encoded, which takes less
+    memory."""
 
     def __init__(self) -> None:
         self._fields: dict[Any, Any] = {}

@@ -1,10 +1,11 @@
 """Grammars of the JSON that a schema describes, with numbers spelled as the client wrote them.
 
 ``json_value`` is called for an answer's format (``grammars.py``) and for arguments of calls
-(``call_grammars.py``). llguidance reads schemas, but keeps numbers as doubles. A ``const`` or ``enum`` with
-numbers that a double does not spell is therefore written here as a rule of its literals, and so are the
-objects, arrays, alternatives and definitions that contain it. All other parts are left to llguidance
-(``%json``). A bound that it would shift is refused.
+(``call_grammars.py``). llguidance reads schemas, but keeps numbers as doubles: it would make a model
+write 9007199254740992 for ``{"const": 9007199254740993}``. A ``const`` or ``enum`` with such a number is
+therefore written here as a rule of its literals, and so are the objects, arrays, alternatives and definitions
+that contain it. All other parts are left to llguidance (``%json``). A bound that llguidance would shift is
+refused.
 """
 
 from __future__ import annotations
@@ -37,10 +38,19 @@ from hisparse_pd.serving.api.schema_numbers import Schema, SchemaNumbers, number
 _WHITESPACE: Final = "[ \\n\\r\\t]{1,64}"
 """White space between the parts of a JSON value, bounded because a model may otherwise write it for ever."""
 
-_OBJECT_WORDS = {"properties", "required", "additionalProperties"}
-_ARRAY_WORDS = {"items", "prefixItems", "minItems", "maxItems"}
-_SCALAR_WORDS = {*BOUNDS, "minLength", "maxLength", "pattern", "format"}
+_OBJECT_KEYWORDS = {"properties", "required", "additionalProperties"}
+_ARRAY_KEYWORDS = {"items", "prefixItems", "minItems", "maxItems"}
+_SCALAR_KEYWORDS = {*BOUNDS, "minLength", "maxLength", "pattern", "format"}
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+_ENFORCED = {
+    *("const", "enum", "$ref", "anyOf", "oneOf", "allOf", "patternProperties", "additionalItems"),
+    *("minProperties", "maxProperties"),
+    *_OBJECT_KEYWORDS,
+    *_ARRAY_KEYWORDS,
+    *_SCALAR_KEYWORDS,
+}
+"""Keywords that llguidance enforces; a lenient grammar must not leave them out, either."""
 
 _MAX_DEPTH: Final = 100
 
@@ -71,7 +81,10 @@ def _by_llguidance(schema: Schema, is_lenient: bool) -> str:
 
 
 class _Writer:
-    """Writes the schemas that ``numbers`` concern, each as one rule."""
+    """Writes the schemas that contain a number to be spelled (``SchemaNumbers.concern``), each as one rule.
+
+    Rules and expansions are texts in Lark's notation. A ``place`` is a path in the document, for errors.
+    """
 
     def __init__(
         self, lark: Lark, root: Schema, numbers: SchemaNumbers, steps: Steps, *, is_lenient: bool
@@ -88,8 +101,8 @@ class _Writer:
         """Names of rules by the schema's id; a rule is named before it is written, so that it may recur."""
 
     def rule_of(self, schema: object, place: str) -> str:
-        """Return the rule of ``schema``, which stands at ``place`` of the document. Raises NotWritable, whose
-        message has the place."""
+        """Return the rule of ``schema``, which stands at ``place``. Raises NotWritable, whose message has the
+        place."""
         if not self._numbers.concern(schema):
             return self._by_llguidance_alone(schema)
         assert isinstance(schema, dict)
@@ -112,33 +125,34 @@ class _Writer:
 
     def _expansion(self, schema: Schema, place: str) -> str:
         """Return what the rule of ``schema`` expands to. Its keywords decide which method writes it."""
-        words = set(schema) - ANNOTATIONS - {"nullable"}
-        if "const" in words or "enum" in words:
-            self._check_words(words, {"const", "enum", "type"}, place)
+        keywords = set(schema) - ANNOTATIONS - {"nullable"}
+        if "const" in keywords or "enum" in keywords:
+            self._check_keywords(keywords, {"const", "enum", "type"}, place)
             return self._values(schema)
-        if "$ref" in words:
-            self._check_words(words, {"$ref"}, place)
+        if "$ref" in keywords:
+            self._check_keywords(keywords, {"$ref"}, place)
             return self.rule_of(self._numbers.target(schema["$ref"]), str(schema["$ref"]))
-        for word in ("anyOf", "oneOf", "allOf"):
-            if word in words:
-                return self._alternatives(schema, words, word, place)
-        known = _OBJECT_WORDS | _ARRAY_WORDS | _SCALAR_WORDS | {"type"}
-        self._check_words(words, known, place)
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if keyword in keywords:
+                return self._alternatives(schema, keywords, keyword, place)
+        known = _OBJECT_KEYWORDS | _ARRAY_KEYWORDS | _SCALAR_KEYWORDS | {"type"}
+        self._check_keywords(keywords, known, place)
         types = types_of(schema) if "type" in schema else list(_TYPES)
         alternatives = []
         if "object" in types:
             alternatives.append(self._object(schema, place))
         if "array" in types:
             alternatives.append(self._array(schema, place))
-        if rest := [name for name in types if name not in ("object", "array")]:
-            said = {word: value for word, value in schema.items() if word in _SCALAR_WORDS}
-            alternatives.append(_by_llguidance({**said, "type": rest}, self._is_lenient))
+        if scalars := [name for name in types if name not in ("object", "array")]:
+            bounds = {name: value for name, value in schema.items() if name in _SCALAR_KEYWORDS}
+            alternatives.append(_by_llguidance({**bounds, "type": scalars}, self._is_lenient))
         return " | ".join(f"({alternative})" for alternative in alternatives)
 
-    def _check_words(self, words: set[str], known: set[str], place: str) -> None:
+    def _check_keywords(self, keywords: set[str], known: set[str], place: str) -> None:
         """Raises NotWritable for a keyword that the rules written here cannot enforce."""
-        others = sorted(words - known)
-        if others and not (self._is_lenient and not set(others) & _ENFORCED):
+        others = sorted(keywords - known)
+        may_be_left_out = self._is_lenient and _ENFORCED.isdisjoint(others)
+        if others and not may_be_left_out:
             raise NotWritable(
                 f"has {others[0]!r:.80} at {place:.200} beside or around a const or an enum of numbers of "
                 "many digits, which cannot be enforced together; leave it out, or use strings for the numbers"
@@ -180,6 +194,7 @@ class _Writer:
         return sequence(literal("["), gap, items, gap, literal("]"))
 
     def _number(self, *values: int | float) -> str:
+        """Return the terminal of numbers, each as the client and as llguidance spell it."""
         texts = [
             text for value in values for text in (spelling(value), spelling_by_llguidance(value)) if text
         ]
@@ -187,24 +202,24 @@ class _Writer:
 
     # --- schemas that contain literals -------------------------------------------------------------------
 
-    def _alternatives(self, schema: Schema, words: set[str], word: str, place: str) -> str:
-        """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``word`` is."""
-        branches = as_list(schema[word])
-        self._check_words(words, {word}, place)
-        if word == "allOf" and len(branches) != 1:
-            self._check_words(words, set(), place)
-        if word == "oneOf" and not self._is_lenient:
+    def _alternatives(self, schema: Schema, keywords: set[str], keyword: str, place: str) -> str:
+        """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``keyword`` is."""
+        branches = as_list(schema[keyword])
+        self._check_keywords(keywords, {keyword}, place)
+        if keyword == "allOf" and len(branches) != 1:
+            self._check_keywords(keywords, set(), place)
+        if keyword == "oneOf" and not self._is_lenient:
             for index, branch in enumerate(branches):
                 self._steps.spend(index)
                 if not all(self._are_disjoint(branch, other) for other in branches[:index]):
                     raise NotWritable(f"has oneOf at {place:.200}, of which two may hold at once; use anyOf")
         alternatives = [
-            self.rule_of(branch, f"{place}/{word}/{i}")
+            self.rule_of(branch, f"{place}/{keyword}/{i}")
             for i, branch in enumerate(branches)
             if branch is not False
         ]
         if not alternatives:
-            raise NotWritable(f"has {word} at {place:.200} without a schema")
+            raise NotWritable(f"has {keyword} at {place:.200} without a schema")
         return " | ".join(f"({alternative})" for alternative in alternatives)
 
     def _are_disjoint(self, one: object, other: object) -> bool:
@@ -236,15 +251,19 @@ class _Writer:
         return _keys_of_values(self._reader.target_of(member))
 
     def _object(self, schema: Schema, place: str) -> str:
-        """Return the expansion of the objects that ``schema`` describes, with members in its order."""
+        """Return the expansion of the objects that ``schema`` describes, with members in its order.
+
+        With a member ``a`` that is required, an optional ``b`` and no others, that is
+        ``"{" a ("," b)? "}"``, apart from white space.
+        """
         properties, required = schema.get("properties", {}), required_names(schema)
         others = schema.get("additionalProperties", True)
         if not isinstance(properties, dict):
             raise NotWritable(f"has properties at {place:.200} that are no object")
         members = {**properties, **{name: others for name in required if name not in properties}}
         extra = self._extra_member(members, others, place)
-        # Built from the last member to the first: ``behind`` is what may follow another member, with a comma,
-        # and ``begin`` what may follow the opening brace.
+        # Built from the last member to the first: ``behind`` is what may follow a member, with its comma, and
+        # ``begin`` what may follow the opening brace. Members without a schema come last.
         behind = f"({self._comma} {extra})*" if extra else ""
         begin = f"({extra} {behind})?" if extra else ""
         for name in reversed(members):
@@ -265,8 +284,8 @@ class _Writer:
         return sequence(literal("{"), self._gap, begin, self._gap, literal("}"))
 
     def _extra_member(self, members: Mapping[str, object], others: object, place: str) -> str:
-        """Return the rule of a member without a schema of its own. Its name has no escapes, by which it could
-        spell that of another one."""
+        """Return the rule of a member without a schema of its own; "" if there may be none. Its name has no
+        escapes, since with them it could spell the name of one of ``members``."""
         if others is False:
             return ""
         name = '/"[^"\\\\\\x00-\\x1f\\x7f]*"/'
@@ -287,7 +306,8 @@ class _Writer:
         if most is not None and most < least:
             raise NotWritable(f"has an array at {place:.200} of at least {least} and at most {most} items")
         firsts = [self.rule_of(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix[:most])]
-        behind = ""  # what may follow another item, built from the last item to the first as for objects
+        # Built from the last item to the first, as for objects: ``behind`` is what may follow an item.
+        behind = ""
         if most is None or most > len(firsts):
             more = self.rule_of(items, f"{place}/items")
             if not firsts:
@@ -300,16 +320,6 @@ class _Writer:
         begin = sequence(firsts[0], behind) if firsts else ""
         begin = begin if least or not begin else f"({begin})?"
         return sequence(literal("["), self._gap, begin, self._gap, literal("]"))
-
-
-_ENFORCED = {
-    *("const", "enum", "$ref", "anyOf", "oneOf", "allOf", "patternProperties", "additionalItems"),
-    *("minProperties", "maxProperties"),
-    *_OBJECT_WORDS,
-    *_ARRAY_WORDS,
-    *_SCALAR_WORDS,
-}
-"""Keywords that llguidance enforces, which lenient grammars must therefore not leave out."""
 
 
 def required_names(schema: Schema) -> Sequence[str]:

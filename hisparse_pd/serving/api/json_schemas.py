@@ -58,7 +58,7 @@ def reference_path(reference: str) -> list[str]:
 
 
 def types_of(schema: Mapping[str, object]) -> list[object]:
-    """Return the types that the schema names, or that its other words imply."""
+    """Return the types that the schema names, or that its other keywords imply."""
     names = schema.get("type")
     found: list[object] = [names] if isinstance(names, str) else as_list(names)
     if "type" not in schema and ("properties" in schema or "items" in schema):

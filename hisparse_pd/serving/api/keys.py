@@ -1,6 +1,7 @@
 """API keys of nodes and the router: their file, and the middleware that refuses requests without a key.
 
-No key appears in a command line, a log or an error; messages name the file and the line.
+Nodes (``node_app.py``) and the router put ``RequireKey`` before their endpoints. No key appears in a command
+line, a log or an error; messages name the file and the line.
 """
 
 from __future__ import annotations

@@ -3,7 +3,13 @@
 Every writer of grammars (``grammars.py``, ``json_grammars.py``, ``call_grammars.py``) composes expressions
 from these functions and adds named rules to the one ``Lark`` of its grammar. Free text ends at a mark. A mark
 that the tokenizer has as a token must come as this token, and the text before it must not contain its
-spelling. Any other mark is spelled, and the text ends at the first spelling.
+spelling. Any other mark is spelled, and the text ends at the first spelling. The grammar of text up to the
+mark ``</think>``, which is token 7 or no token::
+
+    start: r1                                                  start: r1
+    ANY: /(?s:.*)/                                             ANY: /(?s:.*)/
+    T0: (ANY & (ANY & ~(ANY ("</think>") ANY)))                T0: ANY "</think>"
+    r1: T0 <[7]>                                               r1[lazy]: T0
 """
 
 from __future__ import annotations

@@ -118,17 +118,9 @@ def run_front(
     if settings.node_rank > 0:
         return follow(settings, role, engine)
     setup_logging(settings.log_level, role)
-    # What can fail is tried before anything slow begins: checkpoint, keys, ports.
     try:
-        if not settings.model_path.is_dir():
-            raise CheckpointError(f"model_path {settings.model_path}: no such directory")
-        check(settings)
-        load_api_keys(settings.api_key_file)
-        load_control_keys(settings.control_key_file)
-        listeners = [
-            Listener(settings.host, port, None if index else _certificate(settings))
-            for index, port in enumerate(ports)
-        ]
+        _check_start(settings, check)
+        listeners = _listeners(settings, ports)
         engines = EngineProcesses(engine, settings, f"{role}-engine")
     except (OSError, StartError) as error:
         log.error("%s", error)
@@ -165,8 +157,22 @@ def run_front(
         engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
 
 
-def _certificate(settings: NodeSettings) -> Certificate | None:
-    return Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
+def _check_start(settings: S, check: Callable[[S], object]) -> None:
+    """Try what can fail before anything slow begins: checkpoint, settings, keys. Raises StartError."""
+    if not settings.model_path.is_dir():
+        raise CheckpointError(f"model_path {settings.model_path}: no such directory")
+    check(settings)
+    load_api_keys(settings.api_key_file)
+    load_control_keys(settings.control_key_file)
+
+
+def _listeners(settings: NodeSettings, ports: Sequence[int]) -> list[Listener]:
+    """Listen on all ports, on the first one with TLS if the settings have a certificate. Raises OSError."""
+    certfile, keyfile = settings.ssl_certfile, settings.ssl_keyfile
+    certificate = Certificate(certfile, keyfile) if certfile else None
+    return [
+        Listener(settings.host, port, certificate if index == 0 else None) for index, port in enumerate(ports)
+    ]
 
 
 def _run_further(

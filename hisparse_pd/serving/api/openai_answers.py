@@ -1,6 +1,7 @@
 """Writes the answers to OpenAI's ``/v1/completions`` and ``/v1/chat/completions``, whole and streamed.
 
-A whole answer is joined from the same chunks that a stream would have (``GrownObject``).
+``answering.py`` makes one dialect for each request and calls it as ``dialect.py`` says. A whole answer is
+joined from the same chunks that a stream would have (``GrownObject``).
 """
 
 from __future__ import annotations
@@ -179,27 +180,29 @@ class ChatDialect(_OpenAiDialect):
         self._readings = chat_readings(context, work)
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
-        is_first = output.index not in self._begun
+        begins_answer = output.index not in self._begun
         self._begun.add(output.index)
-        if is_first or delta.scored:
-            role: Json = {"role": "assistant", "content": ""} if is_first else {}
+        # A chunk with the role, or with the prompt's logprobs.
+        if begins_answer or delta.scored:
+            role: Json = {"role": "assistant", "content": ""} if begins_answer else {}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
-            about_prompt = self._prompt_ids(0) if is_first and output.index == 0 else {}
+            about_prompt = self._prompt_ids(0) if begins_answer and output.index == 0 else {}
             if delta.scored:
                 about_prompt |= self._prompt_logprobs(output, delta)
             yield self._chunk(output, choice, **about_prompt)
         if delta.scored:
             return
+        # A chunk for each change of a block. The first one has the tokens, the last one the end.
         reading, finish = self._readings[output.index], delta.finish
         changes = reading.feed(output, delta)
         shown = [part for change in changes if (part := self._shown_change(output.index, *change))]
         if not shown and (finish or self._shows_tokens(output, delta)):
             shown.append({})
-        for number, part_delta in enumerate(shown, 1):
+        for number, part in enumerate(shown, 1):
             is_first, is_last = number == 1, number == len(shown)
             choice = {
                 "index": output.index,
-                "delta": part_delta,
+                "delta": part,
                 "logprobs": self._new_logprobs(output, delta) if is_first else None,
                 "finish_reason": _finish_reason(finish, reading) if finish and is_last else None,
                 "matched_stop": finish.matched if finish and is_last else None,

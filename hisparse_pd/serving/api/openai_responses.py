@@ -1,7 +1,9 @@
 """Turns a conversation of OpenAI's ``/v1/responses`` into that of a chat completion.
 
-Nothing is stored: a request has its whole conversation in the items of ``input``. The reasoning, text and
-calls of one answer are items of their own, and become one message of the assistant.
+``schemas.py`` calls ``parse_responses``. Nothing is stored: a request has its whole conversation in the items
+of ``input``. The reasoning, text and calls of one answer are items of their own, and become one message of
+the assistant. ``call_rules.py`` and ``responses_answers.py`` find the tools of the client again by the names
+that the model is shown (``find_tool``, ``called_tool``).
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ _ANSWER_ITEMS = (
     parts.CustomToolCall,
     parts.ReasoningItem,
 )
+"""Items of the assistant."""
 
 _INPUT = "input"
 """Name of a custom tool's only argument, as the model is shown it."""
@@ -95,7 +98,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
 
 
 def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
-    """Yield the messages, and add tools among the items to ``tools``."""
+    """Yield the messages of ``input``, and add the tools among its items to ``tools``."""
     if value is None:
         raise FieldRefused("input", "the field is needed", code="missing_field")
     if first_chars(value)[0] == b'"':
@@ -103,15 +106,16 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
         return
     turn = Turn()
     items = _items(message_items("input", value))
-    last_answer = max((i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0)
+    last_answer_index = max(
+        (i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0
+    )
     for index, (name, item) in enumerate(items):
         # A turn ends before an item of another role, and before the first item of the next answer.
+        has_other_role = not isinstance(item, (*_ANSWER_ITEMS, parts.AdditionalTools))
         begins_next_answer = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
             turn.calls or turn.texts
         )
-        if not turn.is_empty and (
-            begins_next_answer or not isinstance(item, (*_ANSWER_ITEMS, parts.AdditionalTools))
-        ):
+        if not turn.is_empty and (has_other_role or begins_next_answer):
             yield turn.message()
             turn = Turn()
         match item:
@@ -129,7 +133,7 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
             case parts.InputMessage():
                 yield {"role": item.role, "content": joined_text(item.content)}
             case parts.CallOutput():
-                is_answered = index < last_answer
+                is_answered = index < last_answer_index
                 yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
     if not turn.is_empty:
         yield turn.message()

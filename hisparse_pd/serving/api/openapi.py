@@ -1,6 +1,7 @@
 """Makes the OpenAPI document of the endpoints that take a body, from the bodies' declarations.
 
-Nodes and router serve the same document: a router passes bodies on, with the bootstrap fields added.
+Decode nodes (``app.py``) and the router serve the same document: a router passes bodies on, with the
+bootstrap fields added.
 """
 
 from __future__ import annotations

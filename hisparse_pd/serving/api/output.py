@@ -126,6 +126,7 @@ class SampleOutput:
             self.stats = message.stats
         first_token = len(self.token_ids)
         text = ""
+        # A stop token that is trimmed counts as a token, but adds no text.
         with_text, without_text = message.token_ids, message.token_ids[:0]
         if self._trims_stop_token and with_text[-1:] == (message.matched_stop_token,):
             with_text, without_text = with_text[:-1], with_text[-1:]

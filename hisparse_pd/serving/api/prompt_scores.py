@@ -36,7 +36,7 @@ def scored_prompts(outputs: Sequence[SampleOutput]) -> dict[int, ScoredPrompt]:
 class ScoredPrompt:
     """A prompt's logprobs, and the messages of its samples, which wait for the logprobs.
 
-    Samples on other ranks than the one whose prompt is scored may have tokens first.
+    One sample has the prompt scored for all. Samples on other ranks may have tokens before that.
     """
 
     def __init__(self, outputs: Sequence[SampleOutput]) -> None:
@@ -54,7 +54,7 @@ class ScoredPrompt:
     def due(self, event: PromptScores | Tokens) -> Iterable[Delta | Tokens]:
         """Return what samples show now that ``event`` is here: logprobs of the prompt first, then tokens.
 
-        Raises RequestFailedError where the engine left out positions.
+        Raises RequestFailedError for tokens of the scored sample while positions are without a logprob.
         """
         if isinstance(event, PromptScores):
             return self._with_waiting(np.frombuffer(event.rows, score_dtype(event.num_top)))
@@ -79,9 +79,10 @@ class ScoredPrompt:
         return len(self._token_ids) - self._num_read
 
     def _read(self, rows: npt.NDArray[np.void]) -> Iterator[Delta]:
-        """Yield what the next rows add to each sample. The engine also scores output that is resumed."""
+        """Yield what the next rows add to each sample. Rows behind the prompt's last token are dropped: the
+        engine also scores output that is resumed."""
         unread = self._token_ids[self._num_read :]
-        num_without_row = 0 if self._num_read else 1
+        num_without_row = 0 if self._num_read else 1  # the first token shown has no logprob
         head = [PromptToken(token_id) for token_id in unread[:num_without_row].tolist()]
         for piece in _pieces(head, unread[num_without_row:], rows):
             self._num_read += len(piece)
@@ -94,7 +95,8 @@ class ScoredPrompt:
 def _pieces(
     head: list[PromptToken], token_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.void]
 ) -> Iterator[list[PromptToken]]:
-    """Yield the tokens that have a row, in pieces, with ``head`` before the first one."""
+    """Yield ``token_ids`` as far as they have a row, in pieces of bounded size; ``head`` precedes the first
+    one, even if there is no row."""
     num_top = rows.dtype["top_ids"].shape[0]
     step = max(1, _PIECE_ENTRIES // (1 + num_top))
     for start in range(0, max(len(head), min(len(rows), len(token_ids))), step):

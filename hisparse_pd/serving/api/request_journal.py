@@ -4,6 +4,8 @@ Tokens depend on the request alone, so an answer goes on elsewhere with the toke
 router sends what must not be drawn again: the seed, and what the answer's ids are made from. It also keeps a
 record of each engine message of the answer. When the node is lost, another one gets the request with all
 records, feeds them to its dialect like engine messages, and so arrives at the events that the client has.
+``schemas.py`` reads the journal, ``requests.py`` plans samples behind their resumed output, and
+``answering.py`` replays and writes records.
 """
 
 from __future__ import annotations

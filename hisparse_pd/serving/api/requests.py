@@ -117,89 +117,43 @@ async def plan_samples(
 ) -> tuple[SampleRequest, ...]:
     """Return the samples of ``request``, prompt by prompt. Raises ApiError 400 for a prompt or a grammar that
     cannot be served."""
-    pool_tokens = limits.pool_tokens(request.hisparse)
-    prefix = request_prefix(front_number)
+    # Paths of the prompts in the body, for errors.
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))
     ]
-    prompts = await codec.encode(request.prompts, names, min(limits.context_length, pool_tokens))
+    max_prompt_tokens = min(limits.context_length, limits.pool_tokens(request.hisparse))
+    prompts = await codec.encode(request.prompts, names, max_prompt_tokens)
     all_options = await _options_with_grammars(request, prompts, codec)
+    checks = _PromptChecks(request, limits, codec.vocab_size)
+    id_prefix = request_prefix(front_number)
     all_resumed = {} if request.journal is None else request.journal.resumed()
-    num_resumes = 0 if request.journal is None else request.journal.num_resumes
-    is_chat = request.endpoint is Endpoint.CHAT
     samples: list[SampleRequest] = []
-    num_request_tokens = num_scores = 0
-    for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
-        name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
-        _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, codec.vocab_size)
-        _check_token_ids("logit_bias", options.biased_token_ids, codec.vocab_size)
-        max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
-        num_request_tokens += num_prompt_tokens * options.n
-        _check_request_tokens(request.prompt_field, num_request_tokens, limits)
-        wanted = options.wanted_scores()
-        if wanted is not None:
-            check_logprob_start(name, num_prompt_tokens, options)
-            num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
-            check_num_scores(request, num_scores)
-        resumed_of_prompt = [all_resumed.get(len(samples) + i, NOT_RESUMED) for i in range(options.n)]
-        scores = lacking_scores(request.endpoint, wanted, num_prompt_tokens, resumed_of_prompt)
-        echo = ""
-        if options.echo:
-            given = request.prompts[prompt_index]
-            echo = given if isinstance(given, str) else await codec.text_of(prompt)
+    for index, (name, token_ids, options) in enumerate(zip(names, prompts, all_options, strict=True)):
+        # What the prompt's samples share.
+        first, num_tokens, wanted = len(samples), num_packed_tokens(token_ids), options.wanted_scores()
+        max_new_tokens = checks.check(name, num_tokens, options, wanted)
+        resumed_of_prompt = [all_resumed.get(first + i, NOT_RESUMED) for i in range(options.n)]
+        scores = lacking_scores(request.endpoint, wanted, num_tokens, resumed_of_prompt)
+        echo = await _echo(request.prompts[index], token_ids, codec) if options.echo else ""
+        prompt = _PlannedPrompt(index, token_ids, num_tokens, options, max_new_tokens, wanted, echo, first)
+        # The samples themselves.
         for sample_index, resumed in enumerate(resumed_of_prompt):
-            number = len(samples)
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
-            generate = Generate(
-                request_id=f"{prefix}-{number}",
-                room=request.rendezvous[number].room,
-                num_prompt_tokens=num_prompt_tokens + len(resumed.token_ids),
-                sampling=_sampling(request, options, max_new_tokens, number, sample_index, resumed),
-                bootstrap_host=request.rendezvous[number].bootstrap_host,
-                bootstrap_port=request.rendezvous[number].bootstrap_port,
-                hisparse=request.hisparse,
-                is_speculative=request.is_speculative,
-                scores=None if resumed.is_over else scores,
-            )
+            samples.append(_plan_sample(request, prompt, sample_index, resumed, scores, id_prefix))
             if not resumed.is_over:
                 scores = None  # computed once, for all samples of the prompt
-            sample = SampleRequest(
-                generate,
-                prompt,
-                prompt_index,
-                options,
-                root=request.roots[prompt_index],
-                wanted_scores=wanted if sample_index == 0 or not is_chat else None,
-                echo=echo,
-                resumed=resumed,
-                num_resumes=num_resumes,
-            )
-            samples.append(sample)
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
 
 
-def _sampling(
-    request: ApiRequest,
-    options: SampleOptions,
-    max_new_tokens: int,
-    number: int,
-    sample_index: int,
-    resumed: Resumed,
-) -> SamplingParams:
-    """Return the engine's sampling parameters for a sample. Raises ApiError 400 if it cannot resume.
+async def _echo(given: Prompt, token_ids: bytes, codec: TextCodec) -> str:
+    """Return the text of a prompt that was ``given`` as text or as token ids."""
+    return given if isinstance(given, str) else await codec.text_of(token_ids)
 
-    ``number``: its place among the request's samples. ``sample_index``: its place among its prompt's.
-    """
-    sampling = options.sampling_params(max_new_tokens, sample_index)
-    if request.journal is not None and sampling.seed is None:
-        # A seed from the journal, so that another node would draw the same tokens.
-        sampling = msgspec.structs.replace(sampling, seed=(request.journal.seed + number) & SEED_MASK)
-    if max_new_tokens == 0:
-        sampling = _NO_OUTPUT_SAMPLING
-    return _resume_sampling(sampling, resumed) if resumed.token_ids else sampling
+
+# --- grammars ----------------------------------------------------------------------------------------
 
 
 async def _options_with_grammars(
@@ -207,6 +161,7 @@ async def _options_with_grammars(
 ) -> Sequence[SampleOptions]:
     """Return each prompt's options with the grammar of its answers. ``prompts`` are packed token ids."""
     written: dict[Constraint, str] = {}
+    """Grammars by their constraints, which the prompts of a batch share."""
     found: list[SampleOptions] = []
     num_chars = 0
     for source, prompt, options in zip(request.prompts, prompts, request.options, strict=True):
@@ -244,20 +199,179 @@ async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec:
     )
 
 
-def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
-    """Return what the engine is sent: one message for all samples of a prompt, which it contains once.
-    Resumed samples with different outputs have messages of their own, and samples that are over have none."""
-    live = [sample for sample in samples if not sample.resumed.is_over]
-    groups = []
-    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed.token_ids)):
-        group = list(alike)
-        prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
-        groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
-    return groups
+# --- checks of prompts -------------------------------------------------------------------------------
+
+
+class _PromptChecks:
+    """Checks the prompts of one request in turn, and adds up what all of its samples have so far."""
+
+    def __init__(self, request: ApiRequest, limits: RequestLimits, vocab_size: int) -> None:
+        self._request = request
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._num_prompt_tokens = 0
+        """Prompt tokens of all samples so far."""
+        self._num_scores = 0
+        """Logprobs of prompt tokens that all samples so far show."""
+
+    def check(
+        self, name: str, num_prompt_tokens: int, options: SampleOptions, wanted: WantedScores | None
+    ) -> int:
+        """Check the next prompt, whose path in the body is ``name``. Returns how many tokens its answers may
+        have. Raises ApiError 400."""
+        _check_token_ids("stop_token_ids", options.sampling.stop_token_ids, self._vocab_size)
+        _check_token_ids("logit_bias", options.biased_token_ids, self._vocab_size)
+        pool_tokens = self._limits.pool_tokens(self._request.hisparse)
+        max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, self._limits, pool_tokens)
+        self._num_prompt_tokens += num_prompt_tokens * options.n
+        if self._num_prompt_tokens > self._limits.request_tokens:
+            raise FieldRefused(
+                self._request.prompt_field,
+                f"prompt tokens times samples are at least {self._num_prompt_tokens}; one request may have "
+                f"{self._limits.request_tokens}: lower n or split it",
+            )
+        if wanted is not None:
+            check_logprob_start(name, num_prompt_tokens, options)
+            num_scored_tokens = max(0, num_prompt_tokens - wanted.first)
+            self._num_scores += num_scored_tokens * (1 + wanted.num_top) * options.n
+            check_num_scores(self._request, self._num_scores)
+        return max_new_tokens
+
+
+def _max_new_tokens(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
+) -> int:
+    """Return how many tokens the answer may have: the number asked for, else the default or all that fits.
+    Raises ApiError 400 where the number asked for does not fit.
+
+    The last new token takes no place: its KV is never computed.
+    """
+    _check_length(name, num_prompt_tokens, options, limits, pool_tokens)
+    max_new_tokens = options.max_new_tokens
+    if max_new_tokens is None:
+        num_free = min(limits.context_length, pool_tokens) + 1 - num_prompt_tokens
+        default = options.default_new_tokens or limits.default_max_tokens or num_free
+        max_new_tokens = min(default, num_free)
+    min_new_tokens = options.sampling.min_new_tokens
+    if min_new_tokens > max_new_tokens:
+        field = options.min_new_tokens_field
+        raise FieldRefused(
+            field, f"{min_new_tokens} is above {max_new_tokens}, the most that this request can get"
+        )
+    return max_new_tokens
+
+
+def _check_length(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
+) -> None:
+    """Raise ApiError 400 if the prompt and the tokens asked for do not fit the context or the pools."""
+    asked = options.max_new_tokens
+    num_new_tokens = asked or 1  # the prompt has to fit even where no token is asked for
+    length = f"{name}: the prompt has {num_prompt_tokens} tokens"
+    if asked == 0:
+        length += ", and none is generated"
+    elif asked is not None:
+        length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
+    else:
+        length += ", and at least one more is generated"
+    num_places = num_prompt_tokens + num_new_tokens - 1
+    if num_places > limits.context_length:
+        # Clients recognise the error by these words.
+        rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
+        raise _too_long(name, f"{length}; {rule}")
+    if num_places > pool_tokens:
+        raise _too_long(
+            name,
+            f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
+        )
+
+
+def _too_long(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise FieldRefused(field, f"{token_id} is no token id: the vocabulary has {vocab_size}")
+
+
+# --- samples -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedPrompt:
+    """A prompt that has passed the checks, with what its samples share."""
+
+    index: int
+    """Place among the request's prompts."""
+    token_ids: bytes
+    """Packed token ids."""
+    num_tokens: int
+    options: SampleOptions
+    max_new_tokens: int
+    wanted_scores: WantedScores | None
+    echo: str
+    first_sample: int
+    """Place of the prompt's first sample among the request's samples."""
+
+
+def _plan_sample(
+    request: ApiRequest,
+    prompt: _PlannedPrompt,
+    sample_index: int,
+    resumed: Resumed,
+    scores: WantedScores | None,
+    id_prefix: str,
+) -> SampleRequest:
+    """Return the sample at ``sample_index`` among those of its prompt. Raises ApiError 400 if it cannot
+    resume.
+
+    ``scores``: logprobs of the prompt that the sample has computed, unless it is over.
+    """
+    number = prompt.first_sample + sample_index
+    rendezvous = request.rendezvous[number]
+    generate = Generate(
+        request_id=f"{id_prefix}-{number}",
+        room=rendezvous.room,
+        num_prompt_tokens=prompt.num_tokens + len(resumed.token_ids),
+        sampling=_sampling(request, prompt, sample_index, resumed),
+        bootstrap_host=rendezvous.bootstrap_host,
+        bootstrap_port=rendezvous.bootstrap_port,
+        hisparse=request.hisparse,
+        is_speculative=request.is_speculative,
+        scores=None if resumed.is_over else scores,
+    )
+    shows_scores = sample_index == 0 or request.endpoint is not Endpoint.CHAT  # a chat shows them once
+    return SampleRequest(
+        generate,
+        prompt.token_ids,
+        prompt.index,
+        prompt.options,
+        root=request.roots[prompt.index],
+        wanted_scores=prompt.wanted_scores if shows_scores else None,
+        echo=prompt.echo,
+        resumed=resumed,
+        num_resumes=0 if request.journal is None else request.journal.num_resumes,
+    )
+
+
+def _sampling(
+    request: ApiRequest, prompt: _PlannedPrompt, sample_index: int, resumed: Resumed
+) -> SamplingParams:
+    """Return the engine's sampling parameters for a sample. Raises ApiError 400 if it cannot resume."""
+    sampling = prompt.options.sampling_params(prompt.max_new_tokens, sample_index)
+    if request.journal is not None and sampling.seed is None:
+        # A seed from the journal, so that another node would draw the same tokens.
+        seed = (request.journal.seed + prompt.first_sample + sample_index) & SEED_MASK
+        sampling = msgspec.structs.replace(sampling, seed=seed)
+    if prompt.max_new_tokens == 0:
+        sampling = _NO_OUTPUT_SAMPLING
+    return _resume_sampling(sampling, resumed) if resumed.token_ids else sampling
 
 
 def _resume_sampling(sampling: SamplingParams, resumed: Resumed) -> SamplingParams:
-    """Return ``sampling`` for what is left of the sample. Raises ApiError 400 where no token may follow."""
+    """Return ``sampling`` for what the sample still lacks. Raises ApiError 400 where no token may follow."""
     num_tokens = len(resumed.token_ids)
     if not resumed.is_over and num_tokens >= sampling.max_new_tokens:
         raise InvalidField("journal_records", num_tokens, f"must be below {sampling.max_new_tokens} tokens")
@@ -269,59 +383,16 @@ def _resume_sampling(sampling: SamplingParams, resumed: Resumed) -> SamplingPara
     )
 
 
-def _check_request_tokens(field: str, num_tokens: int, limits: RequestLimits) -> None:
-    if num_tokens > limits.request_tokens:
-        raise FieldRefused(
-            field,
-            f"prompt tokens times samples are at least {num_tokens}; one request may have "
-            f"{limits.request_tokens}: lower n or split it",
-        )
+# --- messages for the engines ------------------------------------------------------------------------
 
 
-def _max_new_tokens(
-    name: str, num_prompt_tokens: int, options: SampleOptions, limits: RequestLimits, pool_tokens: int
-) -> int:
-    """Return how many tokens the answer may have: the number asked for, else the default or all that fits.
-    Raises ApiError 400 where the number asked for does not fit.
-
-    The last new token takes no place: its KV is never computed.
-    """
-    asked = options.max_new_tokens
-    num_new_tokens = asked or 1  # the prompt has to fit even where no token is asked for
-    length = f"{name}: the prompt has {num_prompt_tokens} tokens"
-    if asked == 0:
-        length += ", and none is generated"
-    elif asked is not None:
-        length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
-    else:
-        length += ", and at least one more is generated"
-    if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
-        # Clients recognise the error by these words.
-        rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
-        raise _too_long(name, f"{length}; {rule}")
-    if num_prompt_tokens + num_new_tokens - 1 > pool_tokens:
-        raise _too_long(
-            name,
-            f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
-        )
-    room = min(limits.context_length, pool_tokens) + 1 - num_prompt_tokens
-    max_new_tokens = asked
-    if max_new_tokens is None:
-        max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
-    min_new_tokens = options.sampling.min_new_tokens
-    if min_new_tokens > max_new_tokens:
-        field = options.min_new_tokens_field
-        raise FieldRefused(
-            field, f"{min_new_tokens} is above {max_new_tokens}, the most that this request can get"
-        )
-    return max_new_tokens
-
-
-def _too_long(name: str, message: str) -> ApiError:
-    return ApiError(400, message, param=name, code="context_length_exceeded")
-
-
-def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise FieldRefused(field, f"{token_id} is no token id: the vocabulary has {vocab_size}")
+def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
+    """Return what the engine is sent: one message for all samples of a prompt, which it contains once.
+    Resumed samples with different outputs have messages of their own, and samples that are over have none."""
+    live = [sample for sample in samples if not sample.resumed.is_over]
+    groups = []
+    for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed.token_ids)):
+        group = list(alike)
+        prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
+        groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
+    return groups

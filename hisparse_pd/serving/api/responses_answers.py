@@ -1,7 +1,8 @@
 """Writes the answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
-A block is an item of the output. Nothing is stored, so an answer cannot be retrieved by its id. The model
-writes a call of a custom tool as a JSON object with the input in it; clients get the input alone.
+``answering.py`` makes a ``ResponsesDialect`` for each request. A block is an item of the output. Nothing is
+stored, so an answer cannot be retrieved by its id. The model writes a call of a custom tool as a JSON object
+with the input in it; clients get the input alone.
 """
 
 from __future__ import annotations

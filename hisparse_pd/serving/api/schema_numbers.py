@@ -1,7 +1,8 @@
 """Finds the numbers of a schema that llguidance, which keeps doubles, would change.
 
-``json_grammars.py`` makes one ``SchemaNumbers`` for a schema. Bounds that would be shifted raise; schemas
-with literals that would be spelled otherwise are found, together with all schemas that use them.
+``json_grammars.py`` makes one ``SchemaNumbers`` for a schema. It refuses a schema whose bounds llguidance
+would shift, and finds the parts with a literal that llguidance would spell otherwise, with all parts that
+contain or refer to these: in ``{"properties": {"a": {"const": 1.50}}}`` the root and ``a``.
 """
 
 from __future__ import annotations
@@ -85,18 +86,20 @@ class SchemaNumbers:
 
     def _parts(self, place: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
         """Yield the schemas that ``schema`` contains or refers to, each after its place in the document."""
-        found: list[tuple[str, object]] = [(f"{place}/{word}", schema.get(word)) for word in _KEYWORDS_OF_ONE]
-        for word in _KEYWORDS_OF_LISTS:
-            found += [(f"{place}/{word}/{i}", part) for i, part in enumerate(as_list(schema.get(word)))]
-        for word in _KEYWORDS_OF_NAMES:
-            found += _named(f"{place}/{word}", schema.get(word))
+        found: list[tuple[str, object]] = [
+            (f"{place}/{keyword}", schema.get(keyword)) for keyword in _KEYWORDS_OF_ONE
+        ]
+        for keyword in _KEYWORDS_OF_LISTS:
+            found += [(f"{place}/{keyword}/{i}", part) for i, part in enumerate(as_list(schema.get(keyword)))]
+        for keyword in _KEYWORDS_OF_NAMES:
+            found += _named(f"{place}/{keyword}", schema.get(keyword))
         if "$ref" in schema:
             reference = schema["$ref"]
             if isinstance(target := self.target(reference), dict):
                 found.append((str(reference), target))
             else:  # it is not a path: it may be the anchor of any definition
-                for word in _DEFINITIONS:
-                    found += _named(f"#/{word}", self._root.get(word))
+                for keyword in _DEFINITIONS:
+                    found += _named(f"#/{keyword}", self._root.get(keyword))
         self._steps.spend(len(found) // 8)
         return ((where, part) for where, part in found if isinstance(part, dict))
 
@@ -105,18 +108,18 @@ class SchemaNumbers:
         exactly."""
         types = types_of(schema)
         of_integers = "integer" in types and "number" not in types
-        for word in BOUNDS:
-            value = schema.get(word)
-            if is_number(value) and (fault := fault_of_bound(word, value, of_integers=of_integers)):
+        for keyword in BOUNDS:
+            value = schema.get(keyword)
+            if is_number(value) and (fault := fault_of_bound(keyword, value, of_integers=of_integers)):
                 raise InexactNumber(
-                    f"has {word} {spelling(value):.80} at {place:.200}, which cannot be enforced exactly: "
+                    f"has {keyword} {spelling(value):.80} at {place:.200}, which cannot be enforced exactly: "
                     f"{fault}; use such a bound, list the values in an enum, or leave it out"
                 )
-        for word, most in LENGTHS.items():
-            value = schema.get(word)
+        for keyword, most in LENGTHS.items():
+            value = schema.get(keyword)
             if is_number(value) and not (0 <= value <= most and value == int(value)):
                 raise InexactNumber(
-                    f"has {word} {spelling(value):.80} at {place:.200}; it must be an integer from 0 to "
+                    f"has {keyword} {spelling(value):.80} at {place:.200}; it must be an integer from 0 to "
                     f"{most}, or left out"
                 )
         if not of_integers and admits_excluded_integer(schema):

@@ -159,6 +159,17 @@ def parse_request(
     )
 
 
+def check_model(body: ModelBody, model_name: str) -> None:
+    """Raises ApiError 404 for another model than ``model_name``."""
+    if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
+        raise ApiError(
+            404,
+            f"model: {body.model!r} does not exist here; this node serves {model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
 class _GivenPrompts(NamedTuple):
     """The prompts of a body, with the options of each."""
 
@@ -217,26 +228,6 @@ def _omits_thinking(body: GeneratingBody) -> bool:
     return thinking is not None and thinking.display == "omitted"
 
 
-def derive_room(room: int, sample_index: int) -> int:
-    """Return the room of a prompt's sample, in [0, 2**63): ``room`` itself for the first, else a hash of
-    ``room`` and ``sample_index``."""
-    if sample_index == 0:
-        return room
-    key = room.to_bytes(8, "big") + sample_index.to_bytes(4, "big")
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-
-
-def check_model(body: ModelBody, model_name: str) -> None:
-    """Raises ApiError 404 for another model than ``model_name``."""
-    if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
-        raise ApiError(
-            404,
-            f"model: {body.model!r} does not exist here; this node serves {model_name!r}",
-            param="model",
-            code="model_not_found",
-        )
-
-
 # --- what the router adds, and the rest --------------------------------------------------------------
 
 
@@ -292,6 +283,15 @@ def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[_
         ]
     rule = f"must have one entry a prompt, {len(samples_per_prompt)}, or one a sample, {num_samples}"
     raise InvalidField(field, value, rule)
+
+
+def derive_room(room: int, sample_index: int) -> int:
+    """Return the room of a prompt's sample, in [0, 2**63): ``room`` itself for the first, else a hash of
+    ``room`` and ``sample_index``."""
+    if sample_index == 0:
+        return room
+    key = room.to_bytes(8, "big") + sample_index.to_bytes(4, "big")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 def _bootstrap_host(value: str) -> str:

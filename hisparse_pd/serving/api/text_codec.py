@@ -71,9 +71,11 @@ class TextCodec:
                 Path(__file__).with_name(f"{_WITHOUT_TEMPLATE}.jinja").read_text("utf-8")
             )
         template = _template_text(tokenizer)
+        # What the template takes and writes.
         markup, think = tool_markup(template, model_type), think_marks(template)
         self._takes_tools = template is None or "tools" in template
         self._fit = TemplateFit(template, markup)
+        # The tokenizer, alone and with the clients' strings kept apart.
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -174,10 +176,21 @@ class TextCodec:
         """Return the bytes of the tokens, special ones included."""
         return b"".join(map(self.token_bytes.of, token_ids))
 
+    def check_ids(self, prompt: bytes, name: str) -> None:
+        """Check packed token ids. Raises InvalidField for an id outside the vocabulary."""
+        token_ids = unpack_token_ids(prompt)
+        if not len(token_ids):
+            return
+        index = int(token_ids.argmax())
+        if (largest := int(token_ids[index])) >= self.vocab_size:
+            raise InvalidField(
+                f"{name}[{index}]", largest, f"is no token id: the vocabulary has {self.vocab_size}"
+            )
+
     def _encode(
         self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int, add_special: bool | None
     ) -> list[bytes]:
-        """Encode prompts, either all of them token ids, all texts or all chats."""
+        """Encode prompts, either all of them token ids, all texts or all chats, as ``encode`` says."""
         texts: list[str] = []
         is_chat = False
         for prompt, name in zip(prompts, names, strict=True):
@@ -210,17 +223,6 @@ class TextCodec:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
         return [encoding.ids for encoding in encodings]
 
-    def check_ids(self, prompt: bytes, name: str) -> None:
-        """Check packed token ids. Raises InvalidField for an id outside the vocabulary."""
-        token_ids = unpack_token_ids(prompt)
-        if not len(token_ids):
-            return
-        index = int(token_ids.argmax())
-        if (largest := int(token_ids[index])) >= self.vocab_size:
-            raise InvalidField(
-                f"{name}[{index}]", largest, f"is no token id: the vocabulary has {self.vocab_size}"
-            )
-
     def _check_length(self, text: str, name: str, max_tokens: int) -> None:
         """Raise FieldRefused for a text that cannot fit, before it takes seconds to encode."""
         if len(text) <= max_tokens or self.backend.normalizer is not None:
@@ -248,7 +250,7 @@ class TextCodec:
                 "add_generation_prompt",
                 "the model's chat template always ends with the beginning of an answer",
             )
-        stand_ins: StandIns | None = None
+        stand_ins: StandIns | None = None  # those of the request, as soon as it has some
         try:
             if self._client_text is None:
                 given = TemplateInput(list(prompt.messages), list(prompt.tools), prompt.template_arguments)
@@ -307,7 +309,8 @@ def _template_text(tokenizer: Any) -> str | None:
 def _marks_read_by_template(tokenizer: Any, template: str) -> ThinkMarks | None:
     """Return the marks of reasoning that the template looks for in earlier answers; None for none.
 
-    They are found by a trial: the template writes an answer with such a mark otherwise than one without.
+    They are found by a trial: a template that looks for the mark writes an answer with it otherwise than as
+    it stands.
     """
 
     def chat(answer: str) -> str:
@@ -315,12 +318,13 @@ def _marks_read_by_template(tokenizer: Any, template: str) -> ThinkMarks | None:
         messages = [{"role": role, "content": text} for role, text in turns]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
+    plain_answer = "before behind"
     for marks in THINK_MARKS:
+        if marks.closing not in template:
+            continue
         answer = f"before{marks.closing}behind"
         with suppress(jinja2.TemplateError, ValueError, TypeError, LookupError):
-            if marks.closing in template and chat(answer) != chat("before behind").replace(
-                "before behind", answer
-            ):
+            if chat(answer) != chat(plain_answer).replace(plain_answer, answer):
                 return marks
     return None
 

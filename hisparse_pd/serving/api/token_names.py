@@ -2,7 +2,7 @@
 
 A token's name is its text. A token whose bytes are no whole characters has the name ``bytes:\\xe2\\x80``, as
 in OpenAI's API. In a list of likeliest tokens, one with the same name as another is called ``token_id:N``, as
-in vLLM's.
+in vLLM's. ``openai_answers.py`` and ``completion_logprobs.py`` write logprobs with this module.
 """
 
 from __future__ import annotations
@@ -76,12 +76,14 @@ class TextOffsets:
         spelled = self._token_bytes.of(token_id, skip_special=self._skips_special)
         if not spelled:
             return self._num_chars
-        num_ended = len(self._utf8.decode(spelled[:1]))
+        num_ended = len(self._utf8.decode(spelled[:1]))  # characters that end with the first byte
         num_pending_bytes = len(self._utf8.getstate()[0])
-        # The first byte continues an unfinished character, begins one, or is in the last one that ended.
-        offset = self._num_chars + (
-            0 if num_pending_bytes > 1 else num_ended if num_pending_bytes else num_ended - 1
-        )
+        if num_pending_bytes > 1:  # the first byte continues an unfinished character
+            offset = self._num_chars
+        elif num_pending_bytes:  # it begins a character
+            offset = self._num_chars + num_ended
+        else:  # it is in the last character that ended
+            offset = self._num_chars + num_ended - 1
         self._num_chars += num_ended + len(self._utf8.decode(spelled[1:]))
         return offset
 

@@ -1,7 +1,7 @@
 """Answers ``/tokenize``, ``/detokenize`` and Anthropic's count of tokens, which need no engine.
 
-A prompt is encoded like one that is served, within the same limits. Long ones are done in pieces, in a
-thread.
+``app.py`` calls ``answer_about_tokens``. A prompt is encoded like one that is served, within the same limits.
+Long ones are done in pieces, in a thread.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ likeliest of each. Those that the client has not read yet wait as rows of 8 byte
 
 
 def check_logprob_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+    """Raise FieldRefused if the logprobs of the prompt at ``name`` are to begin behind its end."""
     if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
         raise FieldRefused(
             "logprob_start_len",
@@ -44,7 +45,7 @@ def lacking_scores(
         all_resumed = all_resumed[:1]  # shown once, beside the choices
     lacking: int | None = None
     for resumed in all_resumed:
-        first = wanted.first - 1 + max(1, resumed.num_scored)
+        first = wanted.first - 1 + max(1, resumed.num_scored)  # position of the first one that it lacks
         if resumed.is_over or first >= num_prompt_tokens:
             continue
         if resumed.token_ids and endpoint is not Endpoint.GENERATE:
@@ -55,6 +56,7 @@ def lacking_scores(
 
 
 def check_num_scores(request: ApiRequest, num_scores: int) -> None:
+    """Raise FieldRefused if one answer cannot have so many logprobs of prompt tokens."""
     is_in_pieces = request.stream and request.endpoint is not Endpoint.GENERATE
     most = MAX_STREAMED_SCORES if is_in_pieces else MAX_SCORES
     if num_scores > most:

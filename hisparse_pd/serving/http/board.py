@@ -27,6 +27,14 @@ _IS_READY, _SAMPLES, _PROMPT_TOKENS, _FIRST_RANK_COLUMN = range(4)
 samples that it has, and the number of samples that it was ever given."""
 
 
+def _tokens_column(rank: int) -> int:
+    return _FIRST_RANK_COLUMN + 2 * rank
+
+
+def _given_column(rank: int) -> int:
+    return _FIRST_RANK_COLUMN + 2 * rank + 1
+
+
 class Instruction(IntEnum):
     """What the first front tells the others to do."""
 
@@ -129,17 +137,17 @@ class InFlightCounts:
 
     def num_prompt_tokens_of(self, rank: int) -> int:
         """Return the prompt tokens of the samples that the rank has."""
-        return self._board.sum(_FIRST_RANK_COLUMN + 2 * rank)
+        return self._board.sum(_tokens_column(rank))
 
     def num_samples_given_to(self, rank: int) -> int:
         """Return how many samples the rank was ever given."""
-        return self._board.sum(_FIRST_RANK_COLUMN + 2 * rank + 1)
+        return self._board.sum(_given_column(rank))
 
     def assign(self, rank: int, num_tokens: int) -> None:
         """Count a sample of ``num_tokens`` prompt tokens that is given to the rank."""
-        self._board.add(self._front_number, _FIRST_RANK_COLUMN + 2 * rank, num_tokens)
-        self._board.add(self._front_number, _FIRST_RANK_COLUMN + 2 * rank + 1, 1)
+        self._board.add(self._front_number, _tokens_column(rank), num_tokens)
+        self._board.add(self._front_number, _given_column(rank), 1)
 
     def unassign(self, rank: int, num_tokens: int) -> None:
         """Undo the count of a sample that has ended on the rank, or was not sent after all."""
-        self._board.add(self._front_number, _FIRST_RANK_COLUMN + 2 * rank, -num_tokens)
+        self._board.add(self._front_number, _tokens_column(rank), -num_tokens)

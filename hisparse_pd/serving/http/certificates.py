@@ -1,4 +1,8 @@
-"""The certificate and key of an HTTP server with TLS, whose files may change while it serves."""
+"""The certificate and key of an HTTP server with TLS, whose files may change while it serves.
+
+A ``Listener`` (``listening.py``) checks its ``Certificate`` when it is made, and its server calls ``refresh``
+once a second. API keys use ``stamp_of`` as well.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Children:
         return _statuses(exited)
 
     def wait(self) -> None:
-        """Wait until all have ended, for ``EXIT_SECS`` at most, once one has ended or all were told to.
+        """Wait until all have ended, for ``EXIT_SECS`` at most. They were told to, or one of them has ended.
 
         Children that fail meanwhile are logged: a killed rank may end later than one that notices its loss.
         """

@@ -1,4 +1,7 @@
-"""File descriptors of a server process: how many it may open, and how many connections these allow."""
+"""File descriptors of a server process: how many it may open, and how many connections these allow.
+
+Nodes and the router raise their limit when they start; ``listening.py`` bounds the connections of a server.
+"""
 
 from __future__ import annotations
 

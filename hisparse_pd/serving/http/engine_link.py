@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, TypeAlias, assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -48,8 +48,16 @@ from hisparse_pd.serving.http.sample_group import SampleEvent, SampleGroup
 log = logging.getLogger(__name__)
 
 
-_Share: TypeAlias = tuple[RankLink, GenerateGroup]
-"""A rank, and a prompt with those of its samples that the rank gets."""
+class _Share(NamedTuple):
+    """What one rank gets of a prompt."""
+
+    rank: RankLink
+    prompt: GenerateGroup
+    """The prompt with those of its samples that the rank gets."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt.samples[0].num_prompt_tokens
 
 
 class _SampleInFlight(NamedTuple):
@@ -61,12 +69,12 @@ class _SampleInFlight(NamedTuple):
 
 
 def samples_at_work(link: EngineLink) -> int:
-    """Return the number of samples in flight in all fronts."""
+    """Return the number of samples in flight in all fronts, for which a decode node that shuts down waits."""
     return link.counts.num_samples
 
 
 def rooms_at_work(link: EngineLink) -> int:
-    """Return how many rooms the engines have, as they last reported."""
+    """Return how many rooms the engines last reported, for which a prefill node that shuts down waits."""
     return sum(rank.reports.num_rooms for rank in link.ranks)
 
 
@@ -133,37 +141,7 @@ class EngineLink:
         for rank in self.ranks:
             rank.close()
 
-    @property
-    def ready(self) -> EngineReady | None:
-        """What the engines reported when they were ready, with the lowest bounds of all; None while one
-        loads."""
-        reports = [rank.reports.ready for rank in self.ranks if rank.reports.ready is not None]
-        if len(reports) < len(self.ranks):
-            return None
-        return msgspec.structs.replace(
-            reports[0],
-            max_total_tokens_hisparse=min(report.max_total_tokens_hisparse for report in reports),
-            max_total_tokens_dense=min(report.max_total_tokens_dense for report in reports),
-        )
-
-    @property
-    def loading(self) -> EngineLoading | None:
-        """Progress of the rank that has most left to load; None before any reported and once all are
-        ready."""
-        loading = [rank.reports.loading for rank in self.ranks if rank.reports.loading is not None]
-        return max(loading, key=lambda progress: progress.num_bytes - progress.num_done, default=None)
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether some front is not yet connected to all engines. All fronts of a node say the same."""
-        return self.state is LinkState.LOADING or (
-            self.state is LinkState.SERVING and self.counts.are_partly_ready
-        )
-
-    @property
-    def num_in_flight(self) -> int:
-        """Samples in flight in this front."""
-        return len(self._in_flight)
+    # --- requests -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def open(self, prompts: Sequence[GenerateGroup], *, may_move: bool = False) -> Iterator[SampleGroup]:
@@ -175,7 +153,7 @@ class EngineLink:
         """
         self.require_serving()
         shares = [share for prompt in prompts for share in self._split_by_rank(prompt)]
-        samples = [(rank, sample) for rank, share in shares for sample in share.samples]
+        samples = [(share.rank, sample) for share in shares for sample in share.prompt.samples]
         self._count_or_refuse(shares, samples)
         group = SampleGroup(
             {sample.request_id: rank.rank for rank, sample in samples},
@@ -188,25 +166,34 @@ class EngineLink:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens
                 self._in_flight[sample.request_id] = _SampleInFlight(group, rank, num_tokens)
-            for rank, share in shares:
-                rank.put(share)
+            for share in shares:
+                share.rank.put(share.prompt)
             yield group
         finally:
             group.close()
             for request_id in list(group.live):
                 self.forget(group, request_id)
-            for rank, share in shares:
+            for share in shares:
                 # The tokens count until the aborts before this have gone: only then are the prompts freed.
-                rank.put(None, partial(self.counts.add, 0, -share.samples[0].num_prompt_tokens))
+                share.rank.put(None, partial(self.counts.add, 0, -share.num_prompt_tokens))
+
+    def _split_by_rank(self, prompt: GenerateGroup) -> list[_Share]:
+        """Choose a rank for each sample and count it there, before the next one is chosen."""
+        shares: dict[int, list[Generate]] = {}
+        for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
+            self.counts.assign(rank.rank, sample.num_prompt_tokens)
+            shares.setdefault(rank.rank, []).append(sample)
+        return [
+            _Share(self.ranks[rank], msgspec.structs.replace(prompt, samples=tuple(samples)))
+            for rank, samples in shares.items()
+        ]
 
     def _count_or_refuse(
-        self,
-        shares: Sequence[_Share],
-        samples: Sequence[tuple[RankLink, Generate]],
+        self, shares: Sequence[_Share], samples: Sequence[tuple[RankLink, Generate]]
     ) -> None:
         """Count a request's samples, which are counted on their ranks already, as in flight. Raises QueueFull
         or ApiError if they do not fit, and takes all counts back."""
-        num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
+        num_prompt_tokens = sum(share.num_prompt_tokens for share in shares)
         self.counts.add(len(samples), num_prompt_tokens)
         try:
             self.limits.require_place(self.counts, len(samples), num_prompt_tokens, are_counted=True)
@@ -216,119 +203,26 @@ class EngineLink:
                 self.counts.unassign(rank.rank, sample.num_prompt_tokens)
             raise
 
-    def _split_by_rank(self, prompt: GenerateGroup) -> list[_Share]:
-        """Choose a rank for each sample and count it there."""
-        shares: dict[int, list[Generate]] = {}
-        for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
-            self.counts.assign(rank.rank, sample.num_prompt_tokens)
-            shares.setdefault(rank.rank, []).append(sample)
-        return [
-            (self.ranks[rank], msgspec.structs.replace(prompt, samples=tuple(samples)))
-            for rank, samples in shares.items()
-        ]
-
     def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
         """Check whether further samples fit. Raises QueueFull if they do not fit now, ApiError if never."""
         self.limits.require_place(self.counts, num_samples, num_prompt_tokens)
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether new requests are refused while those in flight go on."""
-        return self.state is LinkState.STOPPING
-
-    def require_serving(self) -> EngineReady:
-        """Return what the engines reported. Raises NodeUnavailable unless they serve."""
-        ready = self.ready
-        if ready is None or self.state is not LinkState.SERVING:
-            raise NodeUnavailable(str(self.state))
-        return ready
-
-    def require_engine(self) -> EngineReady:
-        """Return what the engines reported, also while the node shuts down. Raises NodeUnavailable."""
-        ready = self.ready
-        if ready is None or self.state is LinkState.GONE:
-            raise NodeUnavailable(str(self.state))
-        return ready
+    def num_in_flight(self) -> int:
+        """Samples in flight in this front."""
+        return len(self._in_flight)
 
     def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
         """Drop a sample and tell its engine, unless the engine has ended it."""
         if request_id in group.live:
             self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
 
-    def flush_cache(self) -> None:
-        self.require_serving()
-        for rank in self.ranks:
-            rank.put(FlushCache())
-
-    def release_quarantine(self, instance_id: str) -> None:
-        self.require_engine()
-        for rank in self.ranks:
-            rank.put(ReleaseQuarantine(instance_id))
-
-    def release_page(self, rank: int, pool: PoolKind, start: int) -> None:
-        self.require_engine()
-        self.ranks[rank].put(ReleasePage(pool, start))
-
-    def stop_accepting(self) -> None:
-        """Refuse new requests. Those in flight go on, or end with the code MOVED if they may move."""
-        if self.state is not LinkState.GONE:
-            self.state = LinkState.STOPPING
-        for rank in self.ranks:
-            rank.reports.has_stats_since_stop = False
-        for request_id, in_flight in list(self._in_flight.items()):
-            if in_flight.group.may_move:
-                self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
-
-    async def shut_engines_down(self) -> None:
-        """Ask the engines to exit, after all messages that were sent before."""
-        for rank in self.ranks:
-            rank.put(Shutdown(self.front_number))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)
-
-    def engine_died(self, what: str = LinkState.GONE) -> None:
-        """End all requests: without one engine the others lack its experts. ``what``: why, for the
-        clients."""
-        self.state = LinkState.GONE
-        self.fail_all(503, f"{what}; the request is lost, send it again", ENGINE_LOST)
-
-    def fail_all(self, status: int, error: str, code: str = "") -> None:
-        """End every request in flight with an error."""
-        for request_id in list(self._in_flight):
-            self._fail(request_id, status, error, code)
-
-    def _fail(self, request_id: str, status: int, error: str, code: str = "") -> None:
-        rank = self._in_flight[request_id].rank
-        self._dispatch(RequestFailed(request_id, status, error, code))
-        self._abort(rank, Abort(request_id))
-
-    def trouble(self) -> str | None:
-        """Return why this node cannot serve, None if it can. Peers play no part."""
-        if self.is_loading:
-            return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
-        if self.state is not LinkState.SERVING:
-            return str(self.state)
-        troubles = (rank.reports.trouble for rank in self.ranks)
-        return self.stall() or next(filter(None, troubles), None)
-
-    def stall(self) -> str | None:
-        """Return why an engine makes no progress, None while all do. Loading is progress, too."""
-        if self.state is LinkState.GONE:
-            return str(self.state)
-        for rank in self.ranks:
-            stall = rank.reports.stall(self.health_timeout_secs)
-            if stall is not None:
-                return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
-        return None
-
-    def _note_lost(self, rank: RankLink) -> None:
-        log.error("rank %d, on another machine, is gone: its log there says why", rank.rank)
-        self.lost.set()
-
     def _abort(self, rank: RankLink, abort: Abort) -> None:
         """Send an abort. Its sample counts as in flight until the abort has gone to the engine."""
         self.counts.add(1)
         rank.put(abort, partial(self.counts.add, -1))
+
+    # --- messages of the engines ----------------------------------------------------------------------
 
     def handle(self, rank: RankLink, message: FromEngine) -> None:
         """Take in a message of an engine: about a sample, or about the engine itself."""
@@ -377,3 +271,125 @@ class EngineLink:
         self.counts.add(-1)
         self.counts.unassign(in_flight.rank.rank, in_flight.num_prompt_tokens)
         return in_flight
+
+    def _note_lost(self, rank: RankLink) -> None:
+        log.error("rank %d, on another machine, is gone: its log there says why", rank.rank)
+        self.lost.set()
+
+    # --- what operators ask for -----------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        self.require_serving()
+        for rank in self.ranks:
+            rank.put(FlushCache())
+
+    def release_quarantine(self, instance_id: str) -> None:
+        self.require_engine()
+        for rank in self.ranks:
+            rank.put(ReleaseQuarantine(instance_id))
+
+    def release_page(self, rank: int, pool: PoolKind, start: int) -> None:
+        self.require_engine()
+        self.ranks[rank].put(ReleasePage(pool, start))
+
+    # --- state and health -----------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What the engines reported when they were ready, with the lowest bounds of all; None while one
+        loads."""
+        reports = [rank.reports.ready for rank in self.ranks if rank.reports.ready is not None]
+        if len(reports) < len(self.ranks):
+            return None
+        return msgspec.structs.replace(
+            reports[0],
+            max_total_tokens_hisparse=min(report.max_total_tokens_hisparse for report in reports),
+            max_total_tokens_dense=min(report.max_total_tokens_dense for report in reports),
+        )
+
+    @property
+    def loading(self) -> EngineLoading | None:
+        """Progress of the rank that has most left to load; None before any reported and once all are
+        ready."""
+        loading = [rank.reports.loading for rank in self.ranks if rank.reports.loading is not None]
+        return max(loading, key=lambda progress: progress.num_bytes - progress.num_done, default=None)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether some front is not yet connected to all engines. All fronts of a node say the same."""
+        return self.state is LinkState.LOADING or (
+            self.state is LinkState.SERVING and self.counts.are_partly_ready
+        )
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether new requests are refused while those in flight go on."""
+        return self.state is LinkState.STOPPING
+
+    def require_serving(self) -> EngineReady:
+        """Return what the engines reported. Raises NodeUnavailable unless they serve."""
+        ready = self.ready
+        if ready is None or self.state is not LinkState.SERVING:
+            raise NodeUnavailable(str(self.state))
+        return ready
+
+    def require_engine(self) -> EngineReady:
+        """Return what the engines reported, also while the node shuts down. Raises NodeUnavailable."""
+        ready = self.ready
+        if ready is None or self.state is LinkState.GONE:
+            raise NodeUnavailable(str(self.state))
+        return ready
+
+    def trouble(self) -> str | None:
+        """Return why this node cannot serve, None if it can. Peers play no part."""
+        if self.is_loading:
+            return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
+        if self.state is not LinkState.SERVING:
+            return str(self.state)
+        troubles = (rank.reports.trouble for rank in self.ranks)
+        return self.stall() or next(filter(None, troubles), None)
+
+    def stall(self) -> str | None:
+        """Return why an engine makes no progress, None while all do. Loading is progress, too."""
+        if self.state is LinkState.GONE:
+            return str(self.state)
+        for rank in self.ranks:
+            stall = rank.reports.stall(self.health_timeout_secs)
+            if stall is not None:
+                return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
+        return None
+
+    # --- the end of the node --------------------------------------------------------------------------
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests. Those in flight go on, or end with the code MOVED if they may move."""
+        if self.state is not LinkState.GONE:
+            self.state = LinkState.STOPPING
+        for rank in self.ranks:
+            rank.reports.has_stats_since_stop = False
+        for request_id, in_flight in list(self._in_flight.items()):
+            if in_flight.group.may_move:
+                self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)
+
+    def fail_all(self, status: int, error: str, code: str = "") -> None:
+        """End every request in flight with an error."""
+        for request_id in list(self._in_flight):
+            self._fail(request_id, status, error, code)
+
+    def _fail(self, request_id: str, status: int, error: str, code: str = "") -> None:
+        rank = self._in_flight[request_id].rank
+        self._dispatch(RequestFailed(request_id, status, error, code))
+        self._abort(rank, Abort(request_id))
+
+    def engine_died(self, what: str = LinkState.GONE) -> None:
+        """End all requests: without one engine the others lack its experts. ``what``: why, for the
+        clients."""
+        self.state = LinkState.GONE
+        self.fail_all(503, f"{what}; the request is lost, send it again", ENGINE_LOST)
+
+    async def shut_engines_down(self) -> None:
+        """Ask the engines to exit, after all messages that were sent before."""
+        for rank in self.ranks:
+            rank.put(Shutdown(self.front_number))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)

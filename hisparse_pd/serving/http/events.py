@@ -1,4 +1,4 @@
-"""Server-sent events, of which a streamed answer consists."""
+"""Server-sent events, of which a streamed answer consists, such as ``data: {"text":"a"}``."""
 
 from __future__ import annotations
 

@@ -36,12 +36,13 @@ from hisparse_pd.serving.http.board import Instruction
 from hisparse_pd.serving.http.children import Children
 from hisparse_pd.serving.http.engine_link import EngineLink
 from hisparse_pd.serving.http.fronts import SHUTTING_DOWN, WHAT_DIED, Fronts
-from hisparse_pd.serving.http.listening import Listener
+from hisparse_pd.serving.http.listening import HttpServer, Listener
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
+"""Runs the engine of one rank, with the endpoint of each front and the rank's place in the node."""
 
 _RESOLVE_SECS = 5.0
 _RESOLVE_AGAIN_SECS = 1.0
@@ -67,6 +68,9 @@ class EngineProcesses(Children):
         return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
 
     def _endpoint(self, rank: int, front: int) -> str:
+        """Return where a front and the engine of a rank meet. Ranks of other machines come to a port of the
+        first one: behind that of ``dist_init_addr``, the first front has a port for each rank, then the next.
+        """
         if rank in self._settings.ranks_of(0):
             return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
         host = (
@@ -76,6 +80,7 @@ class EngineProcesses(Children):
         return f"tcp://{host}:{init_port + 1 + front * self._settings.dp_size + rank}"
 
     def _place(self, rank: int) -> RankPlace:
+        """Return where the ranks of the node meet each other: in the directory, or at the first machine."""
         size = self._settings.dp_size
         if not self._first_machine_host:
             return RankPlace(rank, size, str(self._directory / "ranks"))
@@ -177,35 +182,15 @@ async def serve(
             fronts.stop_accepting()
             await _drain(lambda: num_at_work(link) == 0, drain_timeout_secs, signals, lost)
         # Fixed before the children are told to exit, after which every exit would count as a loss.
-        status = 0 if stop.done() and not lost.done() else 1
-        # End all other requests, then the other fronts, the engines and this front's servers.
-        instruction = Instruction.LEAVE
-        if lost.done():
-            instruction = _report_loss(engines, fronts)
-            link.engine_died(WHAT_DIED[instruction])
-        else:
-            link.fail_all(503, SHUTTING_DOWN)
-        leaving = asyncio.create_task(fronts.leave(instruction))
-        if instruction is Instruction.LEAVE:
-            await link.shut_engines_down()
-        for server in servers:
-            server.should_exit = True
-        await asyncio.gather(leaving, *running)
+        is_lost = lost.done()
+        status = 0 if stop.done() and not is_lost else 1
+        await _end(link, engines, fronts, servers, running, is_lost=is_lost)
         return status
     finally:
         for task in (writing, stop, lost, *running):
             task.cancel()
         await asyncio.gather(writing, stop, lost, *running, return_exceptions=True)
         link.close()
-
-
-def _report_loss(engines: EngineProcesses, fronts: Fronts) -> Instruction:
-    """Log which processes have exited. Returns the instruction for the fronts that are left."""
-    engine_exits, front_exits = engines.exits(), fronts.exits()
-    only_fronts = bool(front_exits) and not engine_exits
-    instruction = Instruction.FRONT_DIED if only_fronts else Instruction.ENGINE_DIED
-    log.error("%s", ", ".join(filter(None, (engine_exits, front_exits))) or WHAT_DIED[instruction])
-    return instruction
 
 
 def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, lost: asyncio.Event) -> None:
@@ -221,6 +206,40 @@ async def _drain(
     deadline = loop.time() + timeout_secs
     while not is_idle() and signals.empty() and not lost.done() and loop.time() < deadline:
         await asyncio.sleep(0.05)
+
+
+async def _end(
+    link: EngineLink,
+    engines: EngineProcesses,
+    fronts: Fronts,
+    servers: Sequence[HttpServer],
+    running: Sequence[asyncio.Task[None]],
+    *,
+    is_lost: bool,
+) -> None:
+    """End all requests in flight, then the other fronts, the engines and this front's servers, which are
+    ``running``."""
+    instruction = Instruction.LEAVE
+    if is_lost:
+        instruction = _report_loss(engines, fronts)
+        link.engine_died(WHAT_DIED[instruction])
+    else:
+        link.fail_all(503, SHUTTING_DOWN)
+    leaving = asyncio.create_task(fronts.leave(instruction))
+    if instruction is Instruction.LEAVE:
+        await link.shut_engines_down()
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(leaving, *running)
+
+
+def _report_loss(engines: EngineProcesses, fronts: Fronts) -> Instruction:
+    """Log which processes have exited. Returns the instruction for the fronts that are left."""
+    engine_exits, front_exits = engines.exits(), fronts.exits()
+    only_fronts = bool(front_exits) and not engine_exits
+    instruction = Instruction.FRONT_DIED if only_fronts else Instruction.ENGINE_DIED
+    log.error("%s", ", ".join(filter(None, (engine_exits, front_exits))) or WHAT_DIED[instruction])
+    return instruction
 
 
 def _run_engine(

@@ -1,4 +1,7 @@
-"""HTTP/1.1 as a server reads and writes it: h11, with bounds that it lacks and a short cut for streams."""
+"""HTTP/1.1 as a server reads and writes it: h11, with bounds that it lacks and a short cut for streams.
+
+Each ``HttpConnection`` (``http_connection.py``) has a ``Framing`` in place of h11's connection.
+"""
 
 from __future__ import annotations
 

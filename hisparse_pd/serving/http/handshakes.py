@@ -122,11 +122,13 @@ class Handshake(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._has_begun = True
+        # Beyond the limit, it takes the place of another one.
         under_way = self._handshakes.under_way
         under_way.add(self)
         if len(under_way) > MAX_HANDSHAKES:
             self._connections.closed["closed in their handshake for a new one"] += 1
             under_way.oldest_of_most().drop()
+        # TLS takes over the connection, and is given the hello that has come.
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         done.add_done_callback(self._note_end)

@@ -152,7 +152,8 @@ class HttpConnection(h11_impl.H11Protocol):
             return "closed: their answer was not read"
         if self._is_between_requests:
             return self._expire_head(now)
-        if not self.cycle.more_body or self.flow.read_paused or not self._body_window.is_too_slow(now):
+        is_body_due = self.cycle.more_body and not self.flow.read_paused
+        if not (is_body_due and self._body_window.is_too_slow(now)):
             return None
         self._refuse_slow(
             f"the body of a request must come on by {BODY_WINDOW_BYTES} bytes in {BODY_WINDOW_SECS:g} s"
@@ -162,7 +163,7 @@ class HttpConnection(h11_impl.H11Protocol):
     def _expire_head(self, now: float) -> str | None:
         if self._head_since is None or now - self._head_since < HEAD_SECS:
             return None
-        if not self.conn.trailing_data[0]:
+        if not self.conn.trailing_data[0]:  # nothing of a head has come
             self.drop()
             return "closed: silent"
         self._refuse_slow(f"the head of a request must be here within {HEAD_SECS:g} s")

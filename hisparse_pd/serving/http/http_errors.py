@@ -1,5 +1,8 @@
 """Errors that an HTTP server answers with, in OpenAI's shape, and on Anthropic's paths in Anthropic's.
 
+All code behind a request raises them. ``serving/api/frame.py``, ``serving/api/node_app.py`` and the router
+make the answer, or the last event of a stream that has begun.
+
 Exception tree::
 
     ApiError                    an HTTP status, a message for the client, the field and a code

@@ -61,9 +61,9 @@ class Listener:
                 error.errno,
                 f"cannot listen on {host}:{port}: {why}; give an address of this machine and a free port",
             ) from error
-        # Connections inherit it. asyncio sets it only for sockets that name TCP as their protocol, which
-        # create_server's do not. Without it the kernel holds back a small write, such as the first
-        # token behind the headers, until the client acknowledges the write before: that may take 40 ms.
+        # Connections inherit TCP_NODELAY. Without it the kernel holds back a small write, such as the first
+        # token behind the headers, until the client acknowledges the one before, which may take it 40 ms.
+        # asyncio sets it only for sockets that name TCP as their protocol; those of create_server do not.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = self.socket.getsockname()[1]
         self._num_connections: Sequence[int] = ()
@@ -107,21 +107,29 @@ class Listener:
         if self._certificate is not None:
             handshakes = Handshakes(self._certificate.context(), connections)
             protocol = functools.partial(_handshake, handshakes, protocol)
-        config = uvicorn.Config(
-            app,
-            http=protocol,
-            backlog=1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE,
-            log_config=None,
-            log_level="error",  # warnings are about clients that speak no HTTP/1.1, such as h2c probes
-            access_log=False,
-            lifespan=lifespan,
-            ws="none",
-            server_header=False,
-            proxy_headers=False,  # a caller's address is that of its connection, whatever it says
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
-        )
+        num_accepted_at_once = 1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE
+        config = _config(app, protocol, lifespan, num_accepted_at_once)
         return HttpServer(config, connections, self._certificate, handshakes)
+
+
+def _config(
+    app: ASGIApp, protocol: Any, lifespan: Literal["on", "off"], num_accepted_at_once: int
+) -> uvicorn.Config:
+    """Return uvicorn's settings. ``protocol`` makes the protocol of a new connection."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        backlog=num_accepted_at_once,
+        log_config=None,
+        log_level="error",  # warnings are about clients that speak no HTTP/1.1, such as h2c probes
+        access_log=False,
+        lifespan=lifespan,
+        ws="none",
+        server_header=False,
+        proxy_headers=False,  # a caller's address is that of its connection, whatever it says
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
+    )
 
 
 def _handshake(handshakes: Handshakes, protocol: Any, **given: Any) -> Handshake:

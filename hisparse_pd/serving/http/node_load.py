@@ -1,4 +1,7 @@
-"""``/status`` of a node: the engines' latest numbers, as a document that the router shows."""
+"""``/status`` of a node: the engines' latest numbers, as a document that the router shows.
+
+``serving/api/node_app.py`` answers with a ``NodeLoad``, and the router decodes it.
+"""
 
 from __future__ import annotations
 

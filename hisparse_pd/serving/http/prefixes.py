@@ -1,8 +1,9 @@
 """An index of which rank had a prompt with the same beginning last, and so may still keep its KV.
 
-A prompt's bytes are cut into blocks: in a router the bytes that the client sent, in a node's front packed
-token ids. The blocks' keys are a chain (``prompt_keys.py``), so two prompts have the same beginning up to the
-last key that they share. The index forgets the least recently used keys.
+A node's front has an index of its ranks (``rank_choice.py``), the router one of the ranks of all nodes of a
+kind (``router/nodes.py``). A prompt's bytes are cut into blocks: in a router the bytes that the client sent,
+in a node's front packed token ids. The blocks' keys are a chain (``prompt_keys.py``), so two prompts have the
+same beginning up to the last key that they share. The index forgets the least recently used keys.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def block_keys(prompt: bytes | memoryview, root: PageKey = NO_ISOLATION) -> list
 
 
 class PrefixIndex(Generic[R]):
-    """Knows to which rank each block went last."""
+    """Knows to which rank each block went last. ``R`` is what names a rank."""
 
     def __init__(self) -> None:
         self._rank_of: OrderedDict[bytes, R] = OrderedDict()

@@ -92,6 +92,7 @@ class RankLink:
         await gone.wait()
 
     def _check_loss(self) -> None:
+        """Report if the engine, on another machine, is gone."""
         assert self._socket is not None
         if self._socket.take_loss() and self.reports.has_begun:
             self._on_lost(self)
@@ -102,6 +103,7 @@ class RankLink:
             self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
+        """Send some messages, take in those that have come, and schedule a turn if there is more to do."""
         assert self._socket is not None
         self._next_turn = None
         for _ in range(min(_MAX_SENT_A_TURN, len(self.outbox))):

@@ -1,4 +1,7 @@
-"""Receiving from a client: its body, within limits of size and time, and the notice that it has left."""
+"""Receiving from a client: its body, within limits of size and time, and the notice that it has left.
+
+The handlers of nodes (``serving/api/frame.py``) and of the router call it for each request with a body.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One timer that limits each of many short waits, for instance for each token of a stream.
 
-Setting a timer of the event loop for each wait would cost more than the wait. This one is set once. When it
-fires and the present wait began later, it is set again for the rest of that wait.
+``SampleGroup`` limits its waits for events with it, ``KeepAlive`` the silence of an answer, and the router
+its waits for nodes. Setting a timer of the event loop for each wait would cost more than the wait. This one
+is set once. When it fires and the present wait began later, it is set again for the rest of that wait.
 """
 
 from __future__ import annotations
