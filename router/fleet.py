@@ -1,5 +1,7 @@
-"""Endpoints that the router answers by asking its nodes: models, versions, tokenizer, each node's
-settings."""
+"""Endpoints that the router answers by asking its nodes: models, versions, tokenizer, each node's settings.
+
+``server.py`` gives the methods of one ``Fleet`` their paths.
+"""
 
 from __future__ import annotations
 
