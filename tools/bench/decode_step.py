@@ -28,7 +28,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -56,6 +56,7 @@ from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.compute import PromptRunner
@@ -206,9 +207,10 @@ class _Settings(DecodeSettings):
 def slots_of_one(
     spec: ModelSpec, settings: DecodeSettings, mode: Mode, context: int, num_steps: int
 ) -> SlotCounts:
-    """Return the slots of a request for its prompt and four times ``num_steps`` steps. Raises StartError."""
+    """Return the slots of a request for its prompt and four times ``num_steps`` steps: those untimed, timed
+    and profiled, and as many to spare. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
-    life = context + 4 * num_steps * num_new + 1 + num_new
+    life = context + 4 * num_steps * num_new + 1 + num_new  # the request's longest sequence, in tokens
     is_hisparse = mode is Mode.HISPARSE
     capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
     if 0 < capacity < min(full_buffer(num_new - 1, spec.index_topk), life):
@@ -240,7 +242,7 @@ def slots_of_all(need: SlotCounts, batch: int) -> SlotCounts:
 
 
 class Bench:
-    """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
+    """Pools for ``max_running_requests`` requests that all have the prompt, and the steps over them."""
 
     def __init__(
         self,
@@ -280,13 +282,14 @@ class Bench:
         used.mark("graphs and workspaces")
         self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
-        self.totals = (0, 0, 0)
+        self.totals = SwapCounts()
+        """Counts of all requests so far."""
         self.num_tokens = 0
         """Tokens of all requests so far."""
 
     def run(self, num_steps: int) -> float:
-        """Return the seconds of ``num_steps`` steps, each launched before the previous one's tokens are
-        read."""
+        """Return the seconds of ``num_steps`` steps. As in a decode node, each is launched before the
+        previous one's tokens are read, and draws its own afterwards."""
         synchronize(self.tables.device)
         started = time.perf_counter()
         previous = None
@@ -393,6 +396,7 @@ def measure(
     *,
     chooses_drafts: bool = False,
 ) -> dict[str, Any]:
+    """Measure one line of the report: untimed steps, timed ones, and on a GPU as many for the profiler."""
     settings = make_settings(arguments, batch, num_drafts)
     num_warm = max(2, arguments.steps // 4, STEPS_TO_CHOOSE if chooses_drafts else 0)
     most = max(arguments.steps, num_warm)
@@ -407,6 +411,7 @@ def measure(
         kernels = kernels_of(bench, arguments.steps) if model.device.type == "cuda" else []
     finally:
         bench.memory.close()
+
     num_ranks = 1 if model.ranks is None else model.ranks.size
     step_ms = 1e3 * secs / arguments.steps
     miss_bytes = misses / arguments.steps * bench.tables.bytes_per_miss
@@ -579,7 +584,35 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class _Line:
+    """What one line of the report measures."""
+
+    mode: Mode
+    batch: int
+    num_drafts: int
+    chooses_drafts: bool
+    """Whether the number of drafts is chosen as a node does, up to ``num_drafts``."""
+    grammar: Grammar | None
+
+    def __str__(self) -> str:
+        drafts = f"{'up to ' if self.chooses_drafts else ''}{self.num_drafts} drafts"
+        return f"{self.mode} {self.batch}, {drafts}{', grammar' if self.grammar else ''}"
+
+
+def _lines(arguments: argparse.Namespace, grammar: Grammar | None) -> Iterator[_Line]:
+    """Yield the lines in the order of the report; ``grammar``: measure each with it once more."""
+    numbers = [(num_drafts, False) for num_drafts in arguments.speculative_num_steps]
+    if arguments.choose_drafts:
+        numbers.append((max(arguments.speculative_num_steps), True))
+    grammars = [None] if grammar is None else [None, grammar]
+    for batch, mode in product(arguments.batch, arguments.modes):
+        if mode == "hisparse" or batch <= arguments.max_dense:
+            for (num_drafts, chooses), of_line in product(numbers, grammars):
+                yield _Line(Mode(mode), batch, num_drafts, chooses, of_line)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
@@ -598,7 +631,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grammar", action="store_true", help="measure each line once more under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON file, without its suffix")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
     console = Console(width=190)
     use_device(arguments.device)
     spec = load_shared_spec(arguments, max(arguments.speculative_num_steps))
@@ -608,6 +645,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(arguments.model_path, spec, arguments.device)
     load_secs = time.perf_counter() - started
     used.mark("weights")
+    grammar = None
+    if arguments.grammar:
+        trie = TokenTrie.load(arguments.model_path, spec.vocab_size, spec.eos_token_ids)
+        grammar = trie.compile(GRAMMAR)
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
     report: dict[str, Any] = {
         **shared_report(arguments, spec),
@@ -621,28 +662,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }
-    grammars: list[Grammar | None] = [None]
-    if arguments.grammar:
-        trie = TokenTrie.load(arguments.model_path, spec.vocab_size, spec.eos_token_ids)
-        grammars.append(trie.compile(GRAMMAR))
-    for batch in arguments.batch:
-        for mode in arguments.modes:
-            if mode == "dense" and batch > arguments.max_dense:
-                continue
-            numbers = [(num_drafts, False) for num_drafts in arguments.speculative_num_steps]
-            if arguments.choose_drafts:
-                numbers.append((max(arguments.speculative_num_steps), True))
-            for (num_drafts, chooses), grammar in product(numbers, grammars):
-                of_row = (prompt, Mode(mode), batch, num_drafts, grammar)
-                row = measure(model, arguments, *of_row, chooses_drafts=chooses)
-                report["rows"].append(row)
-                write_json(arguments.out.with_suffix(".json"), report)
-                console.print(
-                    f"{mode} {batch}, {'up to ' if chooses else ''}{num_drafts} drafts"
-                    f"{', grammar' if grammar else ''}: {row['step_ms']:.3f} ms, "
-                    f"{row['tokens_a_step']:.2f} tokens",
-                    highlight=False,
-                )
+    for line in _lines(arguments, grammar):
+        row = measure(
+            model,
+            arguments,
+            prompt,
+            line.mode,
+            line.batch,
+            line.num_drafts,
+            line.grammar,
+            chooses_drafts=line.chooses_drafts,
+        )
+        report["rows"].append(row)
+        write_json(arguments.out.with_suffix(".json"), report)
+        console.print(f"{line}: {row['step_ms']:.3f} ms, {row['tokens_a_step']:.2f} tokens", highlight=False)
     print_report(report, console)
     return 0
 

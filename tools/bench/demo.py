@@ -174,6 +174,7 @@ def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: 
     console.print(Text.assemble((case.title, "bold"), (about, "dim")), soft_wrap=True)
 
     def counters() -> tuple[int, int, int]:
+        """Return hits, moved bytes and evictions since the nodes' start."""
         # Hits are read first: once they are complete, the counters read after them are complete, too.
         hits = pair.counter(pair.decode_url, "swap_in_hits_total")
         moved_bytes = pair.counter(pair.prefill_url, "kv_transfer_bytes_total")
@@ -195,9 +196,12 @@ def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: 
         console.print()
         outcome.problems.append(f"{type(error).__name__}: {error}")
         return outcome
+
     num_gaps = outcome.served.num_output_tokens - 1
     if outcome.ttft_secs is not None and num_gaps > 0:
         outcome.itl_secs = (last - started - outcome.ttft_secs) / num_gaps
+
+    # The engines report twice a second, so their counters may be behind the answer.
     deadline = time.monotonic() + METRICS_TIMEOUT_SECS
     while True:
         hits, outcome.moved_bytes, outcome.evictions = (
@@ -206,7 +210,7 @@ def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: 
         has_moved = outcome.moved_bytes > 0 or outcome.may_move_nothing
         if (has_moved and hits >= outcome.served.hits) or time.monotonic() > deadline:
             break
-        time.sleep(0.1)  # the engines report twice a second
+        time.sleep(0.1)
     outcome.check(knows_the_task)
     return outcome
 
@@ -287,6 +291,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
+
     compare_modes(outcomes)
     if knows_the_task:
         expect_drafts(outcomes)

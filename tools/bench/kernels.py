@@ -130,7 +130,7 @@ def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, A
     positions = torch.full((batch,), context - 1, device=HOME)
     num_real = torch.tensor([batch], dtype=torch.int32, device=HOME)
     scratch = IndexerScratch.create(batch, context, HOME)
-    out = torch.empty((batch, TOP_K), dtype=torch.int32, device=HOME)
+    out = torch.empty((batch, TOP_K), dtype=torch.int32, device=HOME)  # the positions that top_k selects
 
     def logits(call: int) -> None:
         write_logits(
@@ -191,6 +191,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     positions = torch.arange(first, context, device=HOME)
     real = torch.tensor([num_tokens], dtype=torch.int32, device=HOME)
     queries = torch.zeros_like(positions), positions, real
+
     # The indexer's logits and the top-k. Keys are read from the pool for each query alone, or for several
     # queries that share what is read, or are unpacked first.
     unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
@@ -222,6 +223,7 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
             raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
     selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
     us["top_k_us"] = graph_us([partial(select, paged_out, *queries, selected, num_rows=1, **block)])
+
     # Attention to what was selected, by items in the pool and by unpacked ones.
     q = torch.randn((num_tokens, HEADS, RANK + ROPE), device=HOME).bfloat16()
     sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": HEADS, "top_k": TOP_K}
@@ -276,6 +278,11 @@ def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Te
 
 
 def row_checks(options: argparse.Namespace) -> Cells:
+    """Measure, over all layers: ``landed``, the check of a dense request's items; ``checked``, the computation
+    of their checks alone; ``stored``, that of one layer with storing; ``one_stored``, that of one new item.
+
+    Raises RuntimeError where the check finds a wrong row.
+    """
     layers = range(options.layers)
     for item_bytes in options.item:
         for context in options.context:
@@ -317,7 +324,8 @@ def row_checks(options: argparse.Namespace) -> Cells:
             }
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command, in whose options ``measure`` is the function of the chosen name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True)
     own = names.add_parser("attention")
@@ -350,6 +358,11 @@ def main() -> None:
     own.set_defaults(measure=row_checks)
     for own in names.choices.values():
         own.add_argument("--out", type=Path, help="JSON file; default: out/kernels_NAME.json")
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: these kernels run on NVIDIA GPUs only")

@@ -300,4 +300,3 @@ def _describe(device: RdmaDevice, host: str, machine: Machine) -> str:
         netdev = f" of {gid.netdev}" if gid.netdev else ""
         words.append(f"GID {gid.index} {gid.ip}{netdev}, {gid.type}")
     return "; ".join((*words, *select_devices(device.name, host, machine).notes))
-

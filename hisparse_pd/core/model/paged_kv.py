@@ -62,8 +62,8 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """Numbers of the stepped tokens, int64 [up to QUERIES_AT_ONCE], in rows that ``padding`` made for ``fill``
-    to put stepped tokens and others in. The last one is repeated to the end; if none is stepped, a token of
+    """Numbers of the stepped tokens, int64 [up to QUERIES_AT_ONCE], in rows of ``padding`` that ``fill`` may
+    give stepped tokens and others. The last one is repeated to the end; if none is stepped, a token of
     padding is. None for all other rows."""
 
     @property

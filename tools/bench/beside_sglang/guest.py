@@ -220,7 +220,7 @@ def run_cell(engine: Any, turn: GuestTurn, batch: int, rate: PcieRate) -> dict[s
         stream = await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
         async for _ in stream:
             arrivals.append(time.perf_counter())
-            if len(arrivals) == 2:
+            if len(arrivals) == 2:  # by now all prompts are prefilled, and only decode steps receive
                 rate.start()
 
     async def run() -> None:
