@@ -278,8 +278,8 @@ def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Te
 
 
 def row_checks(options: argparse.Namespace) -> Cells:
-    """Measure, over all layers: ``landed``, the check of a dense request's items; ``checked``, the computation
-    of their checks alone; ``stored``, that of one layer with storing; ``one_stored``, that of one new item.
+    """Measure, over all layers: ``landed``, the check of a dense request's items; ``checked``, only the
+    computation of their checks; ``stored``, computing and storing one layer's; ``one_stored``, one new item's.
 
     Raises RuntimeError where the check finds a wrong row.
     """
