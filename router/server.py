@@ -118,8 +118,7 @@ class _RouterParts:
         )
         self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
         fleet = Fleet(self.pool, calls)
-        # What answers GET, by path.
-        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {  # what answers GET, by path
             "/health": self._health,
             "/readiness": self._health,
             "/liveness": _liveness,

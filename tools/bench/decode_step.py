@@ -114,6 +114,7 @@ class Prefilled:
     row_checks: Tensor | None
     """Row checks on the device where rows are verified: int32 [num_layers, context]."""
     hints: Tensor
+    """What the last token selected, on the host: int32 [num_index_groups, index_topk]."""
     hints_at: Mapping[int, Tensor]
     """Hints of prompts that are a beginning of this one, by their number of tokens."""
     tokens_a_second: float
@@ -210,19 +211,19 @@ def slots_of_one(
     """Return the slots of a request for its prompt and four times ``num_steps`` steps: those untimed, timed
     and profiled, and as many to spare. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
-    life = context + 4 * num_steps * num_new + 1 + num_new  # the request's longest sequence, in tokens
+    most_tokens = context + 4 * num_steps * num_new + 1 + num_new
     is_hisparse = mode is Mode.HISPARSE
-    capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
-    if 0 < capacity < min(full_buffer(num_new - 1, spec.index_topk), life):
+    hot_capacity = min(settings.device_buffer_size, most_tokens) if is_hisparse else 0
+    if 0 < hot_capacity < min(full_buffer(num_new - 1, spec.index_topk), most_tokens):
         raise StartError(
-            f"--buffer {capacity}: the positions of a step with {num_new - 1} drafts may select "
+            f"--buffer {hot_capacity}: the positions of a step with {num_new - 1} drafts may select "
             f"more; give {full_buffer(num_new - 1, spec.index_topk)}"
         )
     return SlotCounts(
-        host=life if is_hisparse else 0,
-        device=capacity or life,
-        index=life,
-        lookup=life if is_hisparse else 0,
+        host=most_tokens if is_hisparse else 0,
+        device=hot_capacity or most_tokens,
+        index=most_tokens,
+        lookup=most_tokens if is_hisparse else 0,
         aux=0,
         req_row=1,
     )
@@ -258,13 +259,13 @@ class Bench:
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")
-        batch, context = settings.max_running_requests, prompt.kv.shape[1]
+        batch = settings.max_running_requests
         self._num_new = settings.speculative_num_steps + 1
         self._choice = DraftChoice(settings.speculative_num_steps) if chooses_drafts else None
         self._spec, self._prompt, self._grammar = spec, prompt, grammar
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
-        need = slots_of_one(spec, settings, mode, context, num_steps)
-        life, capacity = need.index, need.device if mode is Mode.HISPARSE else 0
+        need = slots_of_one(spec, settings, mode, prompt.kv.shape[1], num_steps)
+        hot_capacity = need.device if mode is Mode.HISPARSE else 0
         pools = Pools(slots_of_all(need, batch), PAGE_SIZE)
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
@@ -273,14 +274,14 @@ class Bench:
             self.memory,
             num_rows=batch,
             num_lookup_slots=pools.totals.lookup,
-            max_capacity=max(self._num_new, capacity),
+            max_capacity=max(self._num_new, hot_capacity),
             page_size=PAGE_SIZE,
             max_new=self._num_new,
         )
         used.mark("tables")
         self.runner: DeviceRunner = make_runner(settings, model, self.tables)
         used.mark("graphs and workspaces")
-        self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
+        self.requests = [self._admit(pools, need, number, mode) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = SwapCounts()
         """Counts of all requests so far."""
@@ -338,16 +339,15 @@ class Bench:
             self.num_tokens += len(result.token_ids)
         self.totals = self.tables.totals(self.requests)
 
-    def _admit(
-        self, pools: Pools, need: SlotCounts, number: int, mode: Mode, context: int, life: int
-    ) -> Request:
-        room = Room(number + 1)
+    def _admit(self, pools: Pools, need: SlotCounts, number: int, mode: Mode) -> Request:
+        """Return a request with a first token and slots of its own, in which the prompt's KV lies."""
+        room, context, most_tokens = Room(number + 1), self._prompt.kv.shape[1], need.index
         request = Request(
             request_id=str(number),
             room=room,
             num_prompt_tokens=context,
             sampling=SamplingParams(
-                max_new_tokens=life - context + 1,
+                max_new_tokens=most_tokens - context + 1,
                 temperature=0.0,
                 ignore_eos=True,
                 grammar=GRAMMAR if self._grammar else "",
@@ -359,7 +359,7 @@ class Bench:
             state=RequestState.RUNNING,
             mode=mode,
             holding=pools.reserve(room, need),
-            reserved_tokens=life,
+            reserved_tokens=most_tokens,
             hot_capacity=need.device if mode is Mode.HISPARSE else 0,
             admitted_seq=number,
         )
@@ -368,8 +368,16 @@ class Bench:
         # Tokens differ by rank, too, so that experts are chosen by different tokens on all ranks.
         newest = random_tokens(self._spec, self._first_number + number + 1)[-1]
         request.output_token_ids.append(int(newest))
+        self._land(request)
+        self.tables.start(request)
+        self.tables.fill_at_once(request)
+        return request
+
+    def _land(self, request: Request) -> None:
+        """Copy the prompt's KV, indexer keys and row checks to the request's slots."""
         holding, prompt = request.owned, self._prompt
-        if mode is Mode.HISPARSE:
+        context = prompt.kv.shape[1]
+        if request.mode is Mode.HISPARSE:
             first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
             self.memory.k_host[:, first : first + context] = prompt.kv_host
             request.hot_positions = self.tables.by_hot_group(prompt.hints.numpy())
@@ -380,9 +388,6 @@ class Bench:
         self.memory.index[:, index_slots] = prompt.index
         if self.memory.row_checks is not None and prompt.row_checks is not None:
             self.memory.row_checks[:, index_slots] = prompt.row_checks
-        self.tables.start(request)
-        self.tables.fill_at_once(request)
-        return request
 
 
 def measure(

@@ -278,8 +278,9 @@ def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Te
 
 
 def row_checks(options: argparse.Namespace) -> Cells:
-    """Measure, over all layers: ``landed``, the check of a dense request's items; ``checked``, only the
-    computation of their checks; ``stored``, computing and storing one layer's; ``one_stored``, one new item's.
+    """Measure ``landed``, the check of a dense request's items in all layers; ``checked``, only the
+    computation of their checks; ``stored``, computing and storing those of one layer; and ``one_stored``,
+    those of one new item in all layers.
 
     Raises RuntimeError where the check finds a wrong row.
     """

@@ -35,7 +35,7 @@ class PagedRequest:
     num_new_tokens: int
     num_stepped: int = 0
     """How many of the new tokens, the last ones, are to have the rows that steps of a decode node would give
-    them (``first_stepped``): their attention is split as in steps."""
+    them (``messages.first_stepped``): their attention is split as in steps."""
 
     @property
     def seq_len(self) -> int:
