@@ -299,14 +299,13 @@ class Bench:
             launched = self.runner.launch(
                 self.requests, NodeStep(len(self.requests), is_split, num_new=num_new)
             )
-            if previous is not None and launched.feeds_next:
-                self._commit(previous)
-                previous = None
+            if previous is not None:
+                self._commit(previous)  # while the device computes the step just launched
             launched.draw()
-            if launched.feeds_next:
-                previous = launched
-            else:
+            previous = launched
+            if not launched.feeds_next:  # the next launch needs this step's results
                 self._commit(launched)
+                previous = None
             if self._choice is not None:
                 self._choice.note_turn(len(self.requests), num_new - 1, time.monotonic())
         if self._choice is not None:  # the time until the next step is not part of it
@@ -317,13 +316,15 @@ class Bench:
         return time.perf_counter() - started
 
     def _next_num_new(self) -> int:
+        """Return the positions of a request in the next step: its newest token and the chosen drafts."""
         if self._choice is None:
             return self._num_new
-        most = self._num_new - 1
-        most = max(self.tables.max_verifiable(request, most) for request in self.requests)
+        allowed = self._num_new - 1
+        most = max(self.tables.max_verifiable(request, allowed) for request in self.requests)
         return 1 + self._choice.choose(len(self.requests), most)
 
     def _commit(self, launched: Any) -> None:
+        """Wait for a step's results and enter them into the requests."""
         launched.take_requests_out()
         for request, result in zip(launched.batch, launched.result(), strict=True):
             if result.error:
