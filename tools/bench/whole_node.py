@@ -208,6 +208,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)
     keep_collectives()
 
+    # One prompt for all cells: the longest that is computed, which can end at each shorter context.
     locality.set_jitter(arguments.jitter[0])
     computed = min(max(arguments.context), arguments.computed_tokens)
     cuts = [context for context in arguments.context if context <= computed]
