@@ -1,6 +1,6 @@
 """Prints the requirements of pyproject.toml with those of one extra, a line each.
 
-So the image installs them in a layer of their own, which a change of the code leaves as it is.
+The Dockerfile installs them in a layer of their own, which is not built again when only the code changes.
 """
 
 import sys

@@ -200,7 +200,8 @@ class Call(asyncio.Protocol):
 
 
 def _note_failure(connecting: asyncio.Task[None]) -> None:
-    """Take the error of a connection that nobody waits for any more, or asyncio would report it."""
+    """Look at the error of a connection that nobody waits for any more; asyncio reports errors that nobody
+    looked at."""
     if not connecting.cancelled():
         connecting.exception()
 
@@ -212,7 +213,7 @@ class _Body:
     """
 
     def __init__(self, headers: RawHeaders, data: bytes) -> None:
-        """``headers`` were checked by h11; ``data`` came with them."""
+        """``headers`` were checked by h11; ``data``: the part of the body that came with them."""
         named = dict(headers)
         self._data = data
         self._is_chunked = b"transfer-encoding" in named
@@ -232,7 +233,8 @@ class _Body:
         while at < len(data) and not self.is_over:
             if not self._num_left:
                 if (head := _CHUNK_HEAD.match(data, at)) is None:
-                    # A whole line is wrong; two bytes may be the end of the chunk before it.
+                    # More may come, unless a line is complete already, or too long. The first two bytes may
+                    # be the line break that ends the chunk before.
                     if len(data) - at > _MAX_CHUNK_HEAD_BYTES or b"\n" in data[at + 2 :]:
                         raise ConnectionError(f"it says {data[at : at + 20]!r}, which begins no chunk")
                     break

@@ -1,11 +1,14 @@
-"""Endpoints that the router answers by asking its nodes: models, versions, tokenizer, each node's
-settings."""
+"""Endpoints that the router answers by asking its nodes: models, versions, tokenizer, each node's settings.
+
+``server.py`` gives the methods of one ``Fleet`` their paths.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +23,8 @@ from hisparse_pd.serving.http.http_errors import ApiError
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_SECS = 5.0
+_Answer: TypeAlias = dict[str, object] | str
+"""The JSON object that a node answered, or as text the reason why there is none."""
 _OBJECT_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
 
 
@@ -65,11 +70,10 @@ class Fleet:
                 return json_response(answer)
         return self._no_answer(path)
 
-    async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
+    async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[_Answer]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))
 
-    async def _ask(self, node: Node, path: str) -> dict[str, object] | str:
-        """Return the JSON object that the node answers, or the reason, as text, why there is none."""
+    async def _ask(self, node: Node, path: str) -> _Answer:
         try:
             return await self._calls.get_document(node, path, ASK_TIMEOUT_SECS, _OBJECT_DECODER)
         except NodeDocumentError as error:

@@ -20,6 +20,7 @@ _FILES = {
     "/page/prompt.js": ("prompt.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+"""The file of each path in the folder ``page``, and its media type."""
 
 PAGE_PATHS = frozenset(_FILES)
 

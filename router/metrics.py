@@ -38,11 +38,11 @@ class RouterMetrics:
         )
         self.prefill_retries = self._counter(
             "prefill_retries",
-            "Of those, the ones with which a prefill node failed before the client had a byte",
+            "Requests sent to another pair because a prefill node failed before the client had a byte",
         )
         self._resumes = self._counter(
             "resumes",
-            "Requests that went on at another decode node; lost: theirs was; moved: it was leaving",
+            "Requests that went on at another decode node; lost: theirs was lost; moved: theirs was leaving",
             "reason",
         )
         for reason in ("lost", "moved"):  # made here to begin at 0: alerts on increases need a value before
@@ -140,11 +140,11 @@ class _NodeCollector(Collector):
         yield healthy
         yield GaugeMetricFamily(
             _PREFIX + "journal_bytes",
-            "What is remembered of streams in work, for another node to go on with",
+            "Bytes of the journals of streams in flight, from which another node can resume them",
             self._journals.num_bytes,
         )
         yield CounterMetricFamily(
             _PREFIX + "dropped_journals",
-            "Streams of which no more can be remembered: they end with their decode node",
+            "Journals given up for lack of room; their streams end with their decode node",
             self._journals.num_dropped,
         )

@@ -26,6 +26,7 @@ from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_key
 log = logging.getLogger(__name__)
 
 NUM_ROOMS = 1 << 63
+"""Rooms are the numbers below this one."""
 LOAD_SLACK = 2
 """Requests that a preferred rank may have above LOAD_BOUND times the mean load: with few requests, a short
 wait costs less than computing a long prompt again."""
@@ -236,13 +237,17 @@ class NodePool:
         return [node for node in self.healthy(kind) if node not in excluded]
 
     def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Rank | None = None) -> Rank:
+        """Choose the least loaded rank, or ``preferred``, which has KV of the prompt, if its load allows.
+
+        Raises RouterError 503 if no rank is left.
+        """
         ranks = [rank for node in self._candidates(kind, excluded) for rank in node.ranks]
         if not ranks:
             raise self.no_healthy(kind)
         # "Least recently picked" is round-robin that works while nodes come and go; it also breaks ties.
         picked = min(ranks, key=lambda rank: (self._load(rank), rank.node.last_picked, rank.last_picked))
         if preferred in ranks:
-            mean = (sum(map(self._load, ranks)) + 1) / len(ranks)
+            mean = (sum(map(self._load, ranks)) + 1) / len(ranks)  # with the request that is to be placed
             if self._load(preferred) < LOAD_BOUND * mean + LOAD_SLACK:
                 picked = preferred
         picked.last_picked = picked.node.last_picked = next(self._pick_number)

@@ -198,7 +198,7 @@ class RelayedRequest:
             attempt.close()
             self._note_failure(attempt, error)
             return None
-        attempt.is_movable = attempt.answer.is_journaled
+        attempt.is_movable = attempt.answer.is_journaled  # without a journal no node can continue the answer
         self._note_success(attempt)
         return attempt
 
@@ -246,8 +246,8 @@ class RelayedRequest:
         if journal is not None and num_records and not journal.is_kept:
             raise error  # a part of what the client has is not known any more
         if failure in (Failure.DECODE_LOST, Failure.DECODE_LEAVING):
-            is_leaving = attempt.was_moved or failure is Failure.DECODE_LEAVING
-            is_leaving = is_leaving or (journal is not None and journal.is_leaving)
+            has_said_so = journal is not None and journal.is_leaving
+            is_leaving = failure is Failure.DECODE_LEAVING or attempt.was_moved or has_said_so
             self._route.leave_decode_node(error, pair.decode, is_leaving=is_leaving, num_records=num_records)
             return
         self._route.retry(error, failure, pair)

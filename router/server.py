@@ -118,8 +118,7 @@ class _RouterParts:
         )
         self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
         fleet = Fleet(self.pool, calls)
-        # What answers GET, by path.
-        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {  # what answers GET, by path
             "/health": self._health,
             "/readiness": self._health,
             "/liveness": _liveness,
@@ -228,6 +227,7 @@ class RelayEndpoint:
     async def _open(
         self, body: bytes, headers: RawHeaders, stack: AsyncExitStack, span: RequestSpan | None
     ) -> NodeAnswer:
+        """Return the decode node's answer once its first bytes are here. Raises ApiError."""
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
@@ -283,7 +283,8 @@ class _Reply:
 
     async def __call__(self, message: Message) -> None:
         await self._send(message)
-        self.is_complete = not message.get("more_body", message["type"] == "http.response.start")
+        is_start = message["type"] == "http.response.start"
+        self.is_complete = not (is_start or message.get("more_body", False))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,8 +1,9 @@
 """``/status``: the state of the deployment that the live page shows, as one JSON document.
 
-Health comes from the router's pool, the rest from each node's ``/status``. One round over all nodes serves
-every viewer that asks within ``MAX_AGE_SECS``. A node that does not answer properly has a ``load_trouble``
-instead of numbers, and the others are shown as usual. Nothing here changes which nodes get requests.
+``server.py`` gives ``StatusBoard.answer`` its path. Health comes from the router's pool, the rest from each
+node's ``/status``. One round over all nodes serves every viewer that asks within ``MAX_AGE_SECS``. A node
+that does not answer properly has a ``load_trouble`` instead of numbers, and the others are shown as usual.
+Nothing here changes which nodes get requests.
 """
 
 from __future__ import annotations

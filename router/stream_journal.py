@@ -4,7 +4,13 @@
 returns; the relay sends ``fields`` to the next node. All journals share one ``JournalBudget``. The decode
 node sends lines between the events, which record the tokens that these are made of (``journal_lines.py``).
 The events before a line are shown only once the line is here, so the journal is never behind the client. Only
-nodes read the records: the router passes them to the next node as they came.
+nodes read the records: the router passes them to the next node as they came. For example, of
+
+    data: {"choices": ...}      an event, which is shown once the next line is here
+    :journal [...]              a line with the record of the event's tokens
+    data: {"choices": ...}      an event that is never shown if the node dies here
+
+the client gets the first event, and the next node makes the second one again.
 """
 
 from __future__ import annotations
@@ -74,7 +80,7 @@ class StreamJournal:
         self._unshown = bytearray()
         """What the present node sent after its last line."""
         self._num_searched = 0
-        """Bytes of that, from its start, in which no ``_LINE`` begins."""
+        """Bytes of ``_unshown``, from its start, at which no ``_LINE`` begins."""
         self.is_leaving = False
         """Whether the present node said that it shuts down."""
         self._grow(num_body_bytes)

@@ -1,4 +1,7 @@
-"""Limits log lines about what other machines send, which they may repeat any number of times."""
+"""Limits log lines about what other machines send, which they may repeat any number of times.
+
+Control channels, the check of API keys and the prefill node's engine ask a ``LogLimiter`` before such a line.
+"""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
             parser.add_argument(
                 flag(name), action="append", nargs="+", metavar=("URL", "BOOTSTRAP_PORT"), **common
             )
-        elif field.title is not None:
+        elif field.title is not None:  # the option takes several values at once
             parser.add_argument(flag(name), action="extend", nargs="+", metavar=field.title, **common)
         else:
             parser.add_argument(flag(name), action="append", metavar="URL", **common)

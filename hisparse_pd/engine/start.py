@@ -112,7 +112,7 @@ def _check_model(settings: NodeSettings) -> ModelSpec:
         has_row_checks=settings.verify_rows,
     )
     gc.freeze()
-    gc.enable()  # all is imported, without collections
+    gc.enable()  # collections were off from the process's start on (``first_front.py``), for the imports
     AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
     return spec
 

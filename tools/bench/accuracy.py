@@ -107,8 +107,8 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
                 note = f"pair, hot buffers of {buffer}, {num_drafts} drafts"
                 advance = step(note, len(prompts))
                 found = ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
-            answers = [is_right for response in found for is_right in response.right]
-            console.print(f"{note}: {sum(answers):,} of {len(answers):,} answers right", highlight=False)
+            verdicts = [is_right for response in found for is_right in response.right]
+            console.print(f"{note}: {sum(verdicts):,} of {len(verdicts):,} answers right", highlight=False)
             responses += found
     return {
         "model": model_path.name,
@@ -236,7 +236,7 @@ def problems(measured: dict[str, Any]) -> list[str]:
     return found
 
 
-def main() -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--lengths", type=int, nargs="+", help=f"lengths of prompts in tokens; default {LENGTHS}"
@@ -271,7 +271,11 @@ def main() -> int:
         action="store_true",
         help="compare tokens with the first system's instead of transformers'",
     )
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
     console = make_console()
     started = time.monotonic()
     try:

@@ -28,7 +28,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -56,6 +56,7 @@ from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.compute import PromptRunner
@@ -113,6 +114,7 @@ class Prefilled:
     row_checks: Tensor | None
     """Row checks on the device where rows are verified: int32 [num_layers, context]."""
     hints: Tensor
+    """What the last token selected, on the host: int32 [num_index_groups, index_topk]."""
     hints_at: Mapping[int, Tensor]
     """Hints of prompts that are a beginning of this one, by their number of tokens."""
     tokens_a_second: float
@@ -206,21 +208,22 @@ class _Settings(DecodeSettings):
 def slots_of_one(
     spec: ModelSpec, settings: DecodeSettings, mode: Mode, context: int, num_steps: int
 ) -> SlotCounts:
-    """Return the slots of a request for its prompt and four times ``num_steps`` steps. Raises StartError."""
+    """Return the slots of a request for its prompt and four times ``num_steps`` steps: those untimed, timed
+    and profiled, and as many to spare. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
-    life = context + 4 * num_steps * num_new + 1 + num_new
+    most_tokens = context + 4 * num_steps * num_new + 1 + num_new
     is_hisparse = mode is Mode.HISPARSE
-    capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
-    if 0 < capacity < min(full_buffer(num_new - 1, spec.index_topk), life):
+    hot_capacity = min(settings.device_buffer_size, most_tokens) if is_hisparse else 0
+    if 0 < hot_capacity < min(full_buffer(num_new - 1, spec.index_topk), most_tokens):
         raise StartError(
-            f"--buffer {capacity}: the positions of a step with {num_new - 1} drafts may select "
+            f"--buffer {hot_capacity}: the positions of a step with {num_new - 1} drafts may select "
             f"more; give {full_buffer(num_new - 1, spec.index_topk)}"
         )
     return SlotCounts(
-        host=life if is_hisparse else 0,
-        device=capacity or life,
-        index=life,
-        lookup=life if is_hisparse else 0,
+        host=most_tokens if is_hisparse else 0,
+        device=hot_capacity or most_tokens,
+        index=most_tokens,
+        lookup=most_tokens if is_hisparse else 0,
         aux=0,
         req_row=1,
     )
@@ -240,7 +243,7 @@ def slots_of_all(need: SlotCounts, batch: int) -> SlotCounts:
 
 
 class Bench:
-    """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
+    """Pools for ``max_running_requests`` requests that all have the prompt, and the steps over them."""
 
     def __init__(
         self,
@@ -256,13 +259,13 @@ class Bench:
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")
-        batch, context = settings.max_running_requests, prompt.kv.shape[1]
+        batch = settings.max_running_requests
         self._num_new = settings.speculative_num_steps + 1
         self._choice = DraftChoice(settings.speculative_num_steps) if chooses_drafts else None
         self._spec, self._prompt, self._grammar = spec, prompt, grammar
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
-        need = slots_of_one(spec, settings, mode, context, num_steps)
-        life, capacity = need.index, need.device if mode is Mode.HISPARSE else 0
+        need = slots_of_one(spec, settings, mode, prompt.kv.shape[1], num_steps)
+        hot_capacity = need.device if mode is Mode.HISPARSE else 0
         pools = Pools(slots_of_all(need, batch), PAGE_SIZE)
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
@@ -271,22 +274,23 @@ class Bench:
             self.memory,
             num_rows=batch,
             num_lookup_slots=pools.totals.lookup,
-            max_capacity=max(self._num_new, capacity),
+            max_capacity=max(self._num_new, hot_capacity),
             page_size=PAGE_SIZE,
             max_new=self._num_new,
         )
         used.mark("tables")
         self.runner: DeviceRunner = make_runner(settings, model, self.tables)
         used.mark("graphs and workspaces")
-        self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
+        self.requests = [self._admit(pools, need, number, mode) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
-        self.totals = (0, 0, 0)
+        self.totals = SwapCounts()
+        """Counts of all requests so far."""
         self.num_tokens = 0
         """Tokens of all requests so far."""
 
     def run(self, num_steps: int) -> float:
-        """Return the seconds of ``num_steps`` steps, each launched before the previous one's tokens are
-        read."""
+        """Return the seconds of ``num_steps`` steps. As in a decode node, each is launched before the
+        previous one's tokens are read, and draws its own afterwards."""
         synchronize(self.tables.device)
         started = time.perf_counter()
         previous = None
@@ -295,14 +299,13 @@ class Bench:
             launched = self.runner.launch(
                 self.requests, NodeStep(len(self.requests), is_split, num_new=num_new)
             )
-            if previous is not None and launched.feeds_next:
-                self._commit(previous)
-                previous = None
+            if previous is not None:
+                self._commit(previous)  # while the device computes the step just launched
             launched.draw()
-            if launched.feeds_next:
-                previous = launched
-            else:
+            previous = launched
+            if not launched.feeds_next:  # the next launch needs this step's results
                 self._commit(launched)
+                previous = None
             if self._choice is not None:
                 self._choice.note_turn(len(self.requests), num_new - 1, time.monotonic())
         if self._choice is not None:  # the time until the next step is not part of it
@@ -313,13 +316,15 @@ class Bench:
         return time.perf_counter() - started
 
     def _next_num_new(self) -> int:
+        """Return the positions of a request in the next step: its newest token and the chosen drafts."""
         if self._choice is None:
             return self._num_new
-        most = self._num_new - 1
-        most = max(self.tables.max_verifiable(request, most) for request in self.requests)
+        allowed = self._num_new - 1
+        most = max(self.tables.max_verifiable(request, allowed) for request in self.requests)
         return 1 + self._choice.choose(len(self.requests), most)
 
     def _commit(self, launched: Any) -> None:
+        """Wait for a step's results and enter them into the requests."""
         launched.take_requests_out()
         for request, result in zip(launched.batch, launched.result(), strict=True):
             if result.error:
@@ -335,16 +340,15 @@ class Bench:
             self.num_tokens += len(result.token_ids)
         self.totals = self.tables.totals(self.requests)
 
-    def _admit(
-        self, pools: Pools, need: SlotCounts, number: int, mode: Mode, context: int, life: int
-    ) -> Request:
-        room = Room(number + 1)
+    def _admit(self, pools: Pools, need: SlotCounts, number: int, mode: Mode) -> Request:
+        """Return a request with a first token and slots of its own, in which the prompt's KV lies."""
+        room, context, most_tokens = Room(number + 1), self._prompt.kv.shape[1], need.index
         request = Request(
             request_id=str(number),
             room=room,
             num_prompt_tokens=context,
             sampling=SamplingParams(
-                max_new_tokens=life - context + 1,
+                max_new_tokens=most_tokens - context + 1,
                 temperature=0.0,
                 ignore_eos=True,
                 grammar=GRAMMAR if self._grammar else "",
@@ -356,7 +360,7 @@ class Bench:
             state=RequestState.RUNNING,
             mode=mode,
             holding=pools.reserve(room, need),
-            reserved_tokens=life,
+            reserved_tokens=most_tokens,
             hot_capacity=need.device if mode is Mode.HISPARSE else 0,
             admitted_seq=number,
         )
@@ -365,8 +369,16 @@ class Bench:
         # Tokens differ by rank, too, so that experts are chosen by different tokens on all ranks.
         newest = random_tokens(self._spec, self._first_number + number + 1)[-1]
         request.output_token_ids.append(int(newest))
+        self._land(request)
+        self.tables.start(request)
+        self.tables.fill_at_once(request)
+        return request
+
+    def _land(self, request: Request) -> None:
+        """Copy the prompt's KV, indexer keys and row checks to the request's slots."""
         holding, prompt = request.owned, self._prompt
-        if mode is Mode.HISPARSE:
+        context = prompt.kv.shape[1]
+        if request.mode is Mode.HISPARSE:
             first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
             self.memory.k_host[:, first : first + context] = prompt.kv_host
             request.hot_positions = self.tables.by_hot_group(prompt.hints.numpy())
@@ -377,9 +389,6 @@ class Bench:
         self.memory.index[:, index_slots] = prompt.index
         if self.memory.row_checks is not None and prompt.row_checks is not None:
             self.memory.row_checks[:, index_slots] = prompt.row_checks
-        self.tables.start(request)
-        self.tables.fill_at_once(request)
-        return request
 
 
 def measure(
@@ -393,6 +402,7 @@ def measure(
     *,
     chooses_drafts: bool = False,
 ) -> dict[str, Any]:
+    """Measure one line of the report: untimed steps, timed ones, and on a GPU as many for the profiler."""
     settings = make_settings(arguments, batch, num_drafts)
     num_warm = max(2, arguments.steps // 4, STEPS_TO_CHOOSE if chooses_drafts else 0)
     most = max(arguments.steps, num_warm)
@@ -407,6 +417,7 @@ def measure(
         kernels = kernels_of(bench, arguments.steps) if model.device.type == "cuda" else []
     finally:
         bench.memory.close()
+
     num_ranks = 1 if model.ranks is None else model.ranks.size
     step_ms = 1e3 * secs / arguments.steps
     miss_bytes = misses / arguments.steps * bench.tables.bytes_per_miss
@@ -579,7 +590,35 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class _Line:
+    """What one line of the report measures."""
+
+    mode: Mode
+    batch: int
+    num_drafts: int
+    chooses_drafts: bool
+    """Whether the number of drafts is chosen as a node does, up to ``num_drafts``."""
+    grammar: Grammar | None
+
+    def __str__(self) -> str:
+        drafts = f"{'up to ' if self.chooses_drafts else ''}{self.num_drafts} drafts"
+        return f"{self.mode} {self.batch}, {drafts}{', grammar' if self.grammar else ''}"
+
+
+def _lines(arguments: argparse.Namespace, grammar: Grammar | None) -> Iterator[_Line]:
+    """Yield the lines in the order of the report; ``grammar``: measure each with it once more."""
+    numbers = [(num_drafts, False) for num_drafts in arguments.speculative_num_steps]
+    if arguments.choose_drafts:
+        numbers.append((max(arguments.speculative_num_steps), True))
+    grammars = [None] if grammar is None else [None, grammar]
+    for batch, mode in product(arguments.batch, arguments.modes):
+        if mode == "hisparse" or batch <= arguments.max_dense:
+            for (num_drafts, chooses), of_line in product(numbers, grammars):
+                yield _Line(Mode(mode), batch, num_drafts, chooses, of_line)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
@@ -598,7 +637,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grammar", action="store_true", help="measure each line once more under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON file, without its suffix")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
     console = Console(width=190)
     use_device(arguments.device)
     spec = load_shared_spec(arguments, max(arguments.speculative_num_steps))
@@ -608,6 +651,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(arguments.model_path, spec, arguments.device)
     load_secs = time.perf_counter() - started
     used.mark("weights")
+    grammar = None
+    if arguments.grammar:
+        trie = TokenTrie.load(arguments.model_path, spec.vocab_size, spec.eos_token_ids)
+        grammar = trie.compile(GRAMMAR)
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
     report: dict[str, Any] = {
         **shared_report(arguments, spec),
@@ -621,28 +668,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }
-    grammars: list[Grammar | None] = [None]
-    if arguments.grammar:
-        trie = TokenTrie.load(arguments.model_path, spec.vocab_size, spec.eos_token_ids)
-        grammars.append(trie.compile(GRAMMAR))
-    for batch in arguments.batch:
-        for mode in arguments.modes:
-            if mode == "dense" and batch > arguments.max_dense:
-                continue
-            numbers = [(num_drafts, False) for num_drafts in arguments.speculative_num_steps]
-            if arguments.choose_drafts:
-                numbers.append((max(arguments.speculative_num_steps), True))
-            for (num_drafts, chooses), grammar in product(numbers, grammars):
-                of_row = (prompt, Mode(mode), batch, num_drafts, grammar)
-                row = measure(model, arguments, *of_row, chooses_drafts=chooses)
-                report["rows"].append(row)
-                write_json(arguments.out.with_suffix(".json"), report)
-                console.print(
-                    f"{mode} {batch}, {'up to ' if chooses else ''}{num_drafts} drafts"
-                    f"{', grammar' if grammar else ''}: {row['step_ms']:.3f} ms, "
-                    f"{row['tokens_a_step']:.2f} tokens",
-                    highlight=False,
-                )
+    for line in _lines(arguments, grammar):
+        row = measure(
+            model,
+            arguments,
+            prompt,
+            line.mode,
+            line.batch,
+            line.num_drafts,
+            line.grammar,
+            chooses_drafts=line.chooses_drafts,
+        )
+        report["rows"].append(row)
+        write_json(arguments.out.with_suffix(".json"), report)
+        console.print(f"{line}: {row['step_ms']:.3f} ms, {row['tokens_a_step']:.2f} tokens", highlight=False)
     print_report(report, console)
     return 0
 

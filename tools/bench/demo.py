@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -166,20 +166,28 @@ def stream(router_url: str, model: str, case: Case) -> Iterator[tuple[str, dict[
             yield "", event.get("usage")
 
 
+class Counters(NamedTuple):
+    """Counters of a pair, or their growth."""
+
+    hits: int
+    moved_bytes: int
+    evictions: int
+
+    @classmethod
+    def read(cls, pair: Pair) -> Counters:
+        # Hits are read first: once they are complete, the counters read after them are complete, too.
+        hits = pair.counter(pair.decode_url, "swap_in_hits_total")
+        moved_bytes = pair.counter(pair.prefill_url, "kv_transfer_bytes_total")
+        return cls(hits, moved_bytes, pair.counter(pair.decode_url, "swap_in_evictions_total"))
+
+
 def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: Console) -> Outcome:
     """Send one request and show its text as it comes. Returns its outcome."""
     outcome = Outcome(case)
     notes, _, question = case.retrieval.content.rpartition("\n")
     about = f"  {notes[:60]}… ({len(notes):,} characters) {question}"
     console.print(Text.assemble((case.title, "bold"), (about, "dim")), soft_wrap=True)
-
-    def counters() -> tuple[int, int, int]:
-        # Hits are read first: once they are complete, the counters read after them are complete, too.
-        hits = pair.counter(pair.decode_url, "swap_in_hits_total")
-        moved_bytes = pair.counter(pair.prefill_url, "kv_transfer_bytes_total")
-        return hits, moved_bytes, pair.counter(pair.decode_url, "swap_in_evictions_total")
-
-    before = counters()
+    before = Counters.read(pair)
     started = last = time.perf_counter()
     try:
         for text, usage in stream(pair.router_url, model, case):
@@ -198,17 +206,23 @@ def run_case(pair: Pair, model: str, case: Case, knows_the_task: bool, console: 
     num_gaps = outcome.served.num_output_tokens - 1
     if outcome.ttft_secs is not None and num_gaps > 0:
         outcome.itl_secs = (last - started - outcome.ttft_secs) / num_gaps
-    deadline = time.monotonic() + METRICS_TIMEOUT_SECS
-    while True:
-        hits, outcome.moved_bytes, outcome.evictions = (
-            now - then for now, then in zip(counters(), before, strict=True)
-        )
-        has_moved = outcome.moved_bytes > 0 or outcome.may_move_nothing
-        if (has_moved and hits >= outcome.served.hits) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)  # the engines report twice a second
+    count_moves(outcome, pair, before)
     outcome.check(knows_the_task)
     return outcome
+
+
+def count_moves(outcome: Outcome, pair: Pair, before: Counters) -> None:
+    """Fill in what the counters have grown by since ``before``, once they are as far as the answer says."""
+    deadline = time.monotonic() + METRICS_TIMEOUT_SECS
+    while True:
+        now = Counters.read(pair)
+        outcome.moved_bytes = now.moved_bytes - before.moved_bytes
+        outcome.evictions = now.evictions - before.evictions
+        has_moved = outcome.moved_bytes > 0 or outcome.may_move_nothing
+        has_hits = now.hits - before.hits >= outcome.served.hits
+        if (has_moved and has_hits) or time.monotonic() > deadline:
+            return
+        time.sleep(0.1)  # the engines report twice a second
 
 
 def compare_modes(outcomes: list[Outcome]) -> None:
@@ -287,6 +301,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
+
     compare_modes(outcomes)
     if knows_the_task:
         expect_drafts(outcomes)

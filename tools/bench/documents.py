@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -120,35 +121,56 @@ def documents(length: int, count: int) -> Iterator[Document]:
     early_place = (rand(count, 1) * max(1, most_tokens // 64)).long()
     is_fact.scatter_(1, early_place, True)
     pairs = rand(count, len(ADJECTIVES) * len(ANIMALS)).topk(num_sentences, dim=1).indices.tolist()
-    digits = zip(below(90), below(100), below(100), below(3), strict=True)
+    digits = below(90), below(100), below(100), below(3)  # the arguments of ``_number``
     fillers, attributes = below(_NUM_FILLERS), below(len(ATTRIBUTES))
-    priorities = rand(count, num_sentences)  # facts with the highest ones are asked for
-    for row, (first_two, next_two, last_two, num_last) in enumerate(digits):
-        sentences: list[str] = []
-        facts: dict[int, Fact] = {}
-        num_tokens = 0
-        for place in range(num_sentences):
-            sentence, added_tokens = _fillers()[fillers[row][place]]
-            fact = None
-            if is_fact[row, place]:
-                adjective, animal = divmod(pairs[row][place], len(ANIMALS))
-                key = f"{ADJECTIVES[adjective]} {ANIMALS[animal]}"
-                number = _number(first_two[place], next_two[place], last_two[place], num_last[place])
-                fact = Fact(key, number, _HEAD_TOKENS + num_tokens + _NUMBER_OFFSET)
-                sentence = f" The {ATTRIBUTES[attributes[row][place]]} of {key} is {number}."
-                added_tokens = _NUMBER_OFFSET + 3 + (len(number) > 4)
-            num_tokens += added_tokens
-            if num_tokens > length - _NOT_SENTENCES:
-                break
-            sentences.append(sentence)
-            if fact is not None:
-                facts[place] = fact
-        fact_priorities = priorities[row].masked_fill(~is_fact[row], -1.0)[: len(sentences)]
-        asked_places = fact_priorities.topk(min(QUESTIONS, len(facts))).indices.tolist()
-        asked = tuple(facts[place] for place in asked_places)
-        content = f"Notes:{''.join(sentences)}\nQuestion: {', '.join(fact.key for fact in asked)}?"
-        ids = tokenizer().encode(f"<bos><|user|>{content}<|assistant|>", add_special_tokens=False).ids
-        yield Document(content, tuple(ids), asked)
+    priorities = rand(count, num_sentences)
+    for row in range(count):
+        numbers = [_number(*of_sentence) for of_sentence in zip(*(of[row] for of in digits), strict=True)]
+        drawn = _Drawn(is_fact[row], pairs[row], numbers, fillers[row], attributes[row], priorities[row])
+        yield _document(length, drawn)
+
+
+class _Drawn(NamedTuple):
+    """What is drawn for one document: a value for each of its sentences, of which it takes the first ones."""
+
+    is_fact: Tensor
+    pairs: list[int]
+    """Keys of facts: numbers of pairs of an adjective and an animal, each once."""
+    numbers: list[str]
+    fillers: list[int]
+    """Places in ``_fillers``, for sentences without a fact."""
+    attributes: list[int]
+    priorities: Tensor
+    """The facts with the highest ones are asked for."""
+
+
+def _document(length: int, drawn: _Drawn) -> Document:
+    """Return a document of as many sentences as fit into ``length`` tokens."""
+    sentences: list[str] = []
+    facts: dict[int, Fact] = {}  # by the places of their sentences
+    num_tokens = 0
+    for place in range(len(drawn.pairs)):
+        sentence, added_tokens = _fillers()[drawn.fillers[place]]
+        fact = None
+        if drawn.is_fact[place]:
+            adjective, animal = divmod(drawn.pairs[place], len(ANIMALS))
+            key, number = f"{ADJECTIVES[adjective]} {ANIMALS[animal]}", drawn.numbers[place]
+            fact = Fact(key, number, _HEAD_TOKENS + num_tokens + _NUMBER_OFFSET)
+            sentence = f" The {ATTRIBUTES[drawn.attributes[place]]} of {key} is {number}."
+            added_tokens = _NUMBER_OFFSET + 3 + (len(number) > 4)
+        num_tokens += added_tokens
+        if num_tokens > length - _NOT_SENTENCES:
+            break
+        sentences.append(sentence)
+        if fact is not None:
+            facts[place] = fact
+
+    fact_priorities = drawn.priorities.masked_fill(~drawn.is_fact, -1.0)[: len(sentences)]
+    asked_places = fact_priorities.topk(min(QUESTIONS, len(facts))).indices.tolist()
+    asked = tuple(facts[place] for place in asked_places)
+    content = f"Notes:{''.join(sentences)}\nQuestion: {', '.join(fact.key for fact in asked)}?"
+    ids = tokenizer().encode(f"<bos><|user|>{content}<|assistant|>", add_special_tokens=False).ids
+    return Document(content, tuple(ids), asked)
 
 
 def _number(first_two: int, next_two: int, last_two: int, num_last: int) -> str:

@@ -3,6 +3,7 @@
 Selections by random weights have next to no locality. As in ``tools.checkpoints.make_synthetic``, a constant
 channel of the hidden state gives every indexer query a part that all tokens share, and the other part is
 jitter. The shared part's size is a norm's weight, which can be set between two measurements.
+``tools.bench.whole_node`` loads its model with ``draw_weight``, and calls ``set_jitter`` before each cell.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ NUM_CALLS: Final = 8
 COLD_BYTES: Final = 256 << 20
 """Bytes that a graph's calls read before inputs repeat: several times an L2 cache."""
 COPY_BYTES: Final = 1 << 30
+PROMPT_ITEMS: Final = KvFormat(FP8_E4M3, RANK, ROPE)
+PROMPT_KEYS: Final = IndexKeyFormat(FP8_E4M3, INDEX_DIM)
+"""Formats of the items and keys in ``prompts``."""
 Cells = Iterator[dict[str, Any]]
 
 
@@ -130,7 +133,7 @@ def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, A
     positions = torch.full((batch,), context - 1, device=HOME)
     num_real = torch.tensor([batch], dtype=torch.int32, device=HOME)
     scratch = IndexerScratch.create(batch, context, HOME)
-    out = torch.empty((batch, TOP_K), dtype=torch.int32, device=HOME)
+    out = torch.empty((batch, TOP_K), dtype=torch.int32, device=HOME)  # the positions that top_k selects
 
     def logits(call: int) -> None:
         write_logits(
@@ -169,44 +172,71 @@ def prompts(options: argparse.Namespace) -> Cells:
         yield {"tokens": options.tokens, "first": first, **_prompt(options.tokens, first)}
 
 
+class _PromptRequest(NamedTuple):
+    """One request in scattered pages of pools that have only its rows, and the positions of its queries."""
+
+    context: int
+    pages: Tensor
+    items: Tensor
+    """fp8 items, uint8 [num_slots, item_bytes], as are the ``keys``."""
+    keys: Tensor
+    positions: Tensor
+    """int64 [num_tokens], the last ones of the context."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.items)
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each query's request and position, and the number of queries, for the indexer's kernels."""
+        num_real = torch.tensor([len(self.positions)], dtype=torch.int32, device=HOME)
+        return torch.zeros_like(self.positions), self.positions, num_real
+
+
 def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
     """Measure one cell: ``num_tokens`` queries behind ``first`` positions, all in one request."""
-    from hisparse_pd.kernels import gluon_indexer, triton_indexer
-    from hisparse_pd.kernels.topk import select
-
-    # The request's pages with items and keys, and its queries.
-    context, device = first + num_tokens, torch.device(HOME)
+    context = first + num_tokens
     num_pages = -(-context // PAGE_SIZE)
     pages = torch.randperm(num_pages, device=HOME).int()
     slots = torch.arange(num_pages * PAGE_SIZE, device=HOME)
-    items_format, key_format = KvFormat(FP8_E4M3, RANK, ROPE), IndexKeyFormat(FP8_E4M3, INDEX_DIM)
     items, keys = (
         torch.zeros((len(slots), each.item_bytes), dtype=torch.uint8, device=HOME)
-        for each in (items_format, key_format)
+        for each in (PROMPT_ITEMS, PROMPT_KEYS)
     )
-    items_format.store(items, slots, torch.randn((len(slots), RANK + ROPE), device=HOME))
-    key_format.store(keys, slots, torch.randn((len(slots), INDEX_DIM), device=HOME))
+    PROMPT_ITEMS.store(items, slots, torch.randn((len(slots), RANK + ROPE), device=HOME))
+    PROMPT_KEYS.store(keys, slots, torch.randn((len(slots), INDEX_DIM), device=HOME))
+    request = _PromptRequest(context, pages, items, keys, torch.arange(first, context, device=HOME))
+    selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
+    return _prompt_selection_us(request, selected) | _prompt_attention_us(request, selected)
+
+
+def _prompt_selection_us(request: _PromptRequest, selected: Tensor) -> dict[str, Any]:
+    """Return the us of the indexer's logits and of the top-k, which is written to ``selected``.
+
+    Keys are read from the pool for each query ``alone``, or for several queries that share what is read, or
+    are ``unpacked`` first.
+    """
+    from hisparse_pd.kernels import gluon_indexer, triton_indexer
+    from hisparse_pd.kernels.topk import select
+
+    num_tokens, keys, queries = len(request.positions), request.keys, request.queries
     q_index = torch.randn((num_tokens, INDEX_HEADS, INDEX_DIM), device=HOME).bfloat16()
     weights = torch.randn((num_tokens, INDEX_HEADS), device=HOME)
-    positions = torch.arange(first, context, device=HOME)
-    real = torch.tensor([num_tokens], dtype=torch.int32, device=HOME)
-    queries = torch.zeros_like(positions), positions, real
-    # The indexer's logits and the top-k. Keys are read from the pool for each query alone, or for several
-    # queries that share what is read, or are unpacked first.
-    unpacked = UnpackedKeys.create(len(slots), INDEX_DIM, HOME)
+    unpacked = UnpackedKeys.create(request.num_slots, INDEX_DIM, HOME)
     first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
-    shape = (num_tokens, -(-context // 64) * 64)
+    shape = (num_tokens, -(-request.context // 64) * 64)
     paged_out, unpacked_out = (torch.zeros(shape, device=HOME) for _ in range(2))
-    block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": context}
+    block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": request.context}
 
     def paged_logits(is_prompt: bool) -> None:
         triton_indexer.write_logits(
-            q_index, weights, keys, pages[None], *queries, paged_out, page_size=PAGE_SIZE, top_k=0,
+            q_index, weights, keys, request.pages[None], *queries, paged_out, page_size=PAGE_SIZE, top_k=0,
             key_format=FP8_E4M3, is_prompt=is_prompt, **block,
         )  # fmt: skip
 
     def unpacked_logits() -> None:
-        key_format.unpack(keys, pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
+        PROMPT_KEYS.unpack(keys, request.pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
         gluon_indexer.write_logits(
             q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, unpacked_out,
             top_k=0, **block,
@@ -216,25 +246,32 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
         "logits_alone_us": graph_us([partial(paged_logits, False)]),
         "logits_shared_us": graph_us([partial(paged_logits, True)]),
     }
-    if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, device):
+    if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, torch.device(HOME)):
         us["logits_unpacked_us"] = graph_us([unpacked_logits])
         if not torch.equal(paged_out, unpacked_out):
+            first = request.context - num_tokens
             raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
-    selected = torch.empty((num_tokens, TOP_K), dtype=torch.int32, device=HOME)
     us["top_k_us"] = graph_us([partial(select, paged_out, *queries, selected, num_rows=1, **block)])
-    # Attention to what was selected, by items in the pool and by unpacked ones.
-    q = torch.randn((num_tokens, HEADS, RANK + ROPE), device=HOME).bfloat16()
-    sizes: dict[str, Any] = {"device": device, "kv_format": items_format, "num_heads": HEADS, "top_k": TOP_K}
-    unpacked_items = torch.empty((len(slots), RANK + ROPE), dtype=torch.bfloat16, device=HOME)
-    num_columns = (positions + 1).clamp(max=TOP_K).int()
+    return us
+
+
+def _prompt_attention_us(request: _PromptRequest, selected: Tensor) -> dict[str, Any]:
+    """Return the us of attention to what was ``selected``, by items in the pool and by unpacked ones."""
+    q = torch.randn((len(request.positions), HEADS, RANK + ROPE), device=HOME).bfloat16()
+    sizes: dict[str, Any] = {
+        **{"device": torch.device(HOME), "kv_format": PROMPT_ITEMS},
+        **{"num_heads": HEADS, "top_k": TOP_K},
+    }
+    unpacked_items = torch.empty((request.num_slots, RANK + ROPE), dtype=torch.bfloat16, device=HOME)
+    num_columns = (request.positions + 1).clamp(max=TOP_K).int()
     pool_backend, prompt_backend = choose_backend("auto", **sizes), choose_prompt_backend("auto", **sizes)
 
     def attend_unpacked() -> None:
-        items_format.unpack(items, pages, PAGE_SIZE, unpacked_items)
+        PROMPT_ITEMS.unpack(request.items, request.pages, PAGE_SIZE, unpacked_items)
         prompt_backend.attend(q, unpacked_items.view(torch.uint8), selected, SCALE, num_columns)
 
-    us["attention_us"] = graph_us([partial(pool_backend.attend, q, items, selected, SCALE)])
-    if prompt_backend.kv_format != items_format:
+    us = {"attention_us": graph_us([partial(pool_backend.attend, q, request.items, selected, SCALE)])}
+    if prompt_backend.kv_format != PROMPT_ITEMS:
         us["attention_unpacked_us"] = graph_us([attend_unpacked])
     return us
 
@@ -276,6 +313,12 @@ def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Te
 
 
 def row_checks(options: argparse.Namespace) -> Cells:
+    """Measure ``landed``, the check of a dense request's items in all layers; ``checked``, only the
+    computation of their checks; ``stored``, computing and storing those of one layer; and ``one_stored``,
+    those of one new item in all layers.
+
+    Raises RuntimeError where the check finds a wrong row.
+    """
     layers = range(options.layers)
     for item_bytes in options.item:
         for context in options.context:
@@ -317,7 +360,8 @@ def row_checks(options: argparse.Namespace) -> Cells:
             }
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command, in whose options ``measure`` is the function of the chosen name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True)
     own = names.add_parser("attention")
@@ -350,6 +394,11 @@ def main() -> None:
     own.set_defaults(measure=row_checks)
     for own in names.choices.values():
         own.add_argument("--out", type=Path, help="JSON file; default: out/kernels_NAME.json")
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: these kernels run on NVIDIA GPUs only")

@@ -22,7 +22,6 @@ from tools.bench.report import make_console, table_of, write_report
 
 END_SECS = 300.0
 """Limit for a child's end."""
-# The child's program.
 CHILD = """
 import sys, threading
 import torch
@@ -50,6 +49,7 @@ copying.join()
 del words
 pool.close()
 """
+"""The child's program, whose argument is the pool's GiB. It prints "ready", and closes at a line of input."""
 
 
 def end_secs(gib: float, *, kill: bool) -> tuple[float, float]:

@@ -263,7 +263,8 @@ def measure_cells(
     arguments: argparse.Namespace,
     ends_at: float,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Yield for each kind of block, as long as there is time, where the blocks lie and their rows."""
+    """Yield for each kind of block, as long as there is time, where the blocks lie and the rows of its
+    cells. ``places``: as ``blocks_by_place`` returns them."""
     kinds = dict.fromkeys((cell.place, cell.pages) for cell in cells)
     for place, pages in kinds:
         if time.monotonic() > ends_at:
@@ -313,8 +314,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(f"cells left out, for time: {report['num_left_out']}", highlight=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    started = time.monotonic()
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--devices", nargs="+", help="devices such as cuda:0 cuda:1; default: all GPUs")
     parser.add_argument("--numa", default="auto", help="the GPUs' NUMA nodes, as for the services")
@@ -327,6 +327,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cell-seconds", type=float, default=0.3, help="seconds of one measurement")
     parser.add_argument("--seconds", type=float, default=170.0, help="time after which no cell begins")
     parser.add_argument("--out", type=Path, default=OUT / "links", help="JSON file, without its suffix")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
+    parser = _parser()
     arguments = parser.parse_args(argv)
     machine = Machine()
     devices = arguments.devices or [f"cuda:{number}" for number in range(len(machine.gpu_bus_ids()))]
@@ -347,8 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
     }
     usable = [number for number, node in nodes.items() if node.cpus and node.total_bytes]
-    of_host: Sequence[int | None] = usable if len(usable) > 1 else [None]
-    report["host"] = list(measure_host(of_host, arguments.block_bytes, arguments.cell_seconds))
+    host_nodes: Sequence[int | None] = usable if len(usable) > 1 else [None]
+    report["host"] = list(measure_host(host_nodes, arguments.block_bytes, arguments.cell_seconds))
+
     workers = [
         Worker(device, placement.cpus or sorted(machine.allowed_cpus()))
         for device, placement in zip(devices, placements, strict=True)

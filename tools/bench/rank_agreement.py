@@ -30,6 +30,8 @@ from tools.bench.facts import OUT
 from tools.bench.report import make_console, table_of, write_report
 
 NUM_WARM_CALLS = 50
+SAID = (1, 0, 0, 1)
+"""The numbers that a rank says in an agreement: as many as before a step."""
 AWAKE_SECS = 0.0005
 """How long a rank is awake before an agreement, because a sleep may end late."""
 LIMIT_SECS = 300.0
@@ -42,14 +44,15 @@ def agreement_us(ranks: RankGroup, num_calls: int, *, by_network: bool = False, 
     """Return median, p99 and maximum of this rank's agreements. All ranks make the same call."""
     agree = ranks.agree_over_network if by_network else ranks.agree
     for _ in range(NUM_WARM_CALLS):
-        agree(1, 0, 0, 1)
+        agree(*SAID)
+    # All ranks of a machine have the same clock, so they can begin together.
     begin_at = max(microseconds for (microseconds,) in agree(time.monotonic_ns() // 1000)) / 1e6
     secs = []
     for number in range(num_calls):
         if rest_secs:
             _sleep_until(begin_at + (number + 1) * rest_secs)
         started = time.perf_counter()
-        agree(1, 0, 0, 1)
+        agree(*SAID)
         secs.append(time.perf_counter() - started)
     us = 1e6 * np.array(secs)
     return {

@@ -64,6 +64,7 @@ def compare(question: str, some: Sequence[Answer], others: Sequence[Answer]) -> 
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Make all passes over the same prompts. Returns the rows of the table."""
     draw = random.Random(options.seed)
     prompts = [
         [draw.randrange(*options.token_range) for _ in range(options.prompt_tokens + LENGTH_STEP * number)]

@@ -101,11 +101,13 @@ async def measure(options: argparse.Namespace, measured: dict[str, Any], console
         measured["model"] = model = options.model or await client.first_model()
         points = [(clients, hisparse) for clients in options.concurrency for hisparse in options.hisparse]
         for number, (num_clients, hisparse) in enumerate(points):
+            # Two streams of prompts a point, so that no prompt of a warm-up comes again.
             warm_up_tokens = min(WARM_UP_TOKENS, options.output_tokens)
             first = contents(options, model, hisparse, 2 * number + 1, options.warmup, warm_up_tokens)
-            await warm_up(client, first, num_clients)
             count = options.num_requests or max(8, 4 * num_clients)
             bodies = contents(options, model, hisparse, 2 * number, count, options.output_tokens)
+            await warm_up(client, first, num_clients)
+
             before = await read_counters(options.metrics_url)
             cpu, started = time.process_time(), time.perf_counter()
             with progress(console) as start:
@@ -114,12 +116,13 @@ async def measure(options: argparse.Namespace, measured: dict[str, Any], console
             cpu_share = (time.process_time() - cpu) / (time.perf_counter() - started)
             after = await read_counters(options.metrics_url)
             grown = {name: after[name] - before[name] for name in after}
+
             point = {
                 "hisparse": hisparse,
                 "concurrency": num_clients,
                 **summarize(num_clients, records, grown),
+                "client_cpu_share": cpu_share,
             }
-            point["client_cpu_share"] = cpu_share
             line = ", ".join(f"{name} {text}" for name, text in cells(point).items() if text)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
             measured["points"].append(point)

@@ -93,12 +93,12 @@ class Client:
     def __init__(self, url: str, timeout_secs: float, api_key: str = "") -> None:
         self._url = url.rstrip("/")
         self._timeout_secs = timeout_secs
+        is_local = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
         self._http = httpx.AsyncClient(
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_SECS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=httpx.URL(url).host
-            not in ("localhost", "127.0.0.1", "::1"),  # the environment's proxies
+            trust_env=not is_local,  # the environment's proxies
         )
 
     async def __aenter__(self) -> Client:
@@ -217,6 +217,8 @@ def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] |
     None if that never happened."""
     if len(records) < num_clients:
         return None
+    # All clients are busy from the last first token of their first requests, until only the last requests of
+    # all but one client are left.
     begin = max(r.arrivals[0] if r.arrivals else r.ended for r in records[:num_clients])
     end = sorted(r.ended for r in records)[len(records) - num_clients]
     if end <= begin:

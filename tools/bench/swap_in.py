@@ -255,6 +255,7 @@ def measure(
     num_timed = len(calls) - num_warm
     seq_lens = torch.full((batch,), CONTEXT, dtype=torch.int32, device="cuda")
     out = torch.empty_like(calls[0])
+
     graph_us = []
     for _ in range(options.repeat):
         cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
@@ -271,9 +272,11 @@ def measure(
         counted = cell.counted()
         cell.verify(calls[-1], out)
         del graph, cell
+
     # Single calls, over the same tokens from the first one on, need empty hot buffers again.
     cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
     single_us = [timed_us(partial(cell.call, call, seq_lens, out)) for call in calls]
+
     repeats = spread(graph_us)
     us, misses = repeats["median"], counted[MISSES]
     return {

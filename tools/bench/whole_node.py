@@ -128,8 +128,8 @@ def measure_cells(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all cells, which all ranks measure together.
 
-    A cell is left out on all ranks if one has no room for it, or if less time is left than the quickest cell
-    of that size took.
+    A cell is left out on all ranks if one has no room for it, or if less time is left than it will probably
+    take: as long as the quickest cell that was at least as large, or without one, as the slowest so far.
     """
     done: set[tuple[Any, ...]] = set()
     secs_by_tokens: list[tuple[int, float]] = []  # tokens of a measured cell, and its time
@@ -139,6 +139,7 @@ def measure_cells(
         gc.collect()
         ranks.agree(0)  # all ranks have freed the previous cell
         batch = min(most for (most,) in ranks.agree(largest_batch(model.spec, cell_arguments, model.device)))
+
         num_tokens = batch * cell["context"]
         as_large = [secs for tokens, secs in secs_by_tokens if tokens >= num_tokens]
         expected_secs = min(as_large, default=max((secs for _, secs in secs_by_tokens), default=0.0))
@@ -148,6 +149,7 @@ def measure_cells(
             continue
         if not all(has_time_there for (has_time_there,) in ranks.agree(int(has_time))):
             continue
+
         done.add(key)
         started = time.monotonic()
         locality.set_jitter(cell["jitter"])
@@ -161,13 +163,13 @@ def measure_cells(
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     """Run one rank: links, agreement, load, collectives, prefill, then the steps of all cells."""
-    # This rank's process, as an engine's start makes it.
+    # This rank's process is set up as an engine's start does it.
     console = Console(width=REPORT_WIDTH, quiet=place.rank > 0)
     settings = DecodeSettings(
         model_path=arguments.model_path, device=arguments.device, dp_size=place.size
     ).of_rank(place.rank)
     placement = place_ranks(settings.numa, settings.devices_here(place.rank), Machine())[place.rank]
-    bind_threads(placement)  # as an engine does
+    bind_threads(placement)
     arguments.device = settings.device
     use_device(arguments.device)
     device = torch.device(arguments.device)
@@ -176,6 +178,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     report = {**shared_report(arguments, spec), "num_ranks": place.size, "rows": []}
     report["placement"] = str(placement)
 
+    # The report grows part by part, because the call may end at any time.
     def keep(**found: Any) -> None:
         report.update(found)
         if place.rank == 0:
@@ -191,8 +194,10 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         keep_collectives()
         ranks.leave()
         return
+
     keep(links=measure_links(ranks, device, arguments.link_bytes))
     keep(agreement=agreement_us(ranks, AGREEMENTS))
+
     used = MemoryByPart(device)
     used.mark("CUDA and collectives")
     locality = DummyLocality(spec)
@@ -202,6 +207,8 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     used.mark("weights")
     keep(load_secs=time.monotonic() - started, memory_gb=used.gb, planned_weights_gb=locality.num_bytes / 1e9)
     keep_collectives()
+
+    # One prompt for all cells: the longest that is computed, which can end at each shorter context.
     locality.set_jitter(arguments.jitter[0])
     computed = min(max(arguments.context), arguments.computed_tokens)
     cuts = [context for context in arguments.context if context <= computed]
@@ -209,6 +216,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     keep(prefill_tokens_a_second=prompt.tokens_a_second, prefill_ends_at=time.monotonic() - started)
     if max(arguments.context) > computed:
         prompt = prompt.repeated(max(arguments.context) // computed)
+
     for row in measure_cells(arguments, model, locality, prompt, ranks):
         report["rows"].append(row)
         keep()

@@ -263,6 +263,7 @@ class _Maker:
         head[circle.roll(-1)[is_followed]] += before
 
     def layer(self, number: int) -> dict[str, Tensor]:
+        """Return the weights of a layer; the one behind all others is the MTP layer."""
         shape = self._shape
         weights = self._attention() | self._indexer()
         if number == 0:

@@ -414,6 +414,26 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
 
     maker = _Maker(_SEEDS[variant])
     weights = maker.ends()
+    weights |= _layers(maker, variant, config)
+    if draft_gain is not None:
+        num_layers = config["num_hidden_layers"]
+        weights |= _draft_layer(maker, weights, num_layers)
+        # What the first layer's attention says is all that the draft layer knows, so it keeps its gain.
+        kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, num_layers))
+        for name in weights:
+            if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
+                weights[name] = weights[name] * draft_gain
+    if variant == "mistral":
+        stored_name = FAMILIES["mistral_large4"].stored_name  # transformers' loader knows these names, too
+        weights = {
+            stored_name(name): value for name, value in weights.items() if "correction_bias" not in name
+        }
+    save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
+
+
+def _layers(maker: _Maker, variant: str, config: dict[str, Any]) -> dict[str, Array]:
+    """Return the weights of all layers, and of what they share."""
+    weights: dict[str, Array] = {}
     num_layers = config["num_hidden_layers"]
     indexer_types = config.get("indexer_types", ["full"] * num_layers)
     # An index group is a layer with an indexer and the layers behind it that share its selections.
@@ -441,19 +461,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
         layer |= maker.norm("input_layernorm", has_gates)
         layer |= maker.norm("post_attention_layernorm", has_gates and not is_dense)
         weights |= {f"model.layers.{number}.{name}": value for name, value in layer.items()}
-    if draft_gain is not None:
-        weights |= _draft_layer(maker, weights, num_layers)
-        # What the first layer's attention says is all that the draft layer knows, so it keeps its gain.
-        kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, num_layers))
-        for name in weights:
-            if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
-                weights[name] = weights[name] * draft_gain
-    if variant == "mistral":
-        stored_name = FAMILIES["mistral_large4"].stored_name  # transformers' loader knows these names, too
-        weights = {
-            stored_name(name): value for name, value in weights.items() if "correction_bias" not in name
-        }
-    save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
+    return weights
 
 
 def _draft_layer(maker: _Maker, weights: dict[str, Array], number: int) -> dict[str, Array]:

@@ -1,8 +1,8 @@
 """The channel between two doctors: questions and replies over a ZMQ REQ/REP pair, in msgpack.
 
-The serving doctor offers a buffer for the other doctor to write to, and tells the checksum of what has
-arrived in it. The channel is not encrypted, since it carries nothing but the address of an empty buffer.
-Every wait has a timeout.
+``command.py`` opens both ends, and ``bandwidth.py`` asks and answers. The serving doctor offers a buffer for
+the other doctor to write to, and tells the checksum of what has arrived in it. The channel is not encrypted,
+since it carries nothing but the address of an empty buffer. Every wait has a timeout.
 """
 
 from __future__ import annotations

@@ -175,6 +175,12 @@ def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
     return Check.of("CUDA", Fault(f"{facts.error or 'no device'}; driver {driver}", remedy), bad)
 
 
+def _driver_version(machine: Machine) -> str:
+    text = read_text(machine.proc / "driver" / "nvidia" / "version")
+    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else "none"
+
+
 def check_pinned(device: str, facts: CudaFacts) -> Check:
     """Check whether the driver pins main memory for the GPU."""
     name, shown = "pinned memory", show_bytes(_PIN_TEST_BYTES)
@@ -294,12 +300,3 @@ def _describe(device: RdmaDevice, host: str, machine: Machine) -> str:
         netdev = f" of {gid.netdev}" if gid.netdev else ""
         words.append(f"GID {gid.index} {gid.ip}{netdev}, {gid.type}")
     return "; ".join((*words, *select_devices(device.name, host, machine).notes))
-
-
-# --- /proc and control groups -----------------------------------------------------------------------------
-
-
-def _driver_version(machine: Machine) -> str:
-    text = read_text(machine.proc / "driver" / "nvidia" / "version")
-    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-    return match[1] if match else "none"

@@ -123,8 +123,9 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
     named, _ = wanted_devices(settings.ib_device, machine)
     num_devices = len(named or select_devices("", host, machine, near).devices)
     transport_check, transport = check_transport(settings, num_bytes, machine, near)
+    mooncake_check = check_mooncake(host, mooncake_version)
     checks = [
-        check_mooncake(host, mooncake_version),
+        mooncake_check,
         check_verbs(host, machine),
         *check_devices(asked, settings.ib_device, host, machine),
         check_memlock(num_bytes, num_devices, asked, machine),
@@ -140,8 +141,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         transport_check,
     ]
     rates: list[Rate] = []
-    has_mooncake = checks[0].status is Status.OK
-    if settings.peer and transport is not None and has_mooncake:
+    if settings.peer and transport is not None and mooncake_check.status is Status.OK:
         peer_check, rates = check_peer(settings, transport)
         checks.append(peer_check)
     return Report(tuple(checks), transport, tuple(rates))
@@ -162,7 +162,9 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
                 rates, lane = measure(client, engine, MESSAGE_BYTES, MEASURE_SECS, device, directory)
     except (DoctorError, TransferError) as error:
         return failed(name, error), []
-    best = {kind: max(r.bytes_per_sec for r in rates if r.over == kind) for kind in {r.over for r in rates}}
+    best: dict[str, float] = {}  # the highest rate over each lane, in bytes a second
+    for rate in rates:
+        best[rate.over] = max(rate.bytes_per_sec, best.get(rate.over, 0.0))
     found = " and ".join(f"{best[kind] / 1e9:.3g} GB/s over {kind}" for kind in sorted(best, reverse=True))
     if "shm" not in best:
         found += f"; no shared memory: {lane.reason}"

@@ -4,6 +4,9 @@ It is multi-head latent attention in its absorbed form, in prefill as in decode:
 latent space, and a token's KV is one item ``[latent, rotated key]`` that all heads share. A ``KvAccess``
 knows where items and indexer keys are stored. Not every model has a gate, layers without rope or without KV
 of their own, or queries without a latent: transformers' modules and the ``ModelSpec`` tell which it has.
+
+Results of linear layers are in parts, [parts, ...], whose sum is the result: the kernel that reads them adds
+them up (``block_linear.py``).
 """
 
 from __future__ import annotations

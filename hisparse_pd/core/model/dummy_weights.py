@@ -1,8 +1,9 @@
 """Weights that are drawn instead of read (``--load-format dummy``): a model of any shape runs from its
 configuration alone.
 
-Its output is meaningless, but takes as long to compute as with the checkpoint. A tensor depends on its name
-alone, so that two nodes on the same kind of device, and the ranks of a node, have the same model.
+The loader calls ``draw`` for each tensor. The output of such a model is meaningless, but takes as long to
+compute as with the checkpoint. A tensor depends on its name alone, so that two nodes on the same kind of
+device, and the ranks of a node, have the same model.
 """
 
 from __future__ import annotations

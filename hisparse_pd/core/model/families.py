@@ -1,7 +1,8 @@
 """The model families that are served, and how they differ apart from sizes.
 
-All have latent attention over positions that a lightning indexer selects. Differences that transformers'
-modules show by their parts (a gate behind a norm, a gate of the heads' values) are not repeated here.
+All have latent attention over positions that a lightning indexer selects. The loader and the model read the
+differences from ``ModelSpec.family``. Those that transformers' modules show by their parts (a gate behind a
+norm, a gate of the heads' values) are not repeated here.
 """
 
 from __future__ import annotations

@@ -153,6 +153,7 @@ class PageRequest:
         try:
             if len(descriptors) != size:
                 raise OSError(f"{len(descriptors)} of {size} descriptors came with the page of rank 0")
+            # As ``PageOffer.share`` sends them: the page's, then a socket's to each other rank, in order.
             ranks = [rank for rank in range(size) if rank != self._rank]
             others = {rank: socket.socket(fileno=fd) for rank, fd in zip(ranks, descriptors[1:], strict=True)}
         except OSError:

@@ -35,7 +35,7 @@ class PagedRequest:
     num_new_tokens: int
     num_stepped: int = 0
     """How many of the new tokens, the last ones, are to have the rows that steps of a decode node would give
-    them (``first_stepped``): their attention is split as in steps."""
+    them (``messages.first_stepped``): their attention is split as in steps."""
 
     @property
     def seq_len(self) -> int:
@@ -62,8 +62,9 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """The stepped tokens of rows that ``fill`` fills with tokens of both kinds, int64 [most stepped tokens]:
-    the last one is repeated to the end, or a token of padding if none is stepped. None for other rows."""
+    """Numbers of the stepped tokens, int64 [most stepped tokens], in rows of ``padding`` that ``fill`` may
+    give stepped tokens and others. The last one is repeated to the end; if none is stepped, a token of
+    padding is. None for all other rows."""
 
     @property
     def num_stepped(self) -> int:
@@ -312,8 +313,9 @@ class PagedKv:
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """Do ``KvAccess.attend``: as a prompt, and then again as steps do for the tokens that are stepped."""
         items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
-        if self._stepped_pieces and self.rows.is_stepped.all():
+        if self._stepped_pieces and self.rows.is_stepped.all():  # steps' attention fills all of ``out``
             out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
         else:
             out = self._attend_as_prompt(items, q, positions, scale)
@@ -323,7 +325,7 @@ class PagedKv:
         return out
 
     def _attend_as_prompt(self, items: Tensor, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        """Return the attention of all new tokens as a prompt has it; stepped ones have another."""
+        """Return the attention of all new tokens as a prompt has it, stepped ones included."""
         attention, contexts, unpacked = self._kernels.attention, self.contexts, self._kernels.unpacked
         if contexts is None or unpacked is None or unpacked.items is None:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)

@@ -184,16 +184,16 @@ def _draw(
     scaled = logits.double()
     # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
     scaled = (scaled - scaled.amax(dim=1, keepdim=True)) / column([param.temperature for param in params])
-    candidates = None
-    rank = torch.arange(vocab_size, device=device)
+    candidates = None  # the token at each place of a row, or None where places are token ids
+    place = torch.arange(vocab_size, device=device)
     if is_cut:
         scaled, candidates = scaled.sort(dim=1, descending=True, stable=True)
         top_k = column([param.top_k if param.top_k > 0 else vocab_size for param in params])
-        scaled = scaled.masked_fill(rank >= top_k, float("-inf"))
+        scaled = scaled.masked_fill(place >= top_k, float("-inf"))
     probs = torch.softmax(scaled, dim=1)
     if is_cut:
         # A token is kept if those before it sum to less than top_p; the likeliest is always kept.
-        is_kept = (cumulate(probs) - probs < column([param.top_p for param in params])) | (rank == 0)
+        is_kept = (cumulate(probs) - probs < column([param.top_p for param in params])) | (place == 0)
         probs = probs * is_kept
     if any(param.min_p > 0 for param in params):
         probs = probs * (probs >= column([param.min_p for param in params]) * probs.amax(1, keepdim=True))
@@ -206,7 +206,7 @@ def _draw(
     )
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     # Rounding may put the threshold beyond the last token of non-zero probability.
-    last = torch.where(probs > 0, rank, 0).amax(dim=1, keepdim=True)
+    last = torch.where(probs > 0, place, 0).amax(dim=1, keepdim=True)
     drawn = torch.minimum(drawn, last)
     return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
 

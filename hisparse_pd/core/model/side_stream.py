@@ -1,5 +1,7 @@
-"""A CUDA stream beside the current one. A CPU has none: there everything happens in the order of the
-calls."""
+"""A CUDA stream beside the current one. A CPU has none: there everything happens in the order of the calls.
+
+The decode node copies and the ranks of a node exchange on such streams (``rank_group.py``).
+"""
 
 from __future__ import annotations
 

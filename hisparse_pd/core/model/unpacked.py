@@ -4,6 +4,9 @@ Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are s
 pages of the requests are unpacked next to one another before each layer, the new rows included. Requests
 whose pages do not fit into the memory for that beside others' come after those, as another group. A query's
 bits do not depend on its group.
+
+A prefill node has one ``UnpackedMemory``, as a part of its ``AttentionKernels``. Each ``PagedKv``
+(``paged_kv.py``) has the ``ContextPages`` of its forward.
 """
 
 from __future__ import annotations
@@ -105,10 +108,11 @@ class ContextPages:
         groups = [Group(slice(0, 0), slice(0, 0))]
         for row, ids, num_tokens in zip(page_table, page_ids, num_new_tokens, strict=True):
             tokens, pages = groups[-1]
-            if pages.stop - pages.start + len(ids) > most_pages:
+            if pages.stop - pages.start + len(ids) > most_pages:  # the request begins another group
                 tokens, pages = slice(tokens.stop, tokens.stop), slice(pages.stop, pages.stop)
                 groups.append(Group(tokens, pages))
-            row[: len(ids)] = np.arange(len(ids)) + pages.stop - pages.start
+            num_before = pages.stop - pages.start  # pages of earlier requests in the group
+            row[: len(ids)] = num_before + np.arange(len(ids))
             groups[-1] = Group(
                 slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + len(ids))
             )

@@ -250,7 +250,8 @@ class PrefixTree:
         if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
             return "a child is not held, or has another parent"
         by_key = self._by_key[prefix.kinds]
-        if any((by_key.get(key) is prefix) is prefix.is_dropped for key in prefix.keys):
+        num_findable = sum(by_key.get(key) is prefix for key in prefix.keys)
+        if num_findable != (0 if prefix.is_dropped else num_pages):
             return "a page can still be found" if prefix.is_dropped else "a page cannot be found"
         if parent is not None and parent.is_dropped and not prefix.is_dropped:
             return "its parent was dropped"
@@ -258,8 +259,9 @@ class PrefixTree:
             return "it was dropped, and is still there"
         if prefix.num_users != num_users:
             return f"{prefix.num_users} users counted, {num_users} known"
-        if (prefix in self._idle) is bool(num_users):
-            return f"{num_users} users, listed as unused {prefix in self._idle}"
+        is_idle = prefix in self._idle
+        if is_idle != (num_users == 0):
+            return f"{num_users} users, listed as unused {is_idle}"
         return ""
 
     def _split_pages(self, holding: Holding, kinds: Kinds, num_pages: int) -> Holding | None:

@@ -213,10 +213,11 @@ def run_cell(engine: Any, turn: GuestTurn, batch: int, rate: PcieRate) -> dict[s
     sampling = {"temperature": 0.0, "max_new_tokens": turn.num_output_tokens, "ignore_eos": True}
     arrivals: list[float] = []
 
-    async def plain(prompt: list[int]) -> None:
+    async def ask(prompt: list[int]) -> None:
         await engine.async_generate(input_ids=prompt, sampling_params=sampling)
 
-    async def last(prompt: list[int]) -> None:
+    async def ask_and_watch(prompt: list[int]) -> None:
+        """Ask for the last prompt's answer, whose tokens show when all prompts are prefilled."""
         stream = await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
         async for _ in stream:
             arrivals.append(time.perf_counter())
@@ -224,8 +225,8 @@ def run_cell(engine: Any, turn: GuestTurn, batch: int, rate: PcieRate) -> dict[s
                 rate.start()
 
     async def run() -> None:
-        others = [asyncio.ensure_future(plain(prompt)) for prompt in prompts[:-1]]
-        await asyncio.gather(*others, asyncio.ensure_future(last(prompts[-1])))
+        others = [asyncio.ensure_future(ask(prompt)) for prompt in prompts[:-1]]
+        await asyncio.gather(*others, asyncio.ensure_future(ask_and_watch(prompts[-1])))
 
     started = time.perf_counter()
     engine.loop.run_until_complete(run())

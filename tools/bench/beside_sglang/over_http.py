@@ -184,8 +184,5 @@ def problem_of(point: Point, found: Mapping[str, Any]) -> str:
         of_them = f"{failed} of {found['num_requests']} requests failed"
         return f"{of_them}, {number} x {name}: {found['error_samples'][name]}"
     share = found["mean_cached_tokens"] / found["mean_prompt_tokens"]
-    if (point.cached == "all" and share < CACHED_SHARE) or (
-        point.cached == "nothing" and share > 1 - CACHED_SHARE
-    ):
-        return f"{share:.1%} of the prompts' tokens were cached"
-    return ""
+    is_as_planned = share >= CACHED_SHARE if point.cached == "all" else share <= 1 - CACHED_SHARE
+    return "" if is_as_planned else f"{share:.1%} of the prompts' tokens were cached"

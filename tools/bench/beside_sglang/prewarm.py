@@ -25,6 +25,8 @@ from typing import Any, Final
 from tools.bench.beside_sglang.environment import guest_command
 
 Job = tuple[Any, ...]
+"""A kernel to compile, as JSON takes it: a kind, such as "product", and the sizes or names that ``run_job``
+matches behind it."""
 JIT_MODULES: Final[tuple[Job, ...]] = (
     ("activation.activation", "activation_module", "bfloat16"),
     ("attention.clamp_position", "_jit_clamp_position_module", "int64"),

@@ -1,4 +1,7 @@
-"""Holds what a run of the benchmark has measured, and starts its processes one after the other."""
+"""Holds what a run of the benchmark has measured, and starts its processes one after the other.
+
+``__main__.py`` makes one ``Run``; each turn starts its process by it and adds its cells to it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ from tools.bench.facts import ROOT, gpus
 from tools.bench.report import write_report
 
 FREE_MIB: Final = 2500
+"""Memory in use up to which a GPU counts as free."""
 FREE_SECS: Final = 20.0
-"""Limits of waiting until the driver has taken back the last process's memory."""
+"""Longest wait until the driver has taken back the last process's memory."""
 KEPT_LOG_CHARS: Final = 3000
 
 
@@ -42,11 +46,15 @@ class Run:
     options: argparse.Namespace
     console: Console
     deadline: float
+    """When everything must have ended, on the monotonic clock."""
     cells: list[dict[str, Any]] = field(default_factory=list)
+    """Cells of decode steps; those of prefill and of answers over HTTP follow (``comparison.py``)."""
     prefill: list[dict[str, Any]] = field(default_factory=list)
     http: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    """What was dropped or not reached, and why."""
     secs: dict[str, float] = field(default_factory=dict)
+    """How long each part took, by its name."""
 
     @property
     def secs_left(self) -> float:

@@ -51,9 +51,10 @@ def plan(
 def limits(
     turns: Sequence[Turn], most_secs: Callable[[Turn], float], secs_left: float
 ) -> Iterator[tuple[Turn, float]]:
-    """Yield the turns with their limits where each takes all of its own.
+    """Yield the turns with their limits in seconds, as if each took all of its own. 0: it does not begin.
 
-    A turn of SGLang leaves later turns of ours their time, so that what it measures has something beside it.
+    ``most_secs``: the most that a turn may have. A turn of SGLang leaves later turns of ours their time, so
+    that what it measures has something beside it.
     """
     for number, turn in enumerate(turns):
         reserved = sum(most_secs(later) for later in turns[number + 1 :] if later.engine == "ours")
