@@ -98,8 +98,9 @@ test: $(READY) ## run the tests
 test-fast: $(READY) ## unit tests that need no torch: protocol, plans, router, HTTP, docs; 30 seconds
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -p tests.without_torch $(FAST_TESTS) $(TEST_ARGS)
 
-test-full: $(READY) ## what takes longer: the full oracle matrix, failures, transport faults; 9 minutes
+test-full: $(READY) ## what takes longer: the full oracle matrix, failures, more examples of each property; some 11 minutes
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
+	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/property $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
 	$(BIN)/python -m pytest -o addopts="-ra" -n $(GPU_TEST_PROCESSES) --dist loadfile tests/gpu

@@ -49,6 +49,7 @@ def test_a_turn_of_a_few_tokens_makes_no_room_at_the_prefill_node(pair: Deployme
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_steps_with_drafts_of_several_ranks_take_more(
     drafting_checkpoint: Callable[[str], Path], tmp_path: Path

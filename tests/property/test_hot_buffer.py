@@ -17,10 +17,11 @@ from hisparse_pd.kernels.hot_state import HotBufferError, StepRequests
 from hisparse_pd.kernels.swap_in import newest_slots
 from tests.gpu.history import History, Request
 from tests.gpu.support import DEVICE
+from tests.property.examples import num_examples
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may give misses other ones of their entries")
 
-NUM_HISTORIES = 10
+NUM_HISTORIES = num_examples(4, 10)
 NUM_STEPS = 15
 """Number of ages of entries that are told apart."""
 

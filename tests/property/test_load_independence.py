@@ -71,7 +71,10 @@ class Expected:
     logprobs: list[TokenLogprob]
 
 
-@pytest.fixture(scope="module", params=["v32", "glm", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "mistral"))],
+)
 def checkpoint(request: pytest.FixtureRequest, tied_checkpoint: Callable[[str], Path]) -> Checkpoint:
     return load_checkpoint(tied_checkpoint(request.param))
 

@@ -30,6 +30,7 @@ from hisparse_pd.decode_node.prefill_peers import LATE_MESSAGE_SECS
 from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
+from tests.property.examples import num_examples
 from tests.property.sim_network import SimClient
 from tests.property.sim_nodes import NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
@@ -555,7 +556,7 @@ TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCas
 TestBothEnds.settings = settings(
     derandomize=_ASKED is None,
     database=None,
-    max_examples=int(_ASKED or 35),
+    max_examples=int(_ASKED or num_examples(20, 35)),
     stateful_step_count=40,
     print_blob=True,
     suppress_health_check=list(HealthCheck),

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.transfer.plan import DESCRIPTOR_COST_BYTES, SLICE_BYTES, Descriptors, cost
 from hisparse_pd.transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
+from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
@@ -266,7 +267,9 @@ class SendQueueMachine(RuleBasedStateMachine):
         assert self.queue.is_empty
 
 
-SendQueueMachine.TestCase.settings = settings(derandomize=True, max_examples=100, stateful_step_count=60)
+SendQueueMachine.TestCase.settings = settings(
+    derandomize=True, max_examples=num_examples(50, 100), stateful_step_count=60
+)
 TestSendQueue = SendQueueMachine.TestCase
 
 

@@ -30,6 +30,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.engine.messages import RequestFailed, Tokens
+from tests.property.examples import num_examples
 from tests.property.row_reader import CONTEXT, PAGE_SIZE, WRONG, Node, right_token, spec_of
 
 pytestmark = [pytest.mark.I2, pytest.mark.I9]
@@ -374,7 +375,7 @@ def test_any_history_with_damage(num_draft_layers: int) -> None:
 
     case = Machine.TestCase
     case.settings = settings(
-        max_examples=12,
+        max_examples=num_examples(5, 12),
         stateful_step_count=25,
         derandomize=True,
         phases=[Phase.generate],  # to shrink takes minutes

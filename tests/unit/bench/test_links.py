@@ -115,6 +115,7 @@ def test_a_block_is_where_it_is_said_to_be(pages: str, monkeypatch: pytest.Monke
     assert facts["huge_share"] == 0
 
 
+@pytest.mark.slow
 def test_links_are_measured_on_cpus_and_a_process_that_fails_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

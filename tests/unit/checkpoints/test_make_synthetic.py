@@ -186,7 +186,7 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
     assert float(difference.abs().max()) < 0.08 * float(wanted.gate_up.of(1, torch.float32).abs().max())
 
 
-@pytest.mark.parametrize("share", [0.0, 0.7])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Path, share: float) -> None:
     """Behind any token, alone and at the end of a chain of guesses; the model without it is as it was."""
     shape = replace(SMALL, draft_agreement=share)
@@ -231,6 +231,7 @@ def test_published_sizes_come_without_weights(tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == spec.vocab_size == 163840
 
 
+@pytest.mark.slow
 def test_the_first_layers_of_published_sizes_come_without_weights(tmp_path: Path) -> None:
     main(["--out", str(tmp_path), "--published", "mistral_large4", "--layers", "9", "--fp8"])
     spec = load_spec(tmp_path, load_format="dummy", dtype="bfloat16", kv_cache_dtype="fp8_e4m3")

@@ -63,7 +63,7 @@ BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
         *[pytest.param((number,), marks=pytest.mark.slow) for number in (4, MAX_DRAFTS)],
     ],
 )
-@BOTH
+@pytest.mark.parametrize("checkpoint", [SHARED, pytest.param(OWN, marks=pytest.mark.slow)], indirect=True)
 def test_tokens_equal_the_oracle_with_up_to_seven_drafts(
     expected: dict[Prompt, list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:

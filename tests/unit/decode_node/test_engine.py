@@ -44,7 +44,9 @@ def small_node(checkpoint: Checkpoint, tmp_path: Path, **pools: Any) -> EngineHa
 @pytest.mark.I4
 @pytest.mark.I5
 @pytest.mark.I6
-@pytest.mark.parametrize("flag", list(HisparseFlag))
+@pytest.mark.parametrize(
+    "flag", [HisparseFlag.TRUE, HisparseFlag.FALSE, pytest.param(HisparseFlag.AUTO, marks=pytest.mark.slow)]
+)
 @EACH_MODEL
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
     expected: dict[Prompt, list[int]], shared_node: EngineHarness, flag: HisparseFlag

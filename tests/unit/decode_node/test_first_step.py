@@ -13,6 +13,7 @@ from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import RoomScores
 from hisparse_pd.protocol.prompt_scores import WantedScores, score_dtype
+from tests.unit.decode_node.conftest import oracle_tokens
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -21,7 +22,6 @@ from tests.unit.decode_node.support import (
     landing_slots,
     random_prompt,
 )
-from tools.checkpoints.oracle import greedy_tokens
 
 PAGE = 16
 NODE: dict[str, Any] = {"page_size": PAGE, "disable_prefix_cache": False, "device_pool_tokens": 2048}
@@ -39,7 +39,7 @@ def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
 
 @pytest.fixture
 def expected(checkpoint: Checkpoint) -> list[int]:
-    return greedy_tokens(checkpoint.path, [PROMPT], NUM_NEW)[0]
+    return oracle_tokens(checkpoint.path, (PROMPT,), NUM_NEW)[0]
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -73,7 +73,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(
 ) -> None:
     prompt = (77,)
     answer = node.ask(prompt, NUM_NEW, flag, scores=WantedScores(1, 2))
-    assert answer.token_ids == greedy_tokens(checkpoint.path, [prompt], NUM_NEW)[0]
+    assert answer.token_ids == oracle_tokens(checkpoint.path, (prompt,), NUM_NEW)[0]
     assert node.double.bootstraps == []
 
 
@@ -172,5 +172,5 @@ def test_a_prompt_lands_once_for_all_its_samples(
         answers = node.generate_samples(prompt, NUM_NEW, 3, flag)
         node.turn_until(lambda: all(answer.is_over for answer in answers))
         assert [bootstrap.num_held_tokens for bootstrap in node.double.bootstraps] == [0]
-        (tokens,) = greedy_tokens(checkpoint.path, [prompt], NUM_NEW)
+        (tokens,) = oracle_tokens(checkpoint.path, (prompt,), NUM_NEW)
         assert [answer.token_ids for answer in answers] == [tokens] * 3

