@@ -236,10 +236,13 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
 def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: int) -> int:
     """Return the first position of a prompt whose KV is rounded as in decode steps.
 
-    It is where the page of the prompt's last token begins, resumed tokens left out. ``page_size``: the decode
-    node's. On a GPU the KV of equal tokens before that position has other bits. Either node may compute what
-    comes from there on, the decode node in its steps. A prompt takes no page from there on from a cache, and
-    shares none while its request is live.
+    It begins the page of the prompt's last token, or, for a resumed stream, of the last token that is not
+    output. With 200 tokens and pages of 64 it is 192. ``page_size``: the decode node's.
+
+    From this position on either node may compute the KV, the decode node in its steps, so both round as steps
+    do. Before it KV is rounded as in prefill forwards, which on a GPU gives other bits for equal tokens. A
+    prompt therefore takes no page from this position on from a cache, and shares none while its request is
+    live.
     """
     last = num_prompt_tokens - num_resumed_tokens - 1
     return last // page_size * page_size
