@@ -78,6 +78,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         settings, spec = self._settings, self._spec
         self.instance_id = secrets.token_hex(8)
         device = torch.device(settings.device)
+
+        # How large everything is.
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
         num_aux_slots = _num_aux_slots(settings)
@@ -88,6 +90,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             page_size=settings.page_size,
             num_pages=num_pages,
         )
+
+        # Memory, and the threads that write from it.
         self.memory = PrefillMemory(
             spec, num_slots=num_pages * settings.page_size, num_aux_slots=num_aux_slots, device=device
         )
@@ -102,6 +106,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             gpu=GpuWriter(device, self.memory.sent) if device.type == "cuda" else None,
         )
         self.sender = Sender(self.lanes, self._wakeup.set)
+
+        # The forward.
         self.runner = PromptRunner(
             model,
             self.memory,
@@ -110,12 +116,16 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.chunked_prefill_size,
             settings.attention_split_tile_size,
         )
+
+        # Decode nodes.
         self.control = ControlServer(
             settings.host, settings.control_port, self._control_keys, self._allowed, self._heartbeats
         )
         self.poller.register(self.control)
         self._logged_refusals = LogLimiter()
         self.peers = Registrations(self.geometry, self.transfer.transport.protocol, self._allowed)
+
+        # Requests.
         self._pusher = Pusher(
             self.sender,
             self.memory.regions,
@@ -138,6 +148,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
         kv = {PoolKind.DEVICE: self.memory.kv}
         self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
+
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
@@ -398,10 +409,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return EngineStats(
             gauges,
             dict(life.counters),
-            num_running + num_sending,
-            num_waiting,
-            num_used_tokens,
-            self._num_steps,
+            num_running=num_running + num_sending,
+            num_waiting=num_waiting,
+            num_used_tokens=num_used_tokens,
+            step=self._num_steps,
             lanes=lanes,
         )
 

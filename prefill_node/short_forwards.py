@@ -91,19 +91,26 @@ class ShortForwards:
             return None
         if kv.contexts is not None and len(kv.contexts.groups) > 1:  # pages are unpacked in several passes
             return None
-        # A graph of tokens of both kinds attends to at least one as in steps.
-        kinds = [(True, num_tokens)] if num_stepped == num_tokens else []
-        kinds.append((False, num_tokens + (num_stepped == 0)))
-        fitting = (
-            graph for kind, least in kinds for size, graph in self._captured[kind].items() if size >= least
-        )
-        if (captured := next(fitting, None)) is None:
+        if (captured := self._smallest_fitting(num_tokens, num_stepped)) is None:
             return None
         captured.token_ids[:num_tokens] = token_ids
         captured.kv.fill(kv, self._memory.scratch_slot)
         captured.graph.replay()
         kv.hints.copy_(captured.kv.hints[:num_requests])
         return captured.hidden[:num_tokens]
+
+    def _smallest_fitting(self, num_tokens: int, num_stepped: int) -> _Captured | None:
+        """Return the smallest graph for these tokens, one of stepped tokens alone if there is one."""
+        if num_stepped == num_tokens:
+            for size, captured in self._captured[True].items():
+                if size >= num_tokens:
+                    return captured
+        # A graph of both kinds of tokens has a stepped row, which is padding if no token is stepped.
+        num_rows = num_tokens + (num_stepped == 0)
+        for size, captured in self._captured[False].items():
+            if size >= num_rows:
+                return captured
+        return None
 
     def _forward(self, token_ids: Tensor, kv: PagedKv) -> Tensor:
         return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows[:0])[1]
