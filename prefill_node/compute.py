@@ -214,11 +214,15 @@ def _wanted_rows(batch: Batch) -> list[_WantedRows]:
         if scores is not None:
             start, stop = max(chunk.start, scores.first - 1), chunk.stop  # positions
             if start < stop:
-                to_row = first_row - chunk.start
-                next_ids = request.token_ids[start + 1 : stop + 1].astype(np.int64)
+                to_row = first_row - chunk.start  # from a position of the chunk to its row
                 found.append(
                     _WantedRows(
-                        request.room, scores.num_top, to_row + start, to_row + stop, start + 1, next_ids
+                        request.room,
+                        scores.num_top,
+                        start=to_row + start,
+                        stop=to_row + stop,
+                        first=start + 1,
+                        next_ids=request.token_ids[start + 1 : stop + 1].astype(np.int64),
                     )
                 )
         first_row += chunk.stop - chunk.start

@@ -63,7 +63,8 @@ CLOSE_TIMEOUT_SECS = 5.0
 """Limit for writes in flight when the engine closes."""
 
 SHORT_DIVISOR = 4
-"""A long prompt leaves up to 1 / SHORT_DIVISOR of a step to later prompts that end in the same step."""
+"""A prompt too long for one step leaves up to 1 / SHORT_DIVISOR of the step to later, short prompts that end
+in it (``scheduler.py``)."""
 
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: requests that send or drain keep their slots while others compute."""

@@ -50,9 +50,9 @@ class PrefillMemory:
         shapes = _shapes(spec, num_slots, num_aux_slots)
         self.row_checks: Tensor | None = None
         if spec.has_row_checks:
-            self.row_checks = torch.zeros(shapes.kv[:2], dtype=torch.int32, device=device)
-        self.kv = torch.zeros(shapes.kv, dtype=torch.uint8, device=device)
-        self.index = torch.zeros(shapes.index, dtype=torch.uint8, device=device)
+            self.row_checks = torch.zeros(shapes.kv_pool[:2], dtype=torch.int32, device=device)
+        self.kv = torch.zeros(shapes.kv_pool, dtype=torch.uint8, device=device)
+        self.index = torch.zeros(shapes.index_pool, dtype=torch.uint8, device=device)
         self.aux = torch.zeros(shapes.aux, dtype=torch.uint8)
         log.info(
             "pools: kv %d tokens of %d layers, %.2f GiB, index %.2f GiB, aux %d records, %.2f GiB",
@@ -124,16 +124,16 @@ def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, devic
 class _Shapes(NamedTuple):
     """Shapes of the uint8 tensors, those of the pools with their scratch slots."""
 
-    kv: tuple[int, int, int]
-    index: tuple[int, int, int]
+    kv_pool: tuple[int, int, int]
+    index_pool: tuple[int, int, int]
     aux: tuple[int, int]
 
 
 def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> _Shapes:
     num_all_slots = num_slots + NUM_SCRATCH_SLOTS
     return _Shapes(
-        kv=(spec.num_kv_layers, num_all_slots, spec.item_bytes),
-        index=(spec.num_index_groups, num_all_slots, spec.index_item_bytes),
+        kv_pool=(spec.num_kv_layers, num_all_slots, spec.item_bytes),
+        index_pool=(spec.num_index_groups, num_all_slots, spec.index_item_bytes),
         aux=(num_aux_slots, AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes),
     )
 
