@@ -61,6 +61,10 @@ class Listener:
                 error.errno,
                 f"cannot listen on {host}:{port}: {why}; give an address of this machine and a free port",
             ) from error
+        # Connections inherit it. asyncio sets it only for sockets that name TCP as their protocol, which those
+        # of create_server do not. Without it the kernel holds back a small write, such as the first token
+        # behind the headers, until the client acknowledges the one before, which may take it 40 ms.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = self.socket.getsockname()[1]
         self._num_connections: Sequence[int] = ()
         """Each process's number of connections, in shared memory; empty if one process has the socket."""

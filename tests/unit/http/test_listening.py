@@ -47,6 +47,17 @@ def test_two_colons_take_both_kinds_of_clients(host: str) -> None:
         accepted.close()
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_connections_send_small_writes_at_once(num_processes: int) -> None:
+    listener = Listener("127.0.0.1", 0)
+    listener.share(num_processes)
+    listener.server(Starlette())
+    with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize(("num_descriptors", "level"), [(300, "WARNING"), (4096, "INFO")])
 def test_a_low_limit_of_descriptors_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_descriptors: int, level: str
