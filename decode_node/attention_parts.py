@@ -1,9 +1,10 @@
 """Selection, swap-in and attention of a large hisparse batch in parts, within each layer.
 
-A large batch is bound by PCIe. In parts, the misses of one cross it while the indexer selects for the next,
-and while attention reads the part in front. Products and experts, which read weights, run over the whole
-batch. ``Forwards`` makes one ``AttentionParts`` for the engine, and a ``StepInParts`` for each step that is
-split like this; the model calls its ``select`` once for each index group and its ``attend`` in each layer.
+A large batch is bound by PCIe. In parts, the misses of one part cross it while the indexer selects for the
+next part, and while attention reads the part before. Products and experts, which read weights, run over the
+whole batch. ``Forwards`` makes one ``AttentionParts`` for the engine, and a ``StepInParts`` for each step
+that is split like this; the model calls its ``select`` once for each index group and its ``attend`` in each
+layer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ beside a copy would run after the others, and attention would take twice as long
 
 
 class MissCopies:
-    """Copies of misses for steps of up to ``max_reqs`` requests in parts.
+    """Copies of misses for steps of up to ``max_reqs`` requests in parts, or in micro-batches.
 
-    They run one after the other: each part has PCIe to itself and gets its misses as early as it can.
+    The copies run one after the other: each has PCIe to itself and is over as early as it can be.
     """
 
     def __init__(self, tables: RequestTables, max_reqs: int) -> None:

@@ -36,6 +36,9 @@ class NewPositions:
     Each request has ``num_new`` new positions, which end at its ``seq_lens``. The forward has rows for those
     from number ``first_row`` on, a request's next to each other. Earlier forwards, those of drafts, have
     written the positions before.
+
+    Examples: a step without drafts has ``num_new`` 1 and ``first_row`` 0; one that verifies two drafts, 3 and
+    0; the draft layer's forward for the second of its guesses, 2 and 1.
     """
 
     seq_lens: Tensor
@@ -49,7 +52,7 @@ class NewPositions:
     first_row: int = 0
     ends: Tensor | None = None
     """int64 [num_reqs], in steps with drafts: the end of each request's positions that have slots, and room
-    in the hot buffer. Rows behind it write to the scratch slots, and their results are not used."""
+    in the hot buffer. Rows at later positions write to the scratch slots, and their results are not used."""
 
     @property
     def rows_of_request(self) -> int:
@@ -156,12 +159,13 @@ class DeviceStep:
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._kernels.index_format.store(memory.index[group], rows.index_slots, index_keys)
+        verifies_drafts = self._new.ends is not None
         if layer >= num_layers:  # the draft layer
             self._store_checks(range(kv_layer, kv_layer + 1))
-        elif layer == num_layers - 1 and self._new.ends is None:
-            self._start_backup()
-        elif layer == num_layers - 1:
+        elif layer == num_layers - 1 and verifies_drafts:  # the caller calls ``back_up`` later
             self._store_checks(self._model_layers)
+        elif layer == num_layers - 1:
+            self._back_up_beside_attention()
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         return self._select_rows(group, q_index, weights, slice(None), self._num_real_rows)
@@ -208,14 +212,14 @@ class DeviceStep:
         nothing = (len(token_ids), self._spec.index_topk)
         selected = torch.full(nothing, ABSENT, dtype=torch.int32, device=token_ids.device)
         self.page_in(self._spec.num_layers, selected)
-        self._back_up(self._requests)
+        self._copy_to_host(self._requests)
 
     def back_up(self, seq_lens: Tensor, num_newest: Tensor) -> None:
         """Copy accepted positions to the host, in all layers, once all have them (I4).
 
         The positions are the last ``num_newest`` (int32 [num_reqs]) before ``seq_lens`` (int64 [num_reqs]).
         """
-        self._back_up(replace(self._requests, seq_lens=seq_lens, num_new=1), num_newest)
+        self._copy_to_host(replace(self._requests, seq_lens=seq_lens, num_new=1), num_newest)
 
     def _is_first_of_group(self, layer: int) -> bool:
         return layer == self._spec.layers_of_group[self._spec.index_group_of_layer[layer]][0]
@@ -269,13 +273,13 @@ class DeviceStep:
                 layers,
             )
 
-    def _start_backup(self) -> None:
+    def _back_up_beside_attention(self) -> None:
         """Copy new tokens, which all layers have written, to the host, and store their checks; meanwhile the
         last layer attends."""
         with nullcontext() if self._backup_stream is None else self._backup_stream.behind_current():
-            self._back_up(self._requests)
+            self._copy_to_host(self._requests)
             self._store_checks(self._model_layers)
 
-    def _back_up(self, requests: StepRequests, num_newest: Tensor | None = None) -> None:
+    def _copy_to_host(self, requests: StepRequests, num_newest: Tensor | None = None) -> None:
         memory = self._memory
         backup_newest(requests, k_host=memory.k_host, k_dev=memory.k_dev, num_newest=num_newest)

@@ -10,7 +10,7 @@ that it has read, and ``note_turn`` at the end of each turn. ``DraftChoice`` thu
   were. It is forgotten while no step tries the place, so that one text with bad drafts does not decide for
   good.
 
-The choice changes when tokens come, and never which.
+The choice changes when tokens come, and never which tokens.
 """
 
 from __future__ import annotations
@@ -125,9 +125,11 @@ class DraftChoice:
         for number in range(most, -1, -1):
             if len(size.first_secs[number]) < FIRST_STEPS:
                 return number
-        if size.probe_steps:
+
+        if size.probe_steps:  # a trial is under way
             size.probe_steps -= 1
             return min(size.probe, most)
+
         size.present = best_num_drafts(self.rates, size.secs[: most + 1], min(size.present, most))
         size.until_probe -= 1
         if size.until_probe <= 0:

@@ -1,6 +1,7 @@
 """The decode node's engine: it builds the parts, and each turn of its loop calls them in order.
 
-A turn receives (front messages, what prefill nodes say, deadlines, compiled grammars), then makes a step.
+``EngineLoop`` calls ``_receive`` (front messages, what prefill nodes say, deadlines, compiled grammars), then
+``_step`` (carry out the scheduler's plan, launch a step, hand out the tokens of the one before).
 Look-ups of prefill nodes and their writes into the registered pools go on beside the loop's thread.
 """
 
@@ -73,12 +74,16 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
     def _build(self, model: DsaModel) -> None:
         settings, spec, send = self._settings, self._spec, self.socket.send
         self.metrics = Metrics()
+
+        # How large everything is, and the books.
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
         if fault := drafts_without_room(settings, spec):
             log.warning("%s", fault)
         self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
+
+        # Memory, and the tables over it.
         send(EngineLoading("pools"))
         self.memory = DecodeMemory(
             spec,
@@ -99,6 +104,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         )
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
         self._set_live_record(self.requests, self.requests.held, kv, self.memory.row_checks)
+
+        # Prefill nodes, and what else goes on beside the loop's thread.
         shared = self.memory.shared_memory()  # for prefill nodes of this machine
         self._lane_host = (
             LaneHost(shared, directory=settings.same_host_dir, wakeup=self._wakeup.set) if shared else None
@@ -120,6 +127,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             allowed=self._allowed,
             lane_host=self._lane_host,
         )
+
+        # The moves of requests.
         self.end_moves = EndMoves(
             self.requests, self.tables, self.peers, self.metrics, send, settings.stream_interval
         )
@@ -141,6 +150,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             ends=self.end_moves,
         )
         self.prefill_events = PrefillEvents(self.queue_moves, self.plan_moves)
+
+        # Steps. Capturing CUDA graphs needs empty pools.
         send(EngineLoading("kernels and CUDA graphs"))
         self.steps = StepLine(
             make_runner(settings, model, self.tables),
@@ -213,18 +224,20 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         prompt_keys = None
         if not self._settings.disable_prefix_cache:
             prompt_keys = PromptKeys.of(message.root, message.prompt, self.limits.page_size)
-        token_ids = None  # see ``Request.prompt_token_ids``
+
+        prompt_token_ids = None  # the distinct ids, then the resumed ones: see ``Request``
         if any(sample.sampling.needs_prompt for sample in message.samples):
             prompt = unpack_token_ids(message.prompt)
             num_resumed = message.samples[0].sampling.num_resumed_tokens
-            token_ids = np.flatnonzero(np.bincount(prompt)).astype(np.int32)
-            token_ids = np.concatenate([token_ids, prompt[len(prompt) - num_resumed :]])
-        first = None
+            distinct = np.flatnonzero(np.bincount(prompt)).astype(np.int32)
+            prompt_token_ids = np.concatenate([distinct, prompt[len(prompt) - num_resumed :]])
+
+        first_sample = None
         for sample in message.samples:
             request = self.queue_moves.generate(
-                sample, message.root, message.prompt, now, prompt_keys, token_ids, first
+                sample, message.root, message.prompt, now, prompt_keys, prompt_token_ids, first_sample
             )
-            first = first or request
+            first_sample = first_sample or request
 
     def _follow_grammars(self, now: float) -> None:
         """Give compiled grammars to the running requests that wait for them."""

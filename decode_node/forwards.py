@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,19 @@ class _GraphKind(NamedTuple):
     num_new: int
     """New positions of each request."""
     is_split: bool
+
+
+_PLAIN_WHOLE = _GraphKind(num_new=1, is_split=False)
+_PLAIN_SPLIT = _GraphKind(num_new=1, is_split=True)
+
+
+class _FirstHalf(NamedTuple):
+    """One first half that can be run or captured."""
+
+    num_reqs: int
+    num_new: int
+    """New positions of each request; a step with more than one is never split."""
+    split: Split
 
 
 class CapturedForward(NamedTuple):
@@ -117,7 +130,8 @@ class Forwards:
         captured = self.graphs.get(_GraphKind(num_new, is_split), {})
         size = next((size for size in captured if size >= num_reqs), None)
         if size is None:
-            return self._forward(num_reqs, num_new, UNMEASURED_SPLIT if is_split else Split.WHOLE)
+            split = UNMEASURED_SPLIT if is_split else Split.WHOLE
+            return self._forward(_FirstHalf(num_reqs, num_new, split))
         captured[size].graph.replay()
         return captured[size].forward
 
@@ -141,11 +155,14 @@ class Forwards:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         fewest = MIN_REQS if self._measures_split else self.min_split_reqs
-        to_split = [size for size in sizes if size >= fewest]
+        sizes_to_split = [size for size in sizes if size >= fewest]
         whole = [
-            (size, num_new, Split.WHOLE) for num_new in (1, *range(self._max_new, 1, -1)) for size in sizes
+            _FirstHalf(size, num_new, Split.WHOLE)
+            for num_new in (1, *range(self._max_new, 1, -1))
+            for size in sizes
         ]
-        in_parts = [(size, 1, split) for size in to_split for split in SPLITS]
+        in_parts = [_FirstHalf(size, 1, split) for size in sizes_to_split for split in SPLITS]
+
         ranks = self._model.ranks
         with torch.cuda.stream(stream):
             # A rank may compile for longer than the forwards of others wait: all of them rehearse first.
@@ -154,37 +171,39 @@ class Forwards:
                     self._warm_up(whole + in_parts)
             self._warm_up(whole + in_parts)
         stream.synchronize()
-        for size, num_new, _ in whole:
-            of_kind = self.graphs.setdefault(_GraphKind(num_new, False), {})
-            of_kind[size] = self._capture(size, num_new, Split.WHOLE, stream)
-        measured = self._choose_split(to_split, stream)
+
+        for half in whole:
+            of_kind = self.graphs.setdefault(_GraphKind(half.num_new, is_split=False), {})
+            of_kind[half.num_reqs] = self._capture(half, stream)
+        measured = self._choose_split(sizes_to_split, stream)
         self.graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self.graphs.items()}
         log.info(
             "captured CUDA graphs of %s requests, with up to %d drafts, split from %d hisparse ones on%s, "
             "in %.1f s",
-            list(self.graphs[_GraphKind(1, False)]),
+            list(self.graphs[_PLAIN_WHOLE]),
             self._max_new - 1,
             self.min_split_reqs,
-            measured,
+            _times_text(measured),
             time.monotonic() - started,
         )
 
-    def _capture(self, size: int, num_new: int, split: Split, stream: torch.cuda.Stream) -> CapturedForward:
+    def _capture(self, half: _FirstHalf, stream: torch.cuda.Stream) -> CapturedForward:
         """Capture a first half and, unless it is captured, the second half of steps of that size."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
-            forward = self._forward(size, num_new, split)
+            forward = self._forward(half)
         self._graph_pool = graph.pool()
-        if self._max_new > 1 and (num_new, size) not in self._following:
+        follow_key = half.num_new, half.num_reqs
+        if self._max_new > 1 and follow_key not in self._following:
             following = torch.cuda.CUDAGraph()
             with torch.cuda.graph(following, pool=self._graph_pool, stream=stream):
                 results = self._follow(forward)
-            self._following[num_new, size] = _CapturedFollow(following, results)
+            self._following[follow_key] = _CapturedFollow(following, results)
         return CapturedForward(graph, forward)
 
-    def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> str:
+    def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> dict[int, Secs]:
         """Capture a split step for each of ``sizes`` that is to be split, in the fastest way. Returns the
-        measured times as text for the log."""
+        measured times, by size."""
         ranks = self._model.ranks
         tried: dict[tuple[int, Split], CapturedForward] = {}
 
@@ -195,9 +214,9 @@ class Forwards:
                 fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
                 if (0,) in fits:
                     return None
-                tried[size, Split.WHOLE] = self.graphs[_GraphKind(1, False)][size]
+                tried[size, Split.WHOLE] = self.graphs[_PLAIN_WHOLE][size]
                 for split in SPLITS:
-                    tried[size, split] = self._capture(size, 1, split, stream)
+                    tried[size, split] = self._capture(_FirstHalf(size, 1, split), stream)
                 steps = {split: tried[size, split].graph.replay for split in (Split.WHOLE, *SPLITS)}
                 return time_by_turns(steps, requests, ranks)
             finally:
@@ -212,22 +231,20 @@ class Forwards:
             chosen = {
                 size: UNMEASURED_SPLIT if secs is None else fastest(secs) for size, secs in found.items()
             }
-        self.graphs[_GraphKind(1, True)] = {
-            size: tried.get((size, split)) or self._capture(size, 1, split, stream)
+        self.graphs[_PLAIN_SPLIT] = {
+            size: tried.get((size, split)) or self._capture(_FirstHalf(size, 1, split), stream)
             for size, split in chosen.items()
         }
-        return "".join(
-            f"; {size}: "
-            + ", ".join(f"{1e3 * step_secs:.2f} ms {split.value}" for split, step_secs in secs.items())
-            for size, secs in measured.items()
-        )
+        return measured
 
-    def _warm_up(self, kinds: Sequence[tuple[int, int, Split]]) -> None:
-        for size, num_new, split in kinds:
-            self._follow(self._forward(size, num_new, split))
+    def _warm_up(self, halves: Sequence[_FirstHalf]) -> None:
+        for half in halves:
+            self._follow(self._forward(half))
 
-    def _forward(self, num_reqs: int, num_new: int, split: Split) -> Forward:
-        return self._verify(num_reqs, num_new) if num_new > 1 else self._plain(num_reqs, split)
+    def _forward(self, half: _FirstHalf) -> Forward:
+        if half.num_new > 1:
+            return self._verify(half.num_reqs, half.num_new)
+        return self._plain(half.num_reqs, half.split)
 
     def _follow(self, forward: Forward) -> Tensor:
         if forward.results is None:
@@ -296,6 +313,7 @@ class Forwards:
         )
         access = DeviceStep(self._tables, self._kernels, new)
         logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, None)
+
         kept.logits[:num_rows] = logits
         kept.hidden[:num_rows] = hidden
         kept.token_ids[:num_rows] = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_rows])
@@ -320,6 +338,8 @@ class Forwards:
         accepted = is_right.long().cumprod(dim=1).sum(dim=1)  # the number before the first wrong one
         reqs = torch.arange(num_reqs, device=accepted.device)
         newest_rows = reqs * num_new + accepted
+
+        # The draft layer's KV must be there before the backup, which copies all layers.
         logits, hidden = self._model.draft(
             forward.token_ids, kept.hidden[: num_reqs * num_new], access.positions, access, newest_rows
         )
@@ -351,3 +371,12 @@ def _or_known(likeliest: Tensor, known: Tensor) -> Tensor:
     """Return the token behind each position: the prompt's own where ``known`` has one, not NO_DRAFT, and
     else the likeliest."""
     return torch.where(known == NO_DRAFT, likeliest, known)
+
+
+def _times_text(measured: Mapping[int, Secs]) -> str:
+    """Return the times of steps for the log, such as "; 64: 9.10 ms whole, 8.20 ms in parts"."""
+    return "".join(
+        f"; {size}: "
+        + ", ".join(f"{1e3 * step_secs:.2f} ms {split.value}" for split, step_secs in secs.items())
+        for size, secs in measured.items()
+    )

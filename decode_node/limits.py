@@ -88,6 +88,7 @@ class Limits:
         own = life - num_shared_pages * self.page_size
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
         lacks_lookup = max(0, life - owned.lookup)
+        # A way to end is what the request lacks for it in the host, device, index and lookup pools.
         if mode is Mode.HISPARSE:  # its hot buffer is complete
             return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefix)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0

@@ -261,12 +261,14 @@ class LiveRequests:
         if request.holding is None:
             return
         holding, request.holding = request.owned, None
+
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
         request.is_sound &= prefix is None or not prefix.is_dropped
         if prefix is not None:  # first, so that the pages held below can be merged with it
             self.held.let_go(prefix)
-        if was_landing:
+
+        if was_landing:  # slots that no remote write can land in are free at once
             self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
             self.pools.move(holding, Stage.QUARANTINED)
             self.quarantine.add(Quarantined(request.room, holding, request.peer, request.instance_id, now))

@@ -3,13 +3,13 @@
 There are three sources: held pages, a copy from the first sample of the same prompt, and the request's own
 steps, which can compute a short tail.
 
-The scheduler asks it for its plans, ``QueueMoves`` when a request comes, and ``PlanMoves`` when it is
-admitted. A request that lacks nothing else is local: it waits without its prefill node
+The scheduler asks this module in each plan, ``QueueMoves`` when a request comes, and ``PlanMoves`` when the
+request is admitted. A request whose KV these sources cover is local: it waits without its prefill node
 (``Request.is_local``).
 
 On a GPU a prefill and a step round differently, and a position must have the same bits whichever node
-computes it. Steps may therefore compute positions from ``Request.first_stepped`` on, which a prefill node
-computes as in steps, too. All before these must be held.
+computes it. Steps may therefore compute only positions from ``Request.first_stepped`` on, which a prefill
+node computes as in steps, too. All positions before must be held.
 
 The KV of a prompt is computed and sent for the first of its samples alone. The others wait until it has
 landed. Then each shares the whole pages that the first one lets others use, and gets the rest of the prompt's

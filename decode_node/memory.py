@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -77,15 +77,14 @@ class DecodeMemory:
         """The first slot of the device pool's scratch page."""
         self.scratch_index_slot = totals.index
         """The first slot of the index pool's scratch page."""
-        shapes = _shapes(spec, totals, page_size, device)
         self._host_pools: list[HostPool] = []
         pools: dict[RegionKind, Tensor] = {}
-        for kind, (shape, where) in shapes.items():
-            if kind in (RegionKind.KV_HOST, RegionKind.AUX) or (shared and where.type == "cpu"):
+        for kind, pool in _pools(spec, totals, page_size, device).items():
+            if kind in (RegionKind.KV_HOST, RegionKind.AUX) or (shared and pool.device.type == "cpu"):
                 # Without a GPU, pages are allocated when they are first written (``touch``): the machine may
                 # have less memory than the pool's size.
                 host_pool = allocate_host(
-                    math.prod(shape),
+                    pool.num_bytes,
                     pinned=device.type == "cuda",
                     touch=device.type == "cuda",
                     shared=shared,
@@ -94,9 +93,10 @@ class DecodeMemory:
                     placement=placement,
                 )
                 self._host_pools.append(host_pool)
-                pools[kind] = host_pool.tensor.view(shape)
+                pools[kind] = host_pool.tensor.view(pool.shape)
             else:
-                pools[kind] = torch.zeros(shape, dtype=torch.uint8, device=where)
+                pools[kind] = torch.zeros(pool.shape, dtype=torch.uint8, device=pool.device)
+
         self.k_host = pools[RegionKind.KV_HOST]
         self.k_dev = pools[RegionKind.KV_DEVICE]
         self.index = pools[RegionKind.INDEX]
@@ -177,8 +177,8 @@ class DecodeMemory:
 
 def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device) -> int:
     """Return the bytes of main memory that a DecodeMemory of these sizes registers."""
-    shapes = _shapes(spec, totals, page_size, device).values()
-    return sum(math.prod(shape) for shape, where in shapes if where.type == "cpu")
+    pools = _pools(spec, totals, page_size, device).values()
+    return sum(pool.num_bytes for pool in pools if pool.device.type == "cpu")
 
 
 def _host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, slice]]:
@@ -190,22 +190,34 @@ def _host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, sli
     return runs
 
 
-def _shapes(
+class _Pool(NamedTuple):
+    """What the tensor of a pool is to be: uint8 of this shape, on this device."""
+
+    shape: tuple[int, int, int]
+    """Layers, slots (those of the scratch page included) and item bytes."""
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape)
+
+
+def _pools(
     spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device
-) -> dict[RegionKind, tuple[tuple[int, int, int], torch.device]]:
-    """Return layers, slots and item bytes of each pool, scratch pages included, and its device."""
+) -> dict[RegionKind, _Pool]:
     host = torch.device("cpu")
     aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     num_device_slots, num_index_slots = totals.device + page_size, totals.index + page_size
-    shapes = {
-        RegionKind.KV_HOST: ((spec.num_kv_layers, totals.host, spec.item_bytes), host),
-        RegionKind.KV_DEVICE: ((spec.num_kv_layers, num_device_slots, spec.item_bytes), device),
-        RegionKind.INDEX: ((spec.num_index_groups, num_index_slots, spec.index_item_bytes), device),
-        RegionKind.AUX: ((1, totals.aux, aux_slot_bytes), host),
+    pools = {
+        RegionKind.KV_HOST: _Pool((spec.num_kv_layers, totals.host, spec.item_bytes), host),
+        RegionKind.KV_DEVICE: _Pool((spec.num_kv_layers, num_device_slots, spec.item_bytes), device),
+        RegionKind.INDEX: _Pool((spec.num_index_groups, num_index_slots, spec.index_item_bytes), device),
+        RegionKind.AUX: _Pool((1, totals.aux, aux_slot_bytes), host),
     }
     if spec.has_row_checks:
-        shapes[RegionKind.ROW_CHECKS] = ((spec.num_kv_layers, num_index_slots, ROW_CHECK_BYTES), device)
-    return shapes
+        row_checks = _Pool((spec.num_kv_layers, num_index_slots, ROW_CHECK_BYTES), device)
+        pools[RegionKind.ROW_CHECKS] = row_checks
+    return pools
 
 
 def _describe(kind: RegionKind, pool: Tensor) -> str:

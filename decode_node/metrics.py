@@ -74,6 +74,7 @@ class Metrics:
         pools = requests.pools
         used = pools.totals - requests.available
         quarantined = pools.used(Stage.QUARANTINED)
+
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
         # With drafts in flight, SITS_OUT says only that slots would lack if all of these were accepted.
@@ -84,6 +85,7 @@ class Metrics:
         queued = requests.num_queued()
         num_running, num_queued = running.total(), queued.total()
         num_landing = len(requests.select(RequestState.LANDING))
+
         gauges = {
             "num_running_reqs": num_running,
             "num_paused_reqs": num_paused,
@@ -102,14 +104,9 @@ class Metrics:
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
             **_pool_gauges(requests),
         }
-        counters = dict(self.totals)
-        for name, total in swap_ins._asdict().items():
-            counters[f"swap_in_{name}_total"] = float(total)
-        counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
-        counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
         return EngineStats(
             gauges={name: float(value) for name, value in gauges.items()},
-            counters=counters,
+            counters=self._counters(requests, swap_ins, bytes_per_miss),
             num_running=num_running,
             num_waiting=num_queued + num_landing,
             num_used_tokens=used.host + used.device,
@@ -119,6 +116,17 @@ class Metrics:
             lanes=lanes,
             num_without_grammar=sum(request.run_stage is RunStage.AWAITS_GRAMMAR for request in all_running),
         )
+
+    def _counters(
+        self, requests: LiveRequests, swap_ins: SwapCounts, bytes_per_miss: float
+    ) -> dict[str, float]:
+        """Return the totals that were counted here, and those that other parts count."""
+        counters = dict(self.totals)
+        for name, total in swap_ins._asdict().items():
+            counters[f"swap_in_{name}_total"] = float(total)
+        counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
+        counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
+        return counters
 
     def _throughput(self, now: float) -> float:
         """Return output tokens a second since the last call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
@@ -21,6 +22,13 @@ _NONE = SlotCounts()
 
 AUTO_DENSE_MARGIN = 0.25
 """Part of the device pool that must stay free for hot buffers if ``auto`` is to be dense."""
+
+
+class _Changed(NamedTuple):
+    """What a running request has once the plan is carried out."""
+
+    mode: Mode
+    owned: SlotCounts
 
 
 @dataclass
@@ -41,8 +49,8 @@ class PlanDraft:
     _reserve: Reserve | None = None
     """What can be given away so that all can still end. None until there is something to give away, which in
     most steps there is not."""
-    _changed: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
-    """Mode and slots, under this plan, of running requests that it grows or exchanges."""
+    _changed: dict[Request, _Changed] = field(default_factory=dict)
+    """The running requests that the plan grows or exchanges, as it leaves them."""
     _admitted_claims: list[Claim] = field(default_factory=list)
     """Claims of the requests that the plan admits."""
 
@@ -79,7 +87,7 @@ class PlanDraft:
         return reserve
 
     def _claim(self, request: Request) -> Claim:
-        mode, owned = self._changed.get(request, (request.mode, request.owned_slots))
+        mode, owned = self._changed.get(request, _Changed(request.mode, request.owned_slots))
         return self.limits.claim(request, mode, owned, request.num_shared_pages)
 
     # --- running requests -------------------------------------------------------------------------
@@ -96,7 +104,7 @@ class PlanDraft:
 
     def note_change(self, request: Request, mode: Mode, owned: SlotCounts) -> None:
         """Note the mode and the slots that the plan leaves a running request with."""
-        self._changed[request] = mode, owned
+        self._changed[request] = _Changed(mode, owned)
 
     def spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""
@@ -122,6 +130,7 @@ class PlanDraft:
         if not (taken + self.kept_for_growth).fits_in(self.available):
             return None
         if self.matches.is_counted_on(held):
+            # The present order counts on these pages to be free in the end, so another one is needed.
             reserve = self._new_reserve(self.matches.pinned_with(held))
         return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
 

@@ -8,6 +8,10 @@ A peer is one rank of a prefill node, named by the node's bootstrap endpoint and
 one process of it: a restarted peer is another run, perhaps on another control port. The endpoint therefore
 tells where to connect, each time that a connection is made (``discovery.py``).
 
+A peer that is wanted goes from AWAY to REGISTERING when a look-up has told where to connect (``_connect``),
+and to READY when it answers Register (``_take_registered``). It goes back to REGISTERING when its connection
+is lost or it has forgotten this node, and to AWAY when it is given up (``_give_up``).
+
 A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has
 ``REGISTER_TIMEOUT_SECS`` to answer again; meanwhile its endpoint is asked whether the run has ended. ZMQ
 answers for an engine that hangs, too. Heartbeats are therefore messages that the engine itself must answer.

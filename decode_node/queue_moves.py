@@ -69,10 +69,36 @@ class QueueMoves:
 
         ``root``, ``prompt``: see ``GenerateGroup``; the other arguments: see ``Request``.
         """
+        request = self._make_request(message, root, prompt, now, prompt_keys, prompt_token_ids, first_sample)
+        error = self._why_malformed(request) or refusal(self.limits, request)
+        try:
+            if not error:
+                self.requests.open(request)
+        except DuplicateRoom as duplicate:
+            error = str(duplicate)
+        if error:
+            self.ends.refuse(request.request_id, error)
+            return None
+        if first_sample is not None:
+            first_sample.has_further_samples = True
+        if not self.wait_locally(request):
+            self.peers.use(request.peer, now)
+        return request
+
+    def _make_request(
+        self,
+        message: Generate,
+        root: PageKey,
+        prompt: bytes,
+        now: float,
+        prompt_keys: PromptKeys | None,
+        prompt_token_ids: NDArray[np.int32] | None,
+        first_sample: Request | None,
+    ) -> Request:
         num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
-        request = Request(
+        return Request(
             request_id=message.request_id,
             room=Room(message.room),
             num_prompt_tokens=num_prompt_tokens,
@@ -89,20 +115,6 @@ class QueueMoves:
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
             first_sample=first_sample,
         )
-        error = self._why_malformed(request) or refusal(self.limits, request)
-        try:
-            if not error:
-                self.requests.open(request)
-        except DuplicateRoom as duplicate:
-            error = str(duplicate)
-        if error:
-            self.ends.refuse(request.request_id, error)
-            return None
-        if first_sample is not None:
-            first_sample.has_further_samples = True
-        if not self.wait_locally(request):
-            self.peers.use(request.peer, now)
-        return request
 
     def _why_malformed(self, request: Request) -> str:
         num_prompt_tokens, num_packed = request.num_prompt_tokens, num_packed_tokens(request.prompt)

@@ -47,6 +47,9 @@ class Request:
     Three kinds of tokens are told apart while it runs. The *newest* one is the input of its next step; its KV
     is not computed yet. *Known next* ones are tokens of the prompt that follow the newest, while its steps
     compute a short tail of the prompt. Output tokens *in flight* belong to launched steps that are not read.
+
+    Example: 96 tokens of a prompt of 100 are held, and steps compute the rest. The newest token is then that
+    of position 96, known next are those of 97 to 99, ``num_tail_tokens`` is 3, and ``next_index`` is -3.
     """
 
     request_id: str

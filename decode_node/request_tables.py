@@ -164,6 +164,7 @@ class RequestTables:
         The next row results say whether one is wrong. Drafts that were not accepted are left out.
         """
         state, row = self.state, request.req_row
+        # An entry has a lookup slot; its position follows from the place of that slot's page in the row.
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
         at = torch.searchsorted(page_ids, lookup_slots // self.page_size).clamp_(max=len(page_ids) - 1)
@@ -192,7 +193,8 @@ class RequestTables:
         for row in tuple(self.filling):
             try:
                 while row in self.filling and budget_bytes > 0:
-                    budget_bytes -= max(1, self._launch_slice(row, budget_bytes))
+                    num_bytes = self._launch_slice(row, budget_bytes)
+                    budget_bytes -= max(1, num_bytes)  # so that slices without bytes are bounded, too
             except torch.AcceleratorError:
                 raise
             except Exception as error:
@@ -271,7 +273,8 @@ class RequestTables:
         """Return the positions to warm each hot group with, the most useful first.
 
         ``hint``: [num_index_groups, index_topk], the best position of each index group first. A hot group
-        takes the best of each of its index groups, then the second best of each, and so on.
+        takes the best of each of its index groups, then the second best of each, and so on: of [5, 9] and
+        [7, 5] it takes 5, 7, 9, 5.
         """
         hot_groups = np.array(self.spec.hot_group_of_index_group)
         return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]

@@ -6,6 +6,9 @@ can end, one after the other, if each asks for the most that it may need: it can
 includes what the requests before it owned. This is the banker's algorithm, for the host, device, index and
 lookup pools together.
 
+Example, with one pool: 10 slots are free, A owns 30 and lacks 5, B owns 10 and lacks 35. A can end first, and
+B then has 10 + 30 = 40. Up to 5 slots can be given to a third request: A still finds 5, and B 35.
+
 - The first request in the order never sits out. When it ends, the next one is the first. Nobody is admitted
   while a request sits out, so each request becomes the first in time.
 - A dense request can end in two ways: in device pages, or in a hot buffer with host slots for its whole life.
@@ -178,7 +181,8 @@ def slots_of(counts: SlotCounts) -> _Slots:
 
 
 def _rest(available: _Slots, way: _Slots) -> _Slots:
-    """Return what ``way`` leaves of ``available``: ``_ANY`` of pools from which it takes nothing."""
+    """Return what ``way`` leaves of ``available``: ``_ANY`` of pools from which it takes nothing, because its
+    request then ends however few slots are free there."""
     return (
         available[0] - way[0] if way[0] else _ANY,
         available[1] - way[1] if way[1] else _ANY,

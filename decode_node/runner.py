@@ -84,7 +84,8 @@ class DeviceRunner:
         self._inputs = StepInputs.create(max_reqs, max_new, device)
         self._outcomes = RowOutcomes.create(num_rows, max_new, device)
         self._counts = RowCounts(num_rows, model.spec.vocab_size, device)
-        can_measure = bool(graph_batches)
+        can_measure = bool(graph_batches)  # the ways to split are timed as graphs
+
         self._forwards = Forwards(
             model,
             tables,
@@ -104,8 +105,9 @@ class DeviceRunner:
         """Steps so far, which tells whose turn it is."""
         self._has_verified = False
         """Whether the last step verified drafts, so that its outcomes have lengths and drafts."""
+
         if graph_batches:
-            self._send_inputs([], max_new)
+            self._send_inputs([], max_new)  # all requests are padding during the capture
             self._forwards.capture(sorted(graph_batches, reverse=True))
 
     def would_split(self, batch: Sequence[Request]) -> bool:

@@ -108,8 +108,9 @@ async def _deltas(
             if isinstance(event, RequestFailed):
                 work.timeline.note_failed(output.index, event.phases, event.error)
                 raise RequestFailedError(event.status, event.error, code=event.code or None)
+            # Tokens wait until the logprobs of their prompt, if wanted, have been shown.
             for due in prompts[output.sample.prompt_index].due(event):
-                if isinstance(due, Delta):
+                if isinstance(due, Delta):  # of logprobs of the prompt
                     yield due
                     continue
                 output = by_request_id[due.request_id]

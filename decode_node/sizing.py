@@ -1,8 +1,8 @@
 """Computes how large a decode node's pools are, from settings, model and free GPU memory. Pure.
 
-The engine calls it at its start: ``make_limits`` once before the model is loaded, to count main memory for
-the choice of the transport, and again with the size of the device pool. The host's sizes follow from settings
-alone; the device pool may get what the model leaves of the GPU (``size_device_pool``).
+The engine calls this module at its start: ``make_limits`` once before the model is loaded, to count main
+memory for the choice of the transport, and again with the size of the device pool. The host's sizes follow
+from settings alone; the device pool may get what the model leaves of the GPU (``size_device_pool``).
 """
 
 from __future__ import annotations
@@ -53,22 +53,9 @@ LOGIT_COPIES = 6
 def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
     """Return the sizes of all pools. ``device_pool_tokens``: 0 while the device pool has no size yet. Raises
     StartError when nothing could ever be served with them."""
+    _check_sizes(settings, spec, device_pool_tokens)
     page_size = settings.page_size
     num_drafts = settings.speculative_num_steps
-    smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)
-    if buffer < smallest:
-        with_drafts = f" and {num_drafts} drafts" if num_drafts else ""
-        raise StartError(
-            f"device_buffer_size {buffer}: a hot buffer holds the {spec.index_topk} "
-            f"positions of a top-k and the newest token{with_drafts}; give at least {smallest}"
-        )
-    for name, num_tokens in (
-        ("host_pool_tokens", settings.host_pool_tokens),
-        ("device_pool_tokens", device_pool_tokens),
-        ("index_pool_tokens", settings.index_pool_tokens),
-    ):
-        if 0 < num_tokens < page_size:
-            raise StartError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
     index_tokens = settings.index_pool_tokens or round_up(
         settings.host_pool_tokens + device_pool_tokens, page_size
     )
@@ -85,11 +72,30 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         page_size=page_size,
         max_context=spec.context_length,
         index_topk=spec.index_topk,
-        device_buffer_size=buffer,
+        device_buffer_size=hot_buffer_tokens(settings, spec),
         growth_tokens=GROWTH_PAGES * page_size,
         max_drafts=num_drafts,
         max_tail_tokens=MAX_TAIL_STEPS * (num_drafts + 1),
     )
+
+
+def _check_sizes(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> None:
+    """Raise StartError for a hot buffer that is too small for any step, or a pool of less than a page."""
+    num_drafts, page_size = settings.speculative_num_steps, settings.page_size
+    smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)
+    if buffer < smallest:
+        with_drafts = f" and {num_drafts} drafts" if num_drafts else ""
+        raise StartError(
+            f"device_buffer_size {buffer}: a hot buffer holds the {spec.index_topk} "
+            f"positions of a top-k and the newest token{with_drafts}; give at least {smallest}"
+        )
+    for name, num_tokens in (
+        ("host_pool_tokens", settings.host_pool_tokens),
+        ("device_pool_tokens", device_pool_tokens),
+        ("index_pool_tokens", settings.index_pool_tokens),
+    ):
+        if 0 < num_tokens < page_size:
+            raise StartError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
 
 
 def hot_buffer_tokens(settings: DecodeSettings, spec: ModelSpec) -> int:

@@ -107,30 +107,42 @@ class TrialRequests:
         self.fits = num_pages * page_size > smallest and capacity >= smallest
         if not self.fits:
             return
-        device = tables.device
+        self._inputs = inputs
+        self._generator = torch.Generator(tables.device).manual_seed(0)
+        self._assign_rows(num_pages, capacity)
+        self._store_keys(kernels, num_reqs * num_pages * page_size)
+        self._fill_inputs(num_pages * page_size)
+
+    def _assign_rows(self, num_pages: int, capacity: int) -> None:
+        """Give each request a row with pages and a hot buffer of its own."""
+        num_reqs, state = self._num_reqs, self._tables.state
         pages = torch.arange(num_reqs * num_pages).view(num_reqs, num_pages)
         slots = torch.arange(num_reqs * capacity).view(num_reqs, capacity)
         for row in range(num_reqs):
             state.assign_row(row, slots[row], pages[row], pages[row])
             state.set_index_pages(row, 0, pages[row])
-        generator = torch.Generator(device).manual_seed(0)
-        num_slots = num_reqs * num_pages * page_size
+
+    def _store_keys(self, kernels: AttentionKernels, num_slots: int) -> None:
+        """Store random indexer keys in the first ``num_slots`` slots, so that selections differ."""
+        spec, device = self._tables.spec, self._tables.device
         keys = torch.randn(
-            (min(num_slots, _KEYS_AT_ONCE), spec.index_head_dim), generator=generator, device=device
+            (min(num_slots, _KEYS_AT_ONCE), spec.index_head_dim), generator=self._generator, device=device
         )
-        for pool in memory.index:
+        for pool in self._tables.memory.index:
             for first in range(0, num_slots, _KEYS_AT_ONCE):
                 some = torch.arange(first, min(first + _KEYS_AT_ONCE, num_slots), device=device)
                 kernels.index_format.store(pool, some, keys[: len(some)].to(spec.dtype))
-        max_new = state.max_new
-        inputs.tokens[: num_reqs * max_new] = torch.randint(
-            spec.vocab_size, (num_reqs * max_new,), generator=generator, device=device
+
+    def _fill_inputs(self, seq_len: int) -> None:
+        """Write the inputs of a step of all requests, each with random tokens and ``seq_len``."""
+        num_reqs, inputs, device = self._num_reqs, self._inputs, self._tables.device
+        num_tokens = num_reqs * self._tables.state.max_new
+        inputs.tokens[:num_tokens] = torch.randint(
+            self._tables.spec.vocab_size, (num_tokens,), generator=self._generator, device=device
         )
-        inputs.seq_lens[:num_reqs] = num_pages * page_size
+        inputs.seq_lens[:num_reqs] = seq_len
         inputs.req_rows[:num_reqs] = torch.arange(num_reqs, device=device)
         inputs.num_real.fill_(num_reqs)
-        self._inputs = inputs
-        self._generator = generator
 
     def drop_entries(self) -> None:
         """Free a share MISS_SHARE of the hot buffers' entries, at random, so that the next step misses as

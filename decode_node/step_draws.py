@@ -52,17 +52,17 @@ class StepDraws:
         ]
         if not places:
             return None
+        requests = [entries[place.req].request for place in places]
         drafts_before: Sequence[Sequence[int]] = ()
         if any(entry.drafts for entry in entries):
-            drafts_before = [
-                entries[place.req].drafts[entries[place.req].drawn_at.start : place.num_before]
-                for place in places
-            ]
+            drafts_before = [_drafts_before(entries[place.req], place) for place in places]
         return cls(
             entries,
             places,
-            [entries[place.req].request.next_index + place.num_before for place in places],
-            counts.of([entries[place.req].request for place in places], drafts_before),
+            output_indices=[
+                request.next_index + place.num_before for request, place in zip(requests, places, strict=True)
+            ],
+            counts=counts.of(requests, drafts_before),
         )
 
     def enqueue(self, forward: Forward, masks: Tensor, eos_token_ids: Sequence[int]) -> Sampled:
@@ -72,15 +72,18 @@ class StepDraws:
         """
         device, num_new = forward.logits.device, forward.num_new
         requests = [entry.request for entry in self.entries]
-        logit_rows: slice | Tensor = slice(len(requests))
+
+        logit_rows: slice | Tensor = slice(len(requests))  # without drafts, each request's only row
         if num_new > 1 or len(self.places) < len(requests):
             logit_rows = to_device([place.req * num_new + place.num_before for place in self.places], device)
+
         allowed = None
         if has_grammar(requests):
             drawing = [entry for entry in self.entries if entry.drawn_at]
             drafts = [entry.drafts[entry.drawn_at.start :] for entry in drawing]
             rows = masks_of([entry.request for entry in drawing], drafts, masks)
             allowed = rows.to(device, non_blocking=True)
+
         sampled = enqueue_sample(
             forward.logits[logit_rows],
             [requests[place.req].sampling for place in self.places],
@@ -91,3 +94,8 @@ class StepDraws:
         )
         forward.token_ids[logit_rows] = sampled.token_ids
         return sampled
+
+
+def _drafts_before(entry: StepEntry, place: _Place) -> Sequence[int]:
+    """Return the drafts before a place, without tokens of the prompt that took the places of drafts."""
+    return entry.drafts[entry.drawn_at.start : place.num_before]

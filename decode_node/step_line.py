@@ -87,6 +87,7 @@ class StepLine:
         )
         if step.is_last:
             return False
+
         launched = self.launch(batch, step)
         self.has_launched = launched is not None
         previous, self.in_flight = self.in_flight, launched

@@ -6,6 +6,10 @@ The forward joins it on the device (``join_plain``, ``join_verified``), and the 
 - the token, after a step without drafts;
 - the number of drafts, the number of accepted ones, ``num_new`` drawn tokens and ``num_new - 1`` next drafts,
   after a step that verified drafts.
+
+Example, after a step that verified up to two drafts of each request (``num_new`` 3), of which this one had
+two, 50 and 51, and the first was right: ``flags hits misses evictions  2 1  50 60 9  70 71``. Its new tokens
+are 50 and 60; 9 was drawn behind the wrong draft.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One forward over chunks of several prompts: it takes a batch, returns hints and scores, and keeps no state.
 
-The engine calls ``PromptRunner.run`` with the chunks that the scheduler planned. Logits are computed for
-wanted scores only. The model's MTP layer, when the node runs it, comes last.
+The engine calls ``PromptRunner.run`` with the chunks that the scheduler planned. A run is the layers (as a
+CUDA graph if the tokens are few), the scores that rooms want, and the model's MTP layer if the node runs it.
+No token is drawn here, so only wanted scores need logits.
 """
 
 from __future__ import annotations
@@ -84,22 +85,33 @@ class PromptRunner:
         layer during the forward. Raises whatever the model or ``on_written`` raises, out of memory included;
         the chunks then count as not computed."""
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
-        pools = memory.kv, memory.index, self._page_size
         paged = [self._paged(request, chunk) for request, chunk in batch]
-        kv = PagedKv(self._model.spec, *pools, paged, hook, self.kernels, memory.row_checks)
+        kv = PagedKv(
+            self._model.spec,
+            memory.kv,
+            memory.index,
+            self._page_size,
+            paged,
+            hook,
+            self.kernels,
+            memory.row_checks,
+        )
+        no_logits = kv.last_rows[:0]  # the rows whose logits a forward is to return
+
         token_ids = _token_ids(batch).to(self._model.device)
         if (hidden := self.short.run(token_ids, kv)) is not None:
             if hook is not None:  # a graph calls no hook
                 for layer in range(self._model.spec.num_layers):
                     hook(layer)
         else:
-            no_logits = kv.last_rows[:0]
             _, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, no_logits)
+
         wanted = _wanted_rows(batch)
         rows = self._score(hidden, wanted)
         if self._model.spec.num_draft_layers:
             next_ids = _token_ids(batch, ahead=1).to(self._model.device)
-            self._model.draft(next_ids, hidden, kv.positions, kv, kv.last_rows[:0])
+            self._model.draft(next_ids, hidden, kv.positions, kv, no_logits)
+
         self._wait()
         hints = {
             request.room: kv.hints[number]
@@ -202,11 +214,15 @@ def _wanted_rows(batch: Batch) -> list[_WantedRows]:
         if scores is not None:
             start, stop = max(chunk.start, scores.first - 1), chunk.stop  # positions
             if start < stop:
-                to_row = first_row - chunk.start
-                next_ids = request.token_ids[start + 1 : stop + 1].astype(np.int64)
+                to_row = first_row - chunk.start  # from a position of the chunk to its row
                 found.append(
                     _WantedRows(
-                        request.room, scores.num_top, to_row + start, to_row + stop, start + 1, next_ids
+                        request.room,
+                        scores.num_top,
+                        start=to_row + start,
+                        stop=to_row + stop,
+                        first=start + 1,
+                        next_ids=request.token_ids[start + 1 : stop + 1].astype(np.int64),
                     )
                 )
         first_row += chunk.stop - chunk.start

@@ -62,7 +62,8 @@ CLOSE_TIMEOUT_SECS = 5.0
 """Limit for writes in flight when the engine closes."""
 
 SHORT_DIVISOR = 4
-"""A long prompt leaves up to 1 / SHORT_DIVISOR of a step to later prompts that end in the same step."""
+"""A prompt too long for one step leaves up to 1 / SHORT_DIVISOR of the step to later, short prompts that end
+in it (``scheduler.py``)."""
 
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: requests that send or drain keep their slots while others compute."""
@@ -77,6 +78,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         settings, spec = self._settings, self._spec
         self.instance_id = secrets.token_hex(8)
         device = torch.device(settings.device)
+
+        # How large everything is.
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
         num_aux_slots = _num_aux_slots(settings)
@@ -89,6 +92,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             short_forward_tokens=GRAPH_SIZES[0].num_tokens,
             short_forward_requests=MOST_GRAPH_REQUESTS,
         )
+
+        # Memory, and the threads that write from it.
         self.memory = PrefillMemory(
             spec, num_slots=num_pages * settings.page_size, num_aux_slots=num_aux_slots, device=device
         )
@@ -103,6 +108,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             gpu=GpuWriter(device, self.memory.sent) if device.type == "cuda" else None,
         )
         self.sender = Sender(self.lanes, self._wakeup.set)
+
+        # The forward.
         self.runner = PromptRunner(
             model,
             self.memory,
@@ -111,12 +118,16 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.chunked_prefill_size,
             settings.attention_split_tile_size,
         )
+
+        # Decode nodes.
         self.control = ControlServer(
             settings.host, settings.control_port, self._control_keys, self._allowed, self._heartbeats
         )
         self.poller.register(self.control)
         self._logged_refusals = LogLimiter()
         self.peers = Registrations(self.geometry, self.transfer.transport.protocol, self._allowed)
+
+        # Requests.
         self._pusher = Pusher(
             self.sender,
             self.memory.regions,
@@ -139,6 +150,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
         kv = {PoolKind.DEVICE: self.memory.kv}
         self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
+
         if device.type == "cuda":
             self._warm_up(device)
         self._num_steps = 0
@@ -412,10 +424,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return EngineStats(
             gauges,
             dict(life.counters),
-            num_running + num_sending,
-            num_waiting,
-            num_used_tokens,
-            self._num_steps,
+            num_running=num_running + num_sending,
+            num_waiting=num_waiting,
+            num_used_tokens=num_used_tokens,
+            step=self._num_steps,
             lanes=lanes,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,13 +47,13 @@ class PrefillMemory:
         self._index_group_of_layer = spec.index_group_of_layer
         self._index_topk = spec.index_topk
         self.scratch_slot = num_slots
-        kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
+        shapes = _shapes(spec, num_slots, num_aux_slots)
         self.row_checks: Tensor | None = None
         if spec.has_row_checks:
-            self.row_checks = torch.zeros(kv_shape[:2], dtype=torch.int32, device=device)
-        self.kv = torch.zeros(kv_shape, dtype=torch.uint8, device=device)
-        self.index = torch.zeros(index_shape, dtype=torch.uint8, device=device)
-        self.aux = torch.zeros(aux_shape, dtype=torch.uint8)
+            self.row_checks = torch.zeros(shapes.kv_pool[:2], dtype=torch.int32, device=device)
+        self.kv = torch.zeros(shapes.kv_pool, dtype=torch.uint8, device=device)
+        self.index = torch.zeros(shapes.index_pool, dtype=torch.uint8, device=device)
+        self.aux = torch.zeros(shapes.aux, dtype=torch.uint8)
         log.info(
             "pools: kv %d tokens of %d layers, %.2f GiB, index %.2f GiB, aux %d records, %.2f GiB",
             num_slots,
@@ -99,11 +100,10 @@ class PrefillMemory:
         found: list[WrongItem] = []
         if self.row_checks is not None:
             for start in range(0, len(slots), VERIFIED_AT_A_TIME):
-                some_slots, some_positions = (
-                    torch.from_numpy(each[start : start + VERIFIED_AT_A_TIME]).to(self.kv.device)
-                    for each in (slots, positions)
-                )
-                found += wrong_items(self.kv, some_slots, self.row_checks, some_slots, some_positions)
+                part = slice(start, start + VERIFIED_AT_A_TIME)
+                slots_dev = torch.from_numpy(slots[part]).to(self.kv.device)
+                positions_dev = torch.from_numpy(positions[part]).to(self.kv.device)
+                found += wrong_items(self.kv, slots_dev, self.row_checks, slots_dev, positions_dev)
         return found
 
     def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:
@@ -116,19 +116,25 @@ class PrefillMemory:
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
     """Return the bytes of main memory that a PrefillMemory of these sizes registers: all of it on a CPU, aux
     staging alone on a GPU."""
-    kv, index, aux = (math.prod(shape) for shape in _shapes(spec, num_slots, num_aux_slots))
-    checks = (num_slots + NUM_SCRATCH_SLOTS) * spec.row_check_bytes
-    return aux + (kv + index + checks if device.type == "cpu" else 0)
+    kv_bytes, index_bytes, aux_bytes = map(math.prod, _shapes(spec, num_slots, num_aux_slots))
+    check_bytes = (num_slots + NUM_SCRATCH_SLOTS) * spec.row_check_bytes
+    return aux_bytes + (kv_bytes + index_bytes + check_bytes if device.type == "cpu" else 0)
 
 
-def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the KV pool, the index pool and the aux staging."""
-    aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
-    num_slots += NUM_SCRATCH_SLOTS
-    return (
-        (spec.num_kv_layers, num_slots, spec.item_bytes),
-        (spec.num_index_groups, num_slots, spec.index_item_bytes),
-        (num_aux_slots, aux_slot_bytes),
+class _Shapes(NamedTuple):
+    """Shapes of the uint8 tensors, those of the pools with their scratch slots."""
+
+    kv_pool: tuple[int, int, int]
+    index_pool: tuple[int, int, int]
+    aux: tuple[int, int]
+
+
+def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> _Shapes:
+    num_all_slots = num_slots + NUM_SCRATCH_SLOTS
+    return _Shapes(
+        kv_pool=(spec.num_kv_layers, num_all_slots, spec.item_bytes),
+        index_pool=(spec.num_index_groups, num_all_slots, spec.index_item_bytes),
+        aux=(num_aux_slots, AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes),
     )
 
 

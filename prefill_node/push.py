@@ -1,8 +1,8 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-Per chunk the engine calls ``plan`` and ``layer_written`` from within the forward and ``push_rest`` after
-it; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one chunk's push; the ``Pusher``
-itself keeps none.
+Per chunk the engine calls ``plan`` and ``layer_written`` from within the forward, and ``PrefillLife`` calls
+``push_rest`` after it; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one chunk's push;
+the ``Pusher`` itself keeps none.
 
 ``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
 carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when
@@ -109,8 +109,8 @@ class ChunkPush:
 
 
 class Pusher:
-    """Plans and submits writes. Source memory must stand until each batch's completion, which the caller
-    counts. ``slice_bytes``: returns the highest cost of a slice for a decode node's session."""
+    """Plans and submits writes. The request's ``num_writes_pending`` counts its batches; pages must stand
+    until each has come back. ``slice_bytes``: returns the highest cost of one slice for a session."""
 
     def __init__(
         self,
@@ -138,7 +138,9 @@ class Pusher:
         submitted yet."""
         peer, bootstrap = request.peer, request.bootstrap
         num_held = bootstrap.num_held_tokens
-        start = min(max(start, num_held), stop)
+        start = min(
+            max(start, num_held), stop
+        )  # equal to ``stop`` when the decode node holds the whole chunk
         src_slots = expand_pages(np.asarray(request.page_ids, np.int64), self._page_size, start, stop)
 
         def all_layers(src: RegionView, dst: RegionView, extents: tuple[Extent, ...]) -> LayerWrites:
@@ -212,7 +214,7 @@ class Pusher:
         )
         writes = LayerWrites(plan_writes([0], [bootstrap.aux_slot]), slot, dst, 0, 1)
         writes.check()
-        self.submit(request, "aux record", (writes,), None)
+        self._submit(request, "aux record", (writes,), None)
 
     def cancel(self, request: PrefillRequest) -> None:
         """Keep the request's waiting batches from starting; each still gets its completion."""
@@ -242,10 +244,10 @@ class Pusher:
         if push.row_checks is not None:
             parts.append(push.row_checks.of_layers(firsts.kv_layers, stops.kv_layers))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
-        self.submit(push.request, tag, parts, ready)
+        self._submit(push.request, tag, parts, ready)
         push.num_layers_submitted = stop
 
-    def submit(
+    def _submit(
         self, request: PrefillRequest, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
     ) -> None:
         """Submit one batch for the request's decode node. ``tag`` names it in errors."""

@@ -134,45 +134,56 @@ class Registrations:
                 f"protocol version: the decode node speaks {register.protocol_version}, this prefill node "
                 f"{PROTOCOL_VERSION}; run the same release on both"
             )
-        for name in Geometry.__struct_fields__:
-            theirs, ours = getattr(register.geometry, name), getattr(self._geometry, name)
-            if name == "num_draft_layers":
-                if theirs > ours:
-                    return (
-                        f"{name}: the decode node drafts with {theirs} MTP layer, this prefill node computes "
-                        f"{ours}; run one checkpoint on both, or the decode node "
-                        "with --speculative-num-steps 0"
-                    )
-            elif name == "has_row_checks":
-                if theirs and not ours:
-                    return (
-                        f"{name}: the decode node verifies rows by checks that this prefill node does not "
-                        "compute; give --no-verify-rows to both or to neither"
-                    )
-            elif theirs != ours and name != "page_size":
-                return (
-                    f"{name}: the decode node has {theirs!r}, this prefill node {ours!r}; they must be equal"
-                )
+        why = _why_geometry_differs(register.geometry, self._geometry)
+        if why is not None:
+            return why
         if register.transfer_protocol not in ("", self._transfer_protocol):
             return (
                 f"transfer_protocol: the decode node is on {register.transfer_protocol!r}, this prefill node "
                 f"on {self._transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
             )
-        if not register.session:
+        return self._why_session_refused(register.session) or _why_regions_refused(
+            register.regions, register.geometry
+        )
+
+    def _why_session_refused(self, session: str) -> str | None:
+        if not session:
             return "session: the decode node names none, so nothing could be written to it"
-        host = _host_of(register.session)
+        host = _host_of(session)
         if host is None:
-            return f"session {register.session!r}: expected HOST:PORT, where the KV is to be written to"
+            return f"session {session!r}: expected HOST:PORT, where the KV is to be written to"
         why = self._allowed.why_refused(host)
         if why is not None:
             return (
-                f"session {register.session}: its {why} of this prefill node; add it there, or give the "
+                f"session {session}: its {why} of this prefill node; add it there, or give the "
                 "decode node an address of the list as advertise_host"
             )
-        return _why_regions_refused(register.regions, register.geometry)
+        return None
 
     def __len__(self) -> int:
         return len(self._by_node)
+
+
+def _why_geometry_differs(decode: Geometry, prefill: Geometry) -> str | None:
+    """Return the first field in which the geometries of the two nodes differ in a way that matters, or
+    None."""
+    for name in Geometry.__struct_fields__:
+        theirs, ours = getattr(decode, name), getattr(prefill, name)
+        if name == "num_draft_layers":
+            if theirs > ours:
+                return (
+                    f"{name}: the decode node drafts with {theirs} MTP layer, this prefill node computes "
+                    f"{ours}; run one checkpoint on both, or the decode node with --speculative-num-steps 0"
+                )
+        elif name == "has_row_checks":
+            if theirs and not ours:
+                return (
+                    f"{name}: the decode node verifies rows by checks that this prefill node does not "
+                    "compute; give --no-verify-rows to both or to neither"
+                )
+        elif theirs != ours and name != "page_size":
+            return f"{name}: the decode node has {theirs!r}, this prefill node {ours!r}; they must be equal"
+    return None
 
 
 def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str | None:
@@ -250,6 +261,8 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
 def _why_extents_wrong(
     kind: RegionKind, extents: tuple[Extent, ...], num_slots: int, num_landing: int
 ) -> str | None:
+    """Return why the extents cannot take ``num_landing`` tokens in a region of ``num_slots`` slots: they end
+    past it, have a wrong number of slots, or overlap."""
     num_tokens = 0  # slots of all extents
     for extent in extents:
         if extent.end > num_slots:

@@ -1,13 +1,15 @@
 """Moves a prefill node's requests from state to state, with the pages and messages that go with each move.
 
 ``PrefillLife`` owns the table of requests, the pools, the prefix cache and the counters. The engine calls it
-for each message of a decode node, each step of the forward and each batch that comes back from the sender;
-every method is safe in every state of a request. In order: ``bootstrap``, ``candidates``, ``admit``,
-``send_cached``, ``send_scores``, ``note_computed``, ``start_sending``, ``batch_returned``.
+for each message of a decode node, each step of the forward and each batch that comes back from the sender.
+A request that is delivered meets ``bootstrap``, ``candidates``, ``admit``, ``send_cached``, then for each
+chunk ``send_scores`` and ``note_computed``, ``start_sending`` after the last, and ``batch_returned`` for each
+write.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
-request's pages, so ``_end``, the one release path, waits until none is in the transport. A room without a
-write in the transport is quiet, and its decode node, which waits for that, is told.
+request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is
+in the transport. The room is then quiet. Its decode node, which keeps the landing zone in quarantine until
+then, is told so by RoomFailed with ``quiet`` or by RoomQuiet.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import (
     Delivery,
+    EndedRequest,
     PrefillRequest,
     PrefillRequests,
     PrefillState,
@@ -126,15 +129,7 @@ class PrefillLife:
             self._answer_repeated(request, peer, message)
             return
         if (ended := self.requests.ended(room)) is not None:
-            delivery = ended.delivery
-            if delivery is not None and delivery.answers(peer.node_id, message.attempt):
-                self._tell_peer(peer, delivery.done)  # the first answer was lost with its connection
-                return
-            self.dropped["late"] += 1
-            self._tell_peer(
-                peer,
-                _room_failed(room, ended.status, ended.error, quiet=True, batch_failed=ended.batch_failed),
-            )
+            self._answer_late(ended, peer, message)
             return
         if (error := self._checks.why_refused(message, peer)) is not None:
             self._refuse(peer, room, 400, error)
@@ -166,6 +161,19 @@ class PrefillLife:
             return
         self.dropped["duplicate"] += 1
         log.warning("room %d: dropped a second Bootstrap, from node %s", request.room, peer.node_id)
+
+    def _answer_late(self, ended: EndedRequest, peer: Peer, message: Bootstrap) -> None:
+        """Answer a Bootstrap for a room that has ended: with its RoomDone if this is the attempt that was
+        delivered, else with RoomFailed."""
+        delivery = ended.delivery
+        if delivery is not None and delivery.answers(peer.node_id, message.attempt):
+            self._tell_peer(peer, delivery.done)  # the first answer was lost with its connection
+            return
+        self.dropped["late"] += 1
+        failed = _room_failed(
+            Room(message.room), ended.status, ended.error, quiet=True, batch_failed=ended.batch_failed
+        )
+        self._tell_peer(peer, failed)
 
     def _why_full(self, message: Bootstrap) -> str | None:
         num_queued = self.requests.count(PrefillState.QUEUED)

@@ -28,6 +28,17 @@ class RowVerification:
     limits: StepLimits
     wrong_items: Callable[[SlotArray, SlotArray], list[WrongItem]]
 
+    def fail_too_long(self, now_secs: float) -> None:
+        """Fail waiting requests whose prompts, without the last token, do not fit beside the pages that are
+        set aside."""
+        num_set_aside = len(self.life.set_aside)
+        left = replace(self.limits, num_pages=self.limits.num_pages - num_set_aside)
+        for request in self.life.waiting() if num_set_aside else ():
+            why = why_never(request.num_computed_tokens, left)
+            if why is not None:
+                error = f"{why}; {num_set_aside} pages are set aside, see /quarantine of the prefill node"
+                self.life.fail(request, 503, f"room {request.room}: {error}", now_secs)
+
     def set_wrong_aside(self, chunks: Sequence[Chunk], now_secs: float) -> bool:
         """Set aside the pages of wrong rows that ``chunks`` would read again. Return whether there were any;
         the plan must then be made again.
@@ -38,6 +49,7 @@ class RowVerification:
         reading = [chunk for chunk in chunks if chunk.start]  # a chunk at 0 has nothing before it to read
         if not reading:
             return False
+
         is_listed = np.zeros(self.life.pools.totals.device, np.bool_)
         slots, positions = [], []
         for chunk in reading:
@@ -46,6 +58,7 @@ class RowVerification:
             slots.append(slot_at[new_positions])
             positions.append(new_positions)
             is_listed[slot_at] = True
+
         errors = {
             item.slot // self.limits.page_size: self.life.set_aside.record_wrong_row(
                 "cached", PoolKind.DEVICE, item
@@ -69,14 +82,3 @@ class RowVerification:
             assert found is not None
             page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
         return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
-
-    def fail_too_long(self, now_secs: float) -> None:
-        """Fail waiting requests whose prompts, without the last token, do not fit beside the pages that are
-        set aside."""
-        num_set_aside = len(self.life.set_aside)
-        left = replace(self.limits, num_pages=self.limits.num_pages - num_set_aside)
-        for request in self.life.waiting() if num_set_aside else ():
-            why = why_never(request.num_computed_tokens, left)
-            if why is not None:
-                error = f"{why}; {num_set_aside} pages are set aside, see /quarantine of the prefill node"
-                self.life.fail(request, 503, f"room {request.room}: {error}", now_secs)

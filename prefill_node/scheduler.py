@@ -121,6 +121,7 @@ def plan_step(
         num_running += 1
         leaders.add(request.keys)
         forward.add(request.room, request.num_ready_tokens, request.num_tokens, admits=False)
+
     candidates = islice(waiting, MAX_LOOKED_AT)
     while not forward.is_full and num_running < limits.max_requests and num_aux_slots > 0:
         if (candidate := next(candidates, None)) is None:
@@ -133,7 +134,7 @@ def plan_step(
         num_pages = num_new_pages + candidate.num_unused_pages
         if num_pages > num_available_pages:
             break
-        num_available_pages -= num_pages
+        num_available_pages -= num_pages  # also for a request that this forward has no tokens for
         start = candidate.num_cached_pages * limits.page_size
         if forward.add(candidate.room, start, candidate.num_tokens, admits=True):
             leaders.add(candidate.keys)

@@ -69,12 +69,13 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
-    largest graph, indexer scores, and unpacked KV of one context where it is fp8.
-    Prompt scores come after the layers' activations are freed."""
+    largest graph, twice the indexer's scores, and unpacked KV of one context where it is fp8. Prompt scores
+    need no more: they come after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
+    score_bytes = 4 * num_tokens * spec.context_length
     return (
         BASE_RESERVE_BYTES
         + (num_tokens + min(num_tokens, GRAPH_SIZES[0].num_tokens)) * TOKEN_RESERVE_BYTES
-        + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
+        + min(MAX_INDEXER_BYTES, 2 * score_bytes)
         + unpacked_bytes(spec, settings.page_size)
     )

@@ -1,7 +1,8 @@
 """Discovery: the answer of a prefill node's bootstrap endpoint, and the decode node's look-up of it.
 
-The endpoint is HTTP and read-only: ``GET /bootstrap`` tells where the control sockets are. Registration goes
-over a control socket, which authenticates the peer; nothing can be written at the endpoint.
+The endpoint is HTTP and read-only: ``GET /bootstrap`` tells where the control sockets are. The prefill node's
+front serves it behind a ``BootstrapGate``; the decode node calls ``look_up`` in a thread (``discovery.py``).
+Registration goes over a control socket, which authenticates the peer.
 
 With a control key both ends prove that they hold it: the caller signs a nonce, and the node signs that nonce
 with its answer. A caller without the key gets no answer, and a forged or replayed answer is rejected. With a
@@ -104,7 +105,7 @@ _error_decoder: TypedDecoder[Any] = TypedDecoder.json(Any)
 
 
 class BootstrapRefused(Exception):
-    """The caller gets no bootstrap information; the HTTP ``status`` and the ``code`` say why."""
+    """The caller gets no bootstrap information. ``code``: the reason, one of ``BootstrapGate.REASONS``."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -138,14 +139,17 @@ class BootstrapGate:
     keys: ControlKeys | None
     allowed: PeerList
 
-    def check(self, address: str, nonce: str, code: str) -> None:
-        """Raise BootstrapRefused: 403 for a caller's address, 401 for a caller without the key."""
+    def check(self, address: str, nonce: str, signature: str) -> None:
+        """Raise BootstrapRefused: 403 for a caller's address, 401 for a caller without the key.
+
+        ``nonce`` and ``signature`` are the request's headers; they are ignored when the node has no key.
+        """
         why = self.allowed.why_refused(address)
         if why is not None:
             raise BootstrapRefused(403, f"the caller's {why} of this prefill node", FOREIGN_ADDRESS)
         if self.keys is None:
             return
-        if not self.keys.has_signed(code, _REQUEST_PURPOSE, nonce.encode()):
+        if not self.keys.has_signed(signature, _REQUEST_PURPOSE, nonce.encode()):
             raise BootstrapRefused(
                 401,
                 "this prefill node answers holders of its control key only; set the same control_key_file "
@@ -183,25 +187,8 @@ def look_up(
     url = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
     deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
     addresses = _addresses(url, bootstrap_host, allowed, deadline)
-    # Ask, and check who answers.
-    nonce = secrets.token_hex(_NONCE_BYTES)
-    headers = {}
-    if keys is not None:
-        headers = {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_REQUEST_PURPOSE, nonce.encode())}
-    address, answer = _get_first(addresses, bootstrap_port, headers, url, deadline)
-    if answer.status != 200:
-        raise BootstrapLookupError(
-            f"{url}: status {answer.status}{_error_text(answer.body)}",
-            rejected=answer.status in _REJECTED_STATUSES,
-        )
-    if keys is not None and not keys.has_signed(answer.code, _ANSWER_PURPOSE, nonce.encode(), answer.body):
-        raise BootstrapLookupError(
-            f"{url}: the answer is not by a holder of this node's control key; set the same "
-            "control_key_file on both nodes",
-            rejected=True,
-        )
-    info = parse_info(answer.body, url)
-    # Resolve the control hosts.
+    address, info = _ask(addresses, bootstrap_port, keys, url, deadline)
+
     if info.control_host_for(bootstrap_host) == bootstrap_host:
         control_host = address  # it answers there; the name's other addresses may be other machines
     else:
@@ -213,6 +200,32 @@ def look_up(
         for rank in info.ranks
     )
     return msgspec.structs.replace(info, control_host=control_host, ranks=ranks)
+
+
+def _ask(
+    addresses: list[str], port: int, keys: ControlKeys | None, url: str, deadline: float
+) -> tuple[str, BootstrapInfo]:
+    """Return the first address that answers, and its information. With ``keys``, only a holder of the same
+    key is believed. Raises BootstrapLookupError."""
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    headers = {}
+    if keys is not None:
+        headers = {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_REQUEST_PURPOSE, nonce.encode())}
+    address, answer = _get_first(addresses, port, headers, url, deadline)
+    if answer.status != 200:
+        raise BootstrapLookupError(
+            f"{url}: status {answer.status}{_error_text(answer.body)}",
+            rejected=answer.status in _REJECTED_STATUSES,
+        )
+    if keys is not None and not keys.has_signed(
+        answer.signature, _ANSWER_PURPOSE, nonce.encode(), answer.body
+    ):
+        raise BootstrapLookupError(
+            f"{url}: the answer is not by a holder of this node's control key; set the same "
+            "control_key_file on both nodes",
+            rejected=True,
+        )
+    return address, parse_info(answer.body, url)
 
 
 def parse_info(body: bytes, url: str) -> BootstrapInfo:
@@ -237,10 +250,10 @@ def parse_info(body: bytes, url: str) -> BootstrapInfo:
 
 
 class _Answer(NamedTuple):
-    """An answer of the endpoint. ``code``: its signature, empty without one."""
+    """An answer of the endpoint. ``signature``: empty when the node has no key."""
 
     status: int
-    code: str
+    signature: str
     body: bytes
 
 
@@ -307,8 +320,8 @@ def _addresses(url: str, host: str, allowed: PeerList, deadline: float) -> list[
         addresses = resolve(host, deadline)
     except OSError as error:
         raise BootstrapLookupError(f"{url}: {host}: {error}") from error
-    if good := [address for address in addresses if allowed.allows(address)]:
-        return good
+    if allowed_addresses := [address for address in addresses if allowed.allows(address)]:
+        return allowed_addresses
     why = allowed.why_refused(addresses[0]) if addresses else f"{host} has no address"
     raise BootstrapLookupError(f"{url}: {why} of this decode node", rejected=True)
 

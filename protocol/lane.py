@@ -1,10 +1,14 @@
 """Messages on the socket of a lane: a Unix socket between two processes of one machine.
 
-A decode node that offers its memory names the socket and a token in its registration, over the control
-channel. The prefill node sends the token over the socket and gets descriptors of the memory with the answer.
-Once the memory is mapped, it may promise to write in no other way. No message follows: the connection stands
-for as long as the prefill node may write, and the kernel closes it when the process ends. One message is one
-packet (SOCK_SEQPACKET).
+``transfer/lane.py`` speaks them, in this order; one message is one packet (SOCK_SEQPACKET):
+
+1. The decode node names the socket and a token (``LaneOffer``) in its registration, over the control channel.
+2. The prefill node connects to the socket and sends the token (``LaneHello``).
+3. The decode node answers with descriptors of its memory (``LaneWelcome``), or refuses (``LaneDenied``).
+4. The prefill node maps the memory and may then promise to write in no other way (``LaneSole``).
+
+No message follows: the connection stands for as long as the prefill node may write, and the kernel closes it
+when either process ends.
 """
 
 from __future__ import annotations

@@ -241,11 +241,14 @@ STEPPED_BLOCK: Final = 16
 def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: int) -> int:
     """Return the first position of a prompt whose KV is rounded as in decode steps.
 
-    It is where the block of the prompt's last token begins, resumed tokens left out. A block is STEPPED_BLOCK
-    positions, or fewer so that pages of ``page_size`` tokens, the decode node's, have whole blocks. On a GPU
-    the KV of equal tokens before that position has other bits. Either node may compute what comes from there
-    on, the decode node in its steps. A prompt takes no page with such a position from a cache, and shares
-    none while its request is live.
+    It begins the block of the prompt's last token, or, for a resumed stream, of the last token that is not
+    output. A block is STEPPED_BLOCK positions, or fewer so that pages of ``page_size`` tokens, the decode
+    node's, have whole blocks: with 200 tokens and pages of 64 it is 192, with 220 tokens 208.
+
+    From this position on either node may compute the KV, the decode node in its steps, so both round as steps
+    do. Before it KV is rounded as in prefill forwards, which on a GPU gives other bits for equal tokens. A
+    prompt therefore takes no page with a position from this one on from a cache, and shares none while its
+    request is live.
     """
     last = num_prompt_tokens - num_resumed_tokens - 1
     block = math.gcd(page_size, STEPPED_BLOCK)
