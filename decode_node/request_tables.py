@@ -82,7 +82,7 @@ class RequestTables:
         """The end of the copies that were launched last for any row."""
         self._fill_stream = SideStream(self.device)
         """Fills rows and warms hot buffers up, beside the steps of the others."""
-        self._landing_stream = SideStream(self.device)
+        self._landing_stream = SideStream(self.device, priority=-1)
         """Prepares landing zones. The host waits for it, and not for steps in flight."""
         self._ended_counters = SwapCounts()
         """Counts of all rows that have been emptied."""
@@ -123,9 +123,9 @@ class RequestTables:
         row_checks = self.state.row_checks
         if row_checks is None:
             return
-        pages = pages_tensor(request.owned[PoolKind.INDEX], self.page_size).to(self.device)
-        with self._landing_stream.use():
-            void_row_checks(row_checks, pages, self.page_size)
+        pages = pages_tensor(request.owned[PoolKind.INDEX], self.page_size)
+        with self._landing_stream.use():  # in the steps' stream the copy of the ids would wait for one
+            void_row_checks(row_checks, pages.to(self.device), self.page_size)
         self._landing_stream.synchronize()
 
     def copy_prompt(self, source: Request, request: Request, start: int) -> None:
