@@ -90,9 +90,9 @@ class DecodeSettings(NodeSettings, TracedSettings):
         None,
         ge=0,
         le=65536,
-        description="number of hisparse requests from which on a GPU splits a batch in two, so that one half "
-        "copies misses while the other computes; 0: never split; default: the number from which on this is "
-        "faster, which the node measures when it starts",
+        description="least number of hisparse requests for which a GPU splits a batch in two, so that one "
+        "half copies misses while the other computes; 0: never split; default: the least number for which "
+        "this is faster, which the node measures when it starts",
     )
     speculative_num_steps: int = Field(
         0,

@@ -1,6 +1,6 @@
 """Opens the tracer of a decode node's front or of the router, if traces are on.
 
-It is apart from ``tracing.py``, which imports opentelemetry, so that processes without traces do not.
+This module is apart from ``tracing.py`` so that only processes with traces import opentelemetry.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ def open_tracer(
     *,
     follows: bool = True,
 ) -> Tracer | None:
-    """Make a ``Tracer``, which takes the same arguments; None without an ``endpoint``. Raises StartError."""
+    """Make a ``Tracer``; None without an ``endpoint``. Raises StartError.
+
+    ``count`` is called with an outcome of spans and their number. ``follows``: whether a caller's decision to
+    record a trace counts; false where callers are clients. ``Tracer`` explains all arguments.
+    """
     if not endpoint:
         return None
-    # Imported here so that a process without traces does not pay for it.
     from hisparse_pd.base.tracing import Tracer
 
     return Tracer(endpoint, service_name, instance, count, follows=follows)

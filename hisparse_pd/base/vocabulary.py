@@ -140,6 +140,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    """Token id and logprob of each of the likeliest tokens, likeliest first."""
 
 
 def info_metric(name: str, **labels: str) -> str:

@@ -17,7 +17,8 @@ from hisparse_pd.core.model.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class NodeStep:
-    """The forward that all ranks make next. ``num_tokens``: the most of any rank; 0: there is no forward."""
+    """The forward that all ranks make next. ``num_tokens``: as in ``agree``, the most of any rank; 0: there
+    is no forward."""
 
     num_tokens: int
     is_split: bool = False
@@ -60,9 +61,9 @@ class Lockstep:
     ) -> NodeStep:
         """Agree with the other ranks on the next step; waits for them, unless no rank has work.
 
-        ``num_tokens``: requests of this rank, or the tokens that it computes. ``is_split``: whether this rank
-        wants the step split. ``num_new``: the positions of a request that it wants; all ranks take the most.
-        Raises RankGroupError.
+        ``num_tokens``: the requests of a decode rank's step, or the tokens of a prefill rank's. ``is_split``:
+        whether this rank wants the step split. ``num_new``: the positions of a request that it wants; all
+        ranks take the most. Raises RankGroupError.
         """
         if self._ranks is None:
             return NodeStep(num_tokens, is_split, is_stopping, num_new)

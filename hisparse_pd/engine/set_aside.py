@@ -70,7 +70,8 @@ class SetAside:
         self.num_found[kind] += 1
         start = self._pools.set_aside(pool, item.slot)
         self._prefixes.drop(pool, item.slot)
-        page = SetAsidePage(pool, start, self._pools.page_size, True, error, time.time())
+        num_slots = self._pools.page_size
+        page = SetAsidePage(pool, start, num_slots, is_in_use=True, error=error, at=time.time())
         self._pages.setdefault((pool, start), page)
         return error
 

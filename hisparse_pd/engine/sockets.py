@@ -79,8 +79,8 @@ class Crossing:
 class FrontChannel:
     """The engine's end of the channel to one front.
 
-    Messages that the front is too slow to take wait in ``backlog``, in order. The requests in flight bound
-    them: statistics do not wait, because newer ones follow.
+    Messages that the front is too slow to take wait in ``backlog``, in order. Requests in flight bound their
+    number; statistics do not wait there, because newer ones follow.
     """
 
     def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
@@ -190,8 +190,11 @@ class _EngineWatch:
         """``monitor`` reports accepted and lost connections. The owner of the socket closes it."""
         self.monitor = monitor
         self._connected: set[int] = set()
+        """Descriptors of the connections that there are."""
         self._engine: int | None = None
+        """The descriptor of the engine's connection; None before its first message."""
         self._is_lost = False
+        """Whether that connection has ended, and ``take_loss`` has not said so yet."""
 
     @property
     def knows_engine(self) -> bool:
@@ -201,7 +204,7 @@ class _EngineWatch:
         """Note that a message of the engine has come by this connection."""
         self._follow()
         self._engine = descriptor
-        self._is_lost = descriptor not in self._connected
+        self._is_lost = descriptor not in self._connected  # it may end before its message is read
 
     def take_loss(self) -> bool:
         """Return whether the engine has gone since the last call."""

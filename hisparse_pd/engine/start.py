@@ -53,6 +53,7 @@ def run_engine_process(
     try:
         spec = _check_model(settings)
         num_host_bytes = engine_class.registered_host_bytes(settings, spec)
+        # Free memory is read before the ranks meet, and so before any of them makes its pools.
         transport = transport_of(settings, num_host_bytes, placement.nics)
         placement = with_allowed_policy(with_pools(placement, num_host_bytes, Machine()))
         log.log(logging.WARNING if placement.remedy else logging.INFO, "NUMA: %s", placement)

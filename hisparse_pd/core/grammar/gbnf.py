@@ -25,6 +25,7 @@ def convert_gbnf(text: str) -> str:
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark  # late: the library takes a while to load
 
+    # Comments become nothing; quoted parts get characters in place of their escapes.
     text = _COMMENT.sub(lambda part: _ESCAPE.sub(_character, part["quoted"] or ""), text)
     text = _BAR.sub(lambda part: part["quoted"] or " |", text)  # a line may begin with it
     try:

@@ -95,8 +95,8 @@ class GpuWriter:
         """Enqueue copies of ``runs``, long ranges for the copy engine, and of ``pieces``, short ones for the
         kernel. Each has three columns, int64 [n]: sources, destinations and lengths in bytes.
 
-        Waits only for this thread's copy before the last one. Raises the driver's error; some of the copy may
-        land later then.
+        Waits only for this thread's copy before the last one. Raises the driver's error, after which some of
+        the copy may still land.
         """
         with torch.cuda.device(self._device):
             channel = self._channel()
@@ -134,6 +134,7 @@ class GpuCopy:
     def __init__(self, device: torch.device) -> None:
         # A blocking event, because a thread that spins would take a core from the forward.
         self.over = torch.cuda.Event(blocking=True)
+        """Recorded behind the copy: it has happened when all of the copy has landed."""
         self.staged = torch.empty(0, dtype=torch.int64)
         """The source of the copy to ``addresses``, in pinned memory."""
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)

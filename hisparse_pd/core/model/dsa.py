@@ -133,18 +133,18 @@ class DsaModel:
         for layer in self.layers:
             layer.join_forward(hidden)
 
-    def expect_tokens(self, num_tokens: int) -> None:
-        """Set how many tokens each rank has in the next forwards, those of the rank with the most: the others
-        pad theirs. 0: ranks have equally many. Without ranks nothing is done."""
-        if self.ranks is not None:
-            self.ranks.step_tokens = num_tokens
-
     @torch.inference_mode()
     def join_draft(self) -> None:
         """Take part in a ``draft`` of other ranks, as ``join_forward`` does. Without a draft layer nothing is
         done."""
         if self.draft_layer is not None:
             self.draft_layer.join_forward(self.embed.weight[:0])
+
+    def expect_tokens(self, num_tokens: int) -> None:
+        """Set how many tokens each rank has in the next forwards, those of the rank with the most: the others
+        pad theirs. 0: ranks have equally many. Without ranks nothing is done."""
+        if self.ranks is not None:
+            self.ranks.step_tokens = num_tokens
 
     @torch.inference_mode()
     def forward_by_layer(

@@ -47,7 +47,9 @@ class RoutedExperts(torch.nn.Module):
         """
         super().__init__()
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
+        """The numbers of this rank's experts."""
         num_local = len(self.experts) + has_room
+        # ``gate_up`` has two matrices of each expert, 0: gate and 1: up.
         self.gate_up = _empty((num_local, 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
         self.down = _empty((num_local, 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
         self._num_experts = num_experts + has_room
@@ -94,7 +96,7 @@ class RoutedExperts(torch.nn.Module):
         num_padding = max(self._ranks.step_tokens - num_tokens, 0)
         if num_padding:
             hidden, weights = (pad(part, (0, 0, 0, num_padding)) for part in (hidden, weights))
-            expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # no expert
+            expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # no expert's id
         rows = self._ranks.gather(_pack(hidden, expert_ids, weights))
         hidden, expert_ids, weights = _unpack(rows, expert_ids.shape[1], hidden.dtype)
         added = self._compute(Activations(hidden), expert_ids, weights)

@@ -44,13 +44,13 @@ def share_page(rank: int, size: int, meet: Callable[[str, str], Mapping[int, str
         word = meet("offered shared memory", "" if offer is None else offer.word)[0]
         if rank > 0:
             request, trouble = _tried(lambda: PageRequest(word, rank), undo)
-        troubles = meet("asked for shared memory", trouble)
+        troubles = meet("asked for shared memory", trouble)  # rank 0 tells why it has no socket
         source = offer or request
         if source is not None and not any(troubles.values()):
             page, trouble = _tried(lambda: source.share(size), undo)
             troubles = meet("got shared memory", trouble)
             if page is not None and not any(troubles.values()):
-                undo.pop_all()
+                undo.pop_all()  # the page stays open
                 source.close()
                 log.info("the ranks agree through shared memory")
                 return page
@@ -110,7 +110,7 @@ class PageOffer:
             for rank, asker in askers.items():
                 ends_of_rank = [end.fileno() for _, end in sorted(sockets[rank].items())]
                 socket.send_fds(asker, [b"page"], [fd, *ends_of_rank])
-            own = {rank: end.dup() for rank, end in sockets[0].items()}
+            own = {rank: end.dup() for rank, end in sockets[0].items()}  # ``stack`` closes the originals
             return _page_of(0, size, fd, own)
 
     def _accept_ranks(self, size: int, stack: contextlib.ExitStack) -> dict[int, socket.socket]:

@@ -49,10 +49,11 @@ class PagedRows:
     page_table: Tensor
     """Pages of each request, padded with 0: int32 [num_requests, max_pages]."""
     request_of_token: Tensor
-    """Number of each token's request: int64 [num_tokens], as are ``positions`` and ``slots``, the token slots
-    at which rows are stored."""
+    """Number of each token's request: int64 [num_tokens]."""
     positions: Tensor
+    """int64 [num_tokens]"""
     slots: Tensor
+    """Token slots at which the tokens' rows are stored: int64 [num_tokens]."""
     num_tokens: Tensor
     """Number of tokens without padding: int32 [1]."""
     last_rows: Tensor
@@ -62,9 +63,9 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """Numbers of the stepped tokens, int64 [most stepped tokens], in rows of ``padding`` that ``fill`` may
-    give stepped tokens and others. The last one is repeated to the end; if none is stepped, a token of
-    padding is. None for all other rows."""
+    """Numbers of the stepped tokens, int64 [most stepped tokens], which a CUDA graph reads because ``fill``
+    changes them. The last one is repeated to the end; if no token is stepped, one of padding is. None in rows
+    of ``of``, and of ``padding`` for stepped tokens alone: there ``is_stepped`` tells."""
 
     @property
     def num_stepped(self) -> int:
@@ -192,8 +193,8 @@ class PagedKv:
         row_checks: Tensor | None = None,
         most_pages: int | None = None,
     ) -> None:
-        """``most_pages``: pages that a CUDA graph unpacks at most, no more than the memory for that holds,
-        which is the default."""
+        """``most_pages``: the most pages that a CUDA graph unpacks; default: as many as the memory for
+        unpacked rows holds, which is also the limit."""
         device = device_pool.device
         self.rows = requests if isinstance(requests, PagedRows) else PagedRows.of(requests, page_size, device)
         self._spec = spec
@@ -213,6 +214,7 @@ class PagedKv:
             most_pages = most_pages or unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
             self._first_keys = self.contexts.first_slots(page_size)
+            """Where each request's unpacked keys begin."""
         self._num_columns = (self.rows.positions + 1).clamp_(max=spec.index_topk).int()
         """How many positions each token selects: int32 [num_tokens]."""
         self._stepped_pieces = _stepped_pieces(self.rows) if self._kernels.has_own_step_attention else []

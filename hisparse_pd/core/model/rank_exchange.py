@@ -132,7 +132,7 @@ def connect(
     Returns None on all ranks if one of them cannot do its part, or does not want to. ``patience_secs``: how
     long an exchange waits for a late rank.
     """
-    own: list[RankMemory] = []
+    own: list[RankMemory] = []  # this rank's memory, once ``offer`` has made it
 
     def offer() -> str:
         if not is_wanted:

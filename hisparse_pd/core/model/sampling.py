@@ -184,7 +184,8 @@ def _draw(
     scaled = logits.double()
     # The largest logit is subtracted before the division, so that a tiny temperature cannot overflow.
     scaled = (scaled - scaled.amax(dim=1, keepdim=True)) / column([param.temperature for param in params])
-    candidates = None  # the token at each place of a row, or None where places are token ids
+    # A place is an index into a row of ``scaled``; ``candidates`` has the token at each place of sorted rows.
+    candidates = None
     place = torch.arange(vocab_size, device=device)
     if is_cut:
         scaled, candidates = scaled.sort(dim=1, descending=True, stable=True)
@@ -204,11 +205,11 @@ def _draw(
             for param, index in zip(params, output_indices, strict=True)
         ]
     )
-    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    drawn_place = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     # Rounding may put the threshold beyond the last token of non-zero probability.
-    last = torch.where(probs > 0, place, 0).amax(dim=1, keepdim=True)
-    drawn = torch.minimum(drawn, last)
-    return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
+    last_place = torch.where(probs > 0, place, 0).amax(dim=1, keepdim=True)
+    drawn_place = torch.minimum(drawn_place, last_place)
+    return (drawn_place if candidates is None else candidates.gather(1, drawn_place))[:, 0]
 
 
 def uniform_number(seed: int | None, output_index: int) -> float:

@@ -22,22 +22,22 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def behind_current(self) -> torch.cuda.StreamContext:
-        """Let this stream wait for all that the current one has by now. Returns the context of ``use``."""
+        """Let this stream wait for all work enqueued on the current one. Returns the context of ``use``."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self.use()
 
     def join(self) -> None:
-        """Let the current stream wait for all that this one has by now."""
+        """Let the current stream wait for all work enqueued on this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def record(self) -> torch.cuda.Event | None:
-        """Return the end of all that this stream has by now, for ``wait_for``; None on a CPU."""
+        """Return an event behind all work enqueued on this stream, for ``wait_for``; None on a CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def synchronize(self) -> None:
-        """Block until this stream is done with all that it has."""
+        """Block until all work enqueued on this stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 

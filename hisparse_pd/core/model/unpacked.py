@@ -1,9 +1,9 @@
 """Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
 
-Where prompts attend by a kernel for bfloat16 over a pool of fp8 items, or are scored over adjacent keys, all
-pages of the requests are unpacked next to one another before each layer, the new rows included. Requests
-whose pages do not fit into the memory for that beside others' come after those, as another group. A query's
-bits do not depend on its group.
+Attention of prompts may use a kernel for bfloat16 though the pool has fp8 items, and the indexer one that
+reads adjacent keys. For these, each layer unpacks all pages of the requests next to one another once it has
+written its new rows. If the memory for that is too small for all requests, they form groups, which are
+computed one after another. A query's bits do not depend on its group.
 
 A prefill node has one ``UnpackedMemory``, as a part of its ``AttentionKernels``. Each ``PagedKv``
 (``paged_kv.py``) has the ``ContextPages`` of its forward.
@@ -24,8 +24,8 @@ from hisparse_pd.kernels.kv_format import FP8_E4M3
 from hisparse_pd.kernels.paged_indexer import UnpackedKeys
 
 UNPACKED_TOKENS: Final = 1 << 19
-"""Tokens that the memory holds, if a context is neither longer nor so short that MOST_CONTEXTS have fewer: 16
-prompts of 32,768 tokens, in 0.7 GB of DeepSeek-V3.2's rows."""
+"""Tokens that the memory holds, unless one context is longer or MOST_CONTEXTS whole contexts are shorter:
+those of 16 prompts of 32,768 tokens, in 0.7 GB of DeepSeek-V3.2's rows."""
 MOST_CONTEXTS: Final = 16
 
 

@@ -99,7 +99,7 @@ class PrefixTree:
         self._merge_chain(prefix)
         for part in tuple(prefix.chain()):
             self._evict_if_dropped(part)
-        self._pools.num_changes += 1
+        self._pools.num_changes += 1  # ``make_room`` may evict more now, so a failed reservation may succeed
 
     def share(
         self,
