@@ -80,7 +80,7 @@ class FrontChannel:
     """The engine's end of the channel to one front.
 
     Messages that the front is too slow to take wait in ``backlog``, in order. Requests in flight bound their
-    number; statistics do not wait there, because newer ones follow.
+    number: statistics do not join a backlog, because newer ones follow.
     """
 
     def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
