@@ -69,7 +69,7 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
-    largest graph, twice the indexer's scores, and unpacked KV of one context where it is fp8. Prompt scores
+    largest graph, twice the indexer's scores, and the memory for unpacked KV where it is fp8. Prompt scores
     need no more: they come after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
     score_bytes = 4 * num_tokens * spec.context_length

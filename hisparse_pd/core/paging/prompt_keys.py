@@ -38,9 +38,10 @@ NO_ISOLATION: Final = root_of()
 
 def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[PageKey]:
     """Return the keys of the whole blocks of ``content``, which continues the chain at ``last``."""
-    view, keys = memoryview(content), []
-    for start in range(0, len(view) - block_bytes + 1, block_bytes):
-        last = _key(last, view[start : start + block_bytes])
+    content, keys = bytes(content), []
+    for start in range(0, len(content) - block_bytes + 1, block_bytes):
+        block = content[start : start + block_bytes]
+        last = hashlib.blake2b(last + block, digest_size=KEY_BYTES).digest()
         keys.append(last)
     return keys
 
@@ -69,7 +70,3 @@ class PromptKeys:
         """Return the keys of the whole pages of the prompt and the packed ``output`` behind it."""
         last = self.keys[-1] if self.keys else self.root
         return [*self.keys, *page_keys(last, self.tail + output, self.page_size)]
-
-
-def _key(last: PageKey, block: bytes | memoryview) -> PageKey:
-    return hashlib.blake2b(last + bytes(block), digest_size=KEY_BYTES).digest()
