@@ -66,8 +66,8 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
     """Fill ``out`` with device slots, update the tables, and return the items to copy.
 
     ``selected``: int32 [num_reqs * num_new, top_k], positions that each new position selected, ABSENT
-    where none. The ``num_new`` new positions of a request are its last ones, those of the newest token and its
-    drafts. ``group``: the group whose tables are used. ``out``, of the shape of ``selected``, gets the slots.
+    where none. The ``num_new`` new positions of a request are its last ones, those of the newest token and
+    its drafts. ``group``: the group whose tables are used. ``out``, of the shape of ``selected``, gets the slots.
     Raises KernelArgumentError.
     """
     state, num_new = requests.state, requests.num_new
@@ -271,8 +271,8 @@ def _verify(
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None = None) -> None:
     """Copy the newest items of hisparse requests from their hot buffers to the host pool, in all layers.
 
-    These are each request's last ``num_newest`` positions, or its last one (``swap_in.backup_newest``). Raises
-    KernelArgumentError.
+    These are each request's last ``num_newest`` positions, or its last one (``swap_in.backup_newest``).
+    Raises KernelArgumentError.
     """
     state, (host, dev) = requests.state, pools
     lens, rows = _real_requests(requests)

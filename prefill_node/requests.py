@@ -167,8 +167,8 @@ class Delivery:
     done: RoomDone
 
     def answers(self, node_id: str, attempt: int) -> bool:
-        """Return whether a Bootstrap with this ``attempt`` of decode node ``node_id`` repeats the one that was
-        answered, so that what was delivered is still in its landing zone.
+        """Return whether a Bootstrap with this ``attempt`` of decode node ``node_id`` repeats the one that
+        was answered, so that what was delivered is still in its landing zone.
 
         Attempt 0 is never a repetition: the decode node does not number its attempts.
         """
