@@ -67,8 +67,8 @@ def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -
 
     ``selected``: int32 [num_reqs * num_new, top_k], positions that each new position selected, ABSENT
     where none. The ``num_new`` new positions of a request are its last ones, those of the newest token and
-    its drafts. ``group``: the group whose tables are used. ``out``, of the shape of ``selected``, gets the slots.
-    Raises KernelArgumentError.
+    its drafts. ``group``: the group whose tables are used. ``out``, of the shape of ``selected``, gets the
+    device slots. Raises KernelArgumentError.
     """
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
