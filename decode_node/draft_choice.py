@@ -29,16 +29,16 @@ PROBE_STEPS = 4
 MIN_GAIN = 1.03
 """How many times as fast as the present number a larger one has to be, so that two that are alike do not
 alternate."""
-_OLD_SHARE = 0.9
+_OLD_WEIGHT = 0.9
 """Weight of the old average of a step's seconds against the next value."""
 _MAX_JUMP = 1.25
 """Most by which one step's seconds count as longer or shorter than their average: a turn that did other work
 looks long, and the next one looks short."""
 _MIN_STEP_SECS = 1e-6
 """Lower bound of a step's seconds, above 0 since speeds are divided by it."""
-_OLD_TRIES = 0.999
+_TRY_FACTOR = 0.999
 """Factor of a place's counts at each try, so that recent tries count most."""
-_UNTRIED = 0.995
+_IDLE_FACTOR = 0.995
 """Factor of a place's counts at each step without a try, so that its rate goes back to the first guess."""
 _FIRST_GUESS = 0.7
 """Rate of a place before any try; it counts as one try."""
@@ -57,7 +57,7 @@ def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
 def best_num_drafts(rates: Sequence[float], secs: Sequence[float], present: int) -> int:
     """Return the number of drafts with most tokens a second, or ``present`` if that is smaller and about as
     fast. ``secs``: seconds of a step, by its number of drafts."""
-    speeds = [expected_tokens(rates, number) / of_step for number, of_step in enumerate(secs)]
+    speeds = [expected_tokens(rates, number) / step_secs for number, step_secs in enumerate(secs)]
     best = max(range(len(speeds)), key=lambda number: speeds[number])
     return best if best < present or speeds[best] > MIN_GAIN * speeds[present] else present
 
@@ -116,13 +116,13 @@ class DraftChoice:
             return 0
         number = self._choose(num_reqs, most)
         for place in range(number, self._max_drafts):
-            self._tries[place] *= _UNTRIED
-            self._rights[place] *= _UNTRIED
+            self._tries[place] *= _IDLE_FACTOR
+            self._rights[place] *= _IDLE_FACTOR
         return number
 
     def _choose(self, num_reqs: int, most: int) -> int:
         size = self._size(num_reqs)
-        for number in range(most, -1, -1):
+        for number in range(most, -1, -1):  # numbers that cannot be judged yet come first
             if len(size.first_secs[number]) < FIRST_STEPS:
                 return number
 
@@ -160,13 +160,13 @@ class DraftChoice:
             size.secs[num_drafts] = statistics.median(first)
         else:
             bounded = min(max(secs, average / _MAX_JUMP), average * _MAX_JUMP)
-            size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * bounded
+            size.secs[num_drafts] = _OLD_WEIGHT * average + (1 - _OLD_WEIGHT) * bounded
 
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
         """Record that ``num_accepted`` of a request's ``num_drafts`` were accepted."""
         for place in range(min(num_drafts, num_accepted + 1)):
-            self._tries[place] = _OLD_TRIES * self._tries[place] + 1
-            self._rights[place] = _OLD_TRIES * self._rights[place] + (place < num_accepted)
+            self._tries[place] = _TRY_FACTOR * self._tries[place] + 1
+            self._rights[place] = _TRY_FACTOR * self._rights[place] + (place < num_accepted)
 
     def _size(self, num_reqs: int) -> _Size:
         """Return what is known of a batch's size; batches up to the same power of two are alike."""

@@ -1,5 +1,8 @@
 """How many drafts of a request a step can verify, and the hot buffers that this takes. Pure.
 
+``StepLine`` and the runner ask for the number of drafts (``RequestTables.max_verifiable``). ``sizing.py``,
+``limits.py`` and ``split_choice.py`` take the sizes of hot buffers from here.
+
 A draft is accepted if the model itself draws it, with that position's own random number, and all drafts
 before it are accepted. So the tokens are those of steps without drafts, at any temperature. A step with
 drafts runs several positions of a request, and its hot buffer must hold what all of them select.

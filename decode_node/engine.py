@@ -237,7 +237,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             request = self.queue_moves.generate(
                 sample, message.root, message.prompt, now, prompt_keys, prompt_token_ids, first_sample
             )
-            first_sample = first_sample or request
+            first_sample = first_sample or request  # the first one that is not refused
 
     def _follow_grammars(self, now: float) -> None:
         """Give compiled grammars to the running requests that wait for them."""

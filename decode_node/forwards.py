@@ -1,8 +1,8 @@
 """The device work of a decode step in two halves: the model's forward, and what follows the draws.
 
-``launch`` runs the model over the new positions of all requests. Then tokens other than the likeliest may be
-drawn (``step_draws.py``), and ``follow`` runs the second half. On a GPU both halves are CUDA graphs, captured
-for several numbers of requests; a step takes the next larger one.
+``DeviceRunner`` calls ``launch``, which runs the model over the new positions of all requests. Then tokens
+other than the likeliest may be drawn (``step_draws.py``), and ``follow`` runs the second half. On a GPU both
+halves are CUDA graphs, captured for several numbers of requests; a step takes the next larger one.
 
 A step without drafts has one new position for each request; its second half writes the draft layer's KV, if
 there is a draft layer. A step that verifies drafts has more positions; its second half accepts drafts, backs
@@ -112,7 +112,8 @@ class Forwards:
         self._backup = SideStream(tables.device)
         self._parts: AttentionParts | None = None
         self._micro_batches: MicroBatches | None = None
-        if (MIN_REQS if min_split_reqs is None else min_split_reqs) <= max_reqs:
+        fewest_to_split = MIN_REQS if min_split_reqs is None else min_split_reqs
+        if fewest_to_split <= max_reqs:
             copies = MissCopies(tables, max_reqs)
             self._parts = AttentionParts(kernels, copies)
             self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
@@ -211,8 +212,9 @@ class Forwards:
             """Time a step of each way to run; None if the pools of some rank are too small for a trial."""
             requests = TrialRequests(self._tables, self._kernels, self._inputs, size)
             try:
-                fits = [(int(requests.fits),)] if ranks is None else ranks.agree(int(requests.fits))
-                if (0,) in fits:
+                fits_here = int(requests.fits)
+                fits_by_rank = [(fits_here,)] if ranks is None else ranks.agree(fits_here)
+                if (0,) in fits_by_rank:
                     return None
                 tried[size, Split.WHOLE] = self.graphs[_PLAIN_WHOLE][size]
                 for split in SPLITS:

@@ -29,18 +29,20 @@ def grow(draft: PlanDraft) -> bool:
     sits_out: list[Request] = []
 
     def grown(place: Place, reserve: Reserve) -> Claim:
+        """Give slots to one request, in its place of the order. Returns what it claims from then on."""
         request = place.request
         if request not in short or _grow_one(draft, request, reserve):
-            # The claim is as before: the request lacks fewer slots, and as many fewer are free.
+            # After growth the old claim still serves: the request lacks fewer slots, and as many fewer are
+            # free.
             return place.claim
         if request.has_slots_for_next:
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages and _leave_pages(draft, request, reserve):
-            return Claim(place.claim.owned, place.claim.ways[1:])  # it can end in a hot buffer only
+            return Claim(place.claim.owned, place.claim.ways[1:])  # the second way: to end in a hot buffer
         sits_out.append(request)
         return place.claim
 
-    draft.make_reserve(grown)
+    draft.make_reserve(grown)  # the plan's first call, which calls ``grown`` for each running request
     return not sits_out
 
 
@@ -66,6 +68,7 @@ def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
     capacity = max(own, limits.min_capacity(request))
     for num_tokens in _grown_lengths(limits, request):
         need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens), owned)
+        # It gets the device slots of the hot buffer, and gives those of its pages back.
         given = need + SlotCounts(device=limits.in_pages(capacity) - owned.device)
         if draft.may_give(given, reserve):
             draft.exchanges[request] = Exchange(request, capacity, need)
@@ -86,7 +89,8 @@ def _grown_lengths(limits: Limits, request: Request) -> Iterator[int]:
 def _len_with_drafts(limits: Limits, request: Request) -> int:
     """Return the length of the sequence in the next step, drafts included.
 
-    With drafts it is one more, for the step after: it is launched before it is known how many are right.
+    Where steps may verify drafts, it includes a token more: that of the step after, which is launched before
+    it is known how many drafts are right.
     """
     num_behind = limits.max_drafts + 1 if limits.max_drafts else 0
     return min(request.next_seq_len + num_behind, limits.max_context)

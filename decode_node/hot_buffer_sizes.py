@@ -42,6 +42,7 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     for request, gain in gains:
         draft.exchanges[request] = Exchange(request, limits.min_capacity(request))
         freed = SlotCounts(device=gain)
+        # The reserve still counts these slots as free only once the request has ended, which is safe.
         draft.note_change(request, request.mode, request.owned_slots - freed)
         draft.available += freed
 

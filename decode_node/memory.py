@@ -12,6 +12,9 @@ row checks  int32 [num_kv_layers, slots of the index pool]       prefill nodes, 
 aux         uint8 [num_slots, aux slot bytes]                    prefill nodes
 ==========  ===================================================  ======================
 
+The engine makes one ``DecodeMemory`` and registers it. ``RequestTables`` copies rows and gives the tensors to
+kernels, and ``PrefillEvents`` takes the aux records.
+
 Remote writes land at any time in slots of landing and quarantined rooms, and nowhere else. There are row
 checks only where the spec has ``has_row_checks``. The device and the index pool end with a page that the
 allocators do not know: the scratch page, where padding of a batch writes.

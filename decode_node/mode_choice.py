@@ -20,7 +20,10 @@ from hisparse_pd.decode_node.step_plan import Admission
 
 
 def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
-    """Admit ``request`` in one of ``modes`` that it allows. Returns False if it fits in none."""
+    """Admit ``request`` in a mode that it allows. Returns False if it fits in none.
+
+    ``modes``: those that a request with the flag ``auto`` may have.
+    """
     if not (draft.available.aux and draft.available.req_row):
         return False
     match request.flag:
@@ -63,6 +66,7 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
         return False
     if not spare_capacity(draft, request):
         shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity))
+    # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
     for capacity in (spare_capacity(draft, request), min_capacity):
         need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
         if capacity and (reserve := draft.may_land(request, Mode.HISPARSE, need, held)):

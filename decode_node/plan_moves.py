@@ -107,7 +107,7 @@ class PlanMoves:
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
-        num_before = request.num_retractions
+        num_before = request.num_retractions  # a larger hot buffer is no retraction
         self.requests.grow(request, exchange.need)
         if self._do_or_fail(self.tables.retract, request, "retracted", now):
             self.requests.replace_device_slots(exchange)

@@ -236,7 +236,7 @@ class PrefillPeers:
             case HeartbeatAck():
                 if message.instance_id == peer.instance_id:
                     peer.instance_heard_at = now
-                elif peer.phase is PeerPhase.READY:
+                elif peer.phase is PeerPhase.READY:  # another run answers there by now
                     self._register(peer, now)
             case RoomDone() | RoomFailed() | RoomQuiet() | RoomScores():
                 peer.last_used_at = peer.instance_heard_at = now

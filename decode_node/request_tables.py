@@ -215,7 +215,7 @@ class RequestTables:
         filling = self.filling.pop(row)
         with self._beside_steps(row, is_first=row not in self.warming):
             num_bytes = filling.launch_slice(most_bytes)
-        if filling.num_left_bytes is not None:
+        if filling.num_left_bytes is not None:  # None: all is launched
             self.filling = {row: filling, **self.filling}  # the first row is finished before the next
         return num_bytes
 
@@ -253,7 +253,8 @@ class RequestTables:
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None
-        if hints is None:  # one list of the most recent positions serves every hot group
+        if hints is None:
+            # One list serves every hot group: the latest positions, as many as leave an entry for the newest.
             hints = [np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]]
         return RowStart(
             self.state,

@@ -1,4 +1,4 @@
-"""Runs decode steps: fills their inputs, launches their device work, draws their tokens and reads them.
+"""Runs the steps that ``StepLine`` launches: their inputs, device work, draws and results.
 
 On a GPU a step may be launched before the host has read the last one. The device then takes the input tokens,
 and after a step with drafts the lengths, from its own memory (``RowOutcomes``). The host reads tokens,
@@ -137,7 +137,7 @@ class DeviceRunner:
             finish=partial(self._forwards.follow, forward),
         )
         if has_grammar(batch):
-            buffers.mark_end()
+            buffers.mark_end()  # until the draws are enqueued, ``wait`` waits for the forward
         else:
             launched.draw()
         for entry in entries:

@@ -67,7 +67,8 @@ def plan_step(
     all_have_slots = grow(draft)
     if waiting is not None and all_have_slots:
         usable = replace(limits, totals=limits.totals - stuck) if stuck != SlotCounts() else limits
-        if _admit_in_order(draft, waiting, usable, no_longer_local):
+        only_stuck_wait = _admit_in_order(draft, waiting, usable, no_longer_local)
+        if only_stuck_wait:
             enlarge_hot_buffers(draft)
     return StepPlan(
         tuple(no_longer_local),

@@ -96,6 +96,7 @@ async def _deltas(
     by_request_id = {_request_id(output): output for output in outputs}
     prompts = scored_prompts(outputs)
     num_live = sum(output.finish is None for output in outputs)
+
     journal = work.request.journal
     may_move = journal is not None and journal.may_move  # the router can resume it on another node
     with context.link.open(engine_groups(work.samples), may_move=may_move) as group:
@@ -108,6 +109,7 @@ async def _deltas(
             if isinstance(event, RequestFailed):
                 work.timeline.note_failed(output.index, event.phases, event.error)
                 raise RequestFailedError(event.status, event.error, code=event.code or None)
+
             # Tokens wait until the logprobs of their prompt, if wanted, have been shown.
             for due in prompts[output.sample.prompt_index].due(event):
                 if isinstance(due, Delta):  # of logprobs of the prompt

@@ -97,9 +97,8 @@ class TrialRequests:
         self._tables, self._num_reqs = tables, num_reqs
         spec, memory, state = tables.spec, tables.memory, tables.state
         page_size = tables.page_size
-        most_tokens = min(
-            memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots
-        )  # of all requests; the index pool ends with a scratch page
+        # All requests share these slots; the index pool ends with a scratch page.
+        most_tokens = min(memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots)
         num_pages = min(MOST_CONTEXT, state.max_context, most_tokens // num_reqs) // page_size
         # The scratch slot comes after all others, so its number is their count.
         capacity = min(state.max_capacity, memory.scratch_device_slot // num_reqs)

@@ -98,7 +98,7 @@ class StepInputs:
 
     @property
     def num_real_reqs(self) -> Tensor:
-        """int32 [1]: the low half of ``num_real``, in its place."""
+        """int32 [1], as kernels take it: the low half of ``num_real``, in its place."""
         return self.num_real.view(torch.int32)[:1]
 
 

@@ -51,7 +51,7 @@ _REJECTED_STATUSES = (401, 403)
 class RankInfo(msgspec.Struct, frozen=True):
     """One rank of a prefill node, which has a control socket of its own.
 
-    ``control_host``: the rank's machine; empty: the first rank's machine.
+    ``control_host``: the rank's machine; empty if that is the first rank's.
     """
 
     instance_id: Name

@@ -50,7 +50,7 @@ def check_nesting(text: bytes) -> None:
         chars = np.frombuffer(marks[start : start + CHUNK_BYTES], np.uint8)
         is_quote = chars == ord('"')
         in_string = np.bitwise_xor.accumulate(is_quote.view(np.uint8)).view(np.bool_) ^ is_in_string
-        steps = (chars & 2).astype(np.int8) - np.int8(1)  # 1 for [ and {, -1 for ] and }
+        steps = (chars & 2).astype(np.int8) - np.int8(1)  # 1 for [ and {, which have this bit, else -1
         depths = depth + np.cumsum(steps * ~(is_quote | in_string), dtype=np.int32)
         if depths.max() > MAX_NESTING:
             raise NestedTooDeeply

@@ -18,7 +18,7 @@ oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer recon
 malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
 unregistered   Bootstrap or AbortRoom before Register: answered with RegistrationRefused
 duplicate      second Bootstrap of a live room: dropped and counted; the first one stands
-unknown room   AbortRoom: answered with RoomQuiet (nothing is in flight); from prefill: dropped, counted
+unknown room   AbortRoom: answered with RoomQuiet (nothing in flight); from a prefill node: dropped, counted
 late           Bootstrap of a room that ended: answered with RoomFailed; other messages: dropped, counted
 repeated       Bootstrap of the same attempt: answered with the RoomDone or RoomFailed that may have been lost
 =============  ============================================================================
@@ -167,8 +167,8 @@ class Region(Struct, frozen=True, array_like=True):
 class Register(Struct, frozen=True, array_like=True, tag=1):
     """First message of a decode node. It is sent again after each reconnect, and each second until Registered
     or RegistrationRefused answers it. While the prefill node chooses the lane, which takes a while, it
-    answers with a HeartbeatAck to say that it is alive. It also sends one to a silent decode node, to find
-    out whether the connection stands."""
+    answers with a HeartbeatAck to say that it is alive. It also sends a HeartbeatAck to a decode node that is
+    silent, to find out whether the connection stands."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name
@@ -209,7 +209,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
-    ``hisparse``: the request's mode; false is dense. This field stands last.
+    ``hisparse``: the request's mode; false is dense.
     """
 
     room: RoomField
@@ -283,7 +283,10 @@ class Registered(Struct, frozen=True, array_like=True, tag=1):
 
 
 class RegistrationRefused(Struct, frozen=True, array_like=True, tag=2):
-    """The decode node is not registered: a mismatch (``error`` has both values), or no Register came."""
+    """The decode node is not registered: a mismatch (``error`` has both values), or no Register came.
+
+    ``permanent``: whether the same Register would be refused again, as with a mismatch.
+    """
 
     error: Text
     permanent: bool

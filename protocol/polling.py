@@ -30,7 +30,8 @@ class HasSocket(Protocol):
 
 
 def burst(*sockets: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """Yield the frames of messages that have arrived, without waiting, at most a burst from all sockets."""
+    """Yield the frames of messages that have arrived, without waiting: from all sockets together at most
+    BURST_MESSAGES, and none once they exceed _BURST_BYTES."""
     num_messages = num_bytes = 0
     for sock in sockets:
         while num_messages < BURST_MESSAGES and num_bytes <= _BURST_BYTES:
