@@ -43,6 +43,7 @@ class Block:
 
     @property
     def text(self) -> str:
+        """The text so far, which replaces the pieces that it is joined from."""
         self.pieces = ["".join(self.pieces)]
         return self.pieces[0]
 

@@ -97,8 +97,8 @@ async def streamed(
 
 
 async def _replay(journal: RequestJournal, outputs: Sequence[SampleOutput], dialect: Dialect) -> None:
-    """Feed the outputs and the dialect with what the client has: tokens of the prompt with their logprobs
-    (``num_scored``), or an engine message."""
+    """Feed the outputs and the dialect with what the client has. Each record is an engine message, or counts
+    tokens of the prompt that were shown with their logprobs (``num_scored``)."""
     for number, record in enumerate(journal.records, 1):
         output = outputs[record.sample]
         scored = output.replay_scored(record.num_scored) if record.num_scored else None
@@ -136,6 +136,7 @@ class _UnitWriter:
         self._link = context.link
         self._has_said_leaving = False
         self._num_recorded = Counter({output.index: len(output.token_ids) for output in outputs})
+        """Number of output tokens that records have, by sample."""
         self._logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         """Logprobs of tokens that are not recorded yet, by sample."""
 

@@ -109,7 +109,10 @@ def _num_turns(keep: str | parts.KeptThinking | None) -> int | None:
 def _messages_of(
     name: str, message: parts.AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
 ) -> Iterator[Message]:
-    """Yield the chat messages of one message: results of tools are messages of their own."""
+    """Yield the chat messages of one message: results of tools are messages of their own.
+
+    ``is_answered``: whether a later message is the assistant's.
+    """
     role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
         yield role | {"content": message.content}
@@ -140,7 +143,7 @@ def _messages_of(
 def _tool(name: str, item: Raw) -> Message:
     decode(parts.AnthropicTool, item, name)
     tool = decode_item(name, item, as_spelled=True)
-    function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+    function = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
     if tool.get("strict"):
         function["strict"] = True
     return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}

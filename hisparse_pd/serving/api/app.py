@@ -155,6 +155,7 @@ async def _generate(
 async def _check(
     context: DecodeContext, endpoint: Endpoint, body: bytes, arrived_at: float, timeline: Timeline
 ) -> Work:
+    """Parse a request and plan its samples. Raises ApiError, also where the node takes no requests now."""
     settings, defaults = context.settings, context.sampling_defaults
     request = await parse_body(body, parse_request, endpoint, body, settings.model_name, defaults)
     context.link.require_place(sum(options.n for options in request.options))
@@ -191,9 +192,9 @@ async def _answer_about_tokens(
 
 
 async def _model_info(context: DecodeContext, request: Request) -> Response:
-    drawing = asdict(context.sampling_defaults)
-    tokenizer = {"vocab_size": context.codec.vocab_size, "default_sampling_params": drawing}
-    return json_response(model_info(context) | tokenizer)
+    defaults = asdict(context.sampling_defaults)
+    added = {"vocab_size": context.codec.vocab_size, "default_sampling_params": defaults}
+    return json_response(model_info(context) | added)
 
 
 async def _tokenizer_info(context: DecodeContext, request: Request) -> Response:

@@ -39,7 +39,7 @@ _OTHER_KEYWORDS = {
 _COMBINERS = ("anyOf", "oneOf", "allOf")
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]*")
 _VALUES_A_STEP = 64
-"""Values of an ``enum`` that cost one step."""
+"""Values of an ``enum`` that cost one step of the budget (``Steps``)."""
 ANY_STRING: Mapping[str, object] = {}
 ANY_OTHER: Mapping[str, object] = {"type": ["null", "boolean", "integer", "number", "object", "array"]}
 """Schemas of any string, and of any other value."""
@@ -326,8 +326,8 @@ def _forms_of_values(values: Sequence[object], schema: Mapping[str, object]) -> 
     takes_strings = not typed or "string" in types_of(schema)
     texts = [value for value in values if isinstance(value, str)] if takes_strings else []
     others = [value for value in values if not isinstance(value, str)]
-    is_mixed = others and typed.get("type") not in ("string", ["string"])
-    return Forms(texts=texts, schemas=[{"enum": others, **typed}] if is_mixed else [])
+    takes_others = typed.get("type") not in ("string", ["string"])
+    return Forms(texts=texts, schemas=[{"enum": others, **typed}] if others and takes_others else [])
 
 
 def _structures_of(schema: Mapping[str, object]) -> Mapping[str, object] | None:

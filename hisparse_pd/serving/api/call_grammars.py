@@ -59,7 +59,7 @@ class CallWriter(ABC):
         self, markup: Markup, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps
     ) -> None:
         """``tools``: all tools of the request. ``steps``: budget for reading their schemas."""
-        self.opening = markup.openings[-1]
+        self.opening = markup.openings[-1]  # the one without line breaks, which ``gap`` allows
         self._markup = markup
         self._lark = lark
         self._steps = steps

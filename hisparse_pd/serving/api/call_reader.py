@@ -246,6 +246,7 @@ class CallReader:
         if text == markup.end_of_value:
             self._show('"' if is_string else self._as_json(tool, key))
             return ""
+        # The call ends within the value. Its mark behind the closing quote makes the arguments no JSON.
         return self._end_call('"' + text, text) if is_string else self._end_early(text)
 
     def _as_json(self, tool: str, key: str) -> str:

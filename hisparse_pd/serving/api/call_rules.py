@@ -47,7 +47,7 @@ def openai_calls(
     choice = None if tool_choice is None else decode_item(field, tool_choice)
     match choice:
         case None | "auto":
-            field = ""
+            field = ""  # the client chose no tools
         case "none":
             return None
         case "required":
@@ -72,7 +72,7 @@ def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: Chat
     """Return the rule of messages; None if the model may call any tool in any way."""
     names = names_of_tools(prompt)
     if choice is None:
-        return _call_rule(prompt, "", names, False, False, "")
+        return _call_rule(prompt, "", names, is_forced=False, at_most_one=False, serial_field="")
     field, is_forced = "tool_choice.type", True
     match choice.type:
         case "none":

@@ -153,7 +153,8 @@ def result_message(
 
 @dataclass
 class Turn:
-    """The assistant's words, reasoning and calls up to the next message of another role; one message."""
+    """The assistant's words, reasoning and calls up to the next message of another role: one message of
+    the chat."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)

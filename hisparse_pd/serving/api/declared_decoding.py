@@ -57,8 +57,9 @@ def decode_body(kind: type[T], body: bytes) -> T:
 
 
 def _decode_object(declaration: _Declaration, text: Json, name: str) -> Any:
-    """Decode ``text``, of a large one its ``Raw`` fields apart; a null in such a field may stay JSON. Raises
-    ApiError if ``text`` is not as declared, and MsgspecError if it is not JSON."""
+    """Decode ``text``. If it is large, its ``Raw`` fields are taken out first and set afterwards. A null in a
+    ``Raw`` field may stay JSON. Raises ApiError if ``text`` is not as declared, and MsgspecError if it is not
+    JSON."""
     is_large = len(memoryview(text)) > MAX_FIELD_BYTES
     split = declaration.split(text, name) if is_large else _SplitObject(text, {})
     try:

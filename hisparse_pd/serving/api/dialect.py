@@ -69,6 +69,7 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
 
     ``num_reasoning_tokens`` counts all samples; it is None if answers have no reasoning.
     """
+    # The first sample of each prompt, which comes last in reversed order and so stays.
     firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
     num_new_tokens = sum(len(output.token_ids) for output in outputs)

@@ -83,8 +83,8 @@ class GrammarChecks:
             try:
                 process.stdin.write(json.dumps(encoded.decode()).encode() + b"\n")
                 process.stdin.flush()
-                is_said, *_ = select.select([process.stdout], [], [], _ANSWER_SECS)
-                if is_said and (answer := process.stdout.readline()):
+                readable, *_ = select.select([process.stdout], [], [], _ANSWER_SECS)
+                if readable and (answer := process.stdout.readline()):
                     return Verdict(*json.loads(answer))
             except BrokenPipeError:
                 pass

@@ -60,7 +60,7 @@ def write_grammar(
                 calls.field, "a call cannot be forced: how this model writes calls is not known here"
             )
         calls = None  # calls of an unknown markup stay text
-    asking = answer or calls
+    asking = answer or calls  # errors name its field
     if asking is None:
         return ""
     lark = Lark(chat_format.token_ids)
@@ -164,7 +164,8 @@ def _alone(answer: AnswerFormat) -> str:
 
 
 def _answer(lark: Lark, answer: AnswerFormat, excluded: Sequence[str]) -> str:
-    """Return the rule of the answer's format. A text does not begin with any of ``excluded``."""
+    """Return the rule of the answer's format. What a regular expression matches must not begin with any of
+    ``excluded``; the other formats are written as they are."""
     match answer.kind:
         case FormatKind.JSON:
             try:
@@ -204,7 +205,7 @@ def _calls(
     """
     if not is_text_allowed:
         return sequence(writer.gap, lark.mark(writer.opening), called)
-    begun = [f"~({begin} {ANY})" for begin in excluded]
-    before = f"({' & '.join((ANY, *begun))})"
-    text = lark.terminal(" & ".join((without(writer.opening), *begun)))
+    not_begun = [f"~({begin} {ANY})" for begin in excluded]
+    before = f"({' & '.join((ANY, *not_begun))})"
+    text = lark.terminal(" & ".join((without(writer.opening), *not_begun)))
     return f"{lark.until(writer.opening, before)} {called} | {text}"

@@ -206,7 +206,7 @@ class _Writer:
         """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``keyword`` is."""
         branches = as_list(schema[keyword])
         self._check_keywords(keywords, {keyword}, place)
-        if keyword == "allOf" and len(branches) != 1:
+        if keyword == "allOf" and len(branches) != 1:  # no rule can enforce several schemas at once
             self._check_keywords(keywords, set(), place)
         if keyword == "oneOf" and not self._is_lenient:
             for index, branch in enumerate(branches):
@@ -311,7 +311,7 @@ class _Writer:
         if most is None or most > len(firsts):
             more = self.rule_of(items, f"{place}/items")
             if not firsts:
-                firsts = [more]
+                firsts = [more]  # the first item has no comma before it
             low, high = max(0, least - len(firsts)), "" if most is None else most - len(firsts)
             behind = f"({self._comma} {more}){{{low},{high}}}" if high != 0 else ""
         for index in range(len(firsts) - 1, 0, -1):

@@ -152,6 +152,7 @@ def _items(given: list[Item]) -> list[tuple[str, Any]]:
         if not isinstance(item, parts.ItemReference):
             by_id.setdefault(decode(parts.NamedItem, raw, name).id, index)
     places: dict[int, None] = {}
+    """Indexes of the items to return, in order and each once."""
     for index, (name, item) in enumerate(items):
         if isinstance(item, parts.ItemReference):
             if item.id not in by_id:

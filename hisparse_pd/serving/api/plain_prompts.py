@@ -23,6 +23,9 @@ from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused, Invalid
 _IDS_BYTES = 128 << 10
 """Bytes of a list of token ids that are decoded at a time: 5 ms, in which no other thread runs."""
 
+_INTEGER_BEGINS = tuple(bytes((char,)) for char in b"-0123456789tf")
+"""First characters of integers, and of true and false, which the error for a wrong token id names."""
+
 _ids_decoder = msgspec.json.Decoder(list[parts.TokenId])
 
 
@@ -69,10 +72,6 @@ def _batch(field: str, value: Raw, parse: Callable[[str, Raw], Prompt]) -> Plain
     return PlainPrompts(True, tuple(parse(f"{field}[{i}]", item) for i, item in enumerate(items)))
 
 
-_INTEGER_BEGINS = tuple(bytes((char,)) for char in b"-0123456789tf")
-"""First characters of integers, and of true and false, which the error for a wrong token id names."""
-
-
 def _text(name: str, value: Raw) -> str:
     text = decode_item(name, value)
     if not isinstance(text, str):
@@ -103,8 +102,8 @@ def parse_token_ids(field: str, value: Raw | None) -> bytes:
 
 
 def _packed_ids(name: str, value: Raw) -> bytes:
-    """Read token ids in pieces, so that other threads run in between. Each piece is checked as a whole, for
-    each id is an object."""
+    """Read token ids in pieces of some ``_IDS_BYTES``, so that other threads run in between. The decoder
+    checks the range of each id."""
     first, second = first_chars(value)
     if first != b"[":
         rule = "must be a list of token ids as the first prompt is"

@@ -1,10 +1,10 @@
 """A node's endpoints about slots that are withheld: which ones and why, and their release.
 
-``node_app.py`` adds the routes to those of every node. Slots are withheld for two reasons. A prefill node may
-still write to the slots of a room that ended early: a decode node keeps them until the process of the prefill
-node (its run) says that nothing is in flight, or is known to have ended. A machine that vanishes does
-neither, so an operator has to release its slots. And a page in which a row went wrong is set aside until an
-operator has tested the memory.
+``node_app.py`` adds the routes to those of every node. Slots are withheld for two reasons. First, a
+prefill node may still write to the slots of a room that ended early: a decode node keeps them until the
+process of the prefill node (its run) says that nothing is in flight, or is known to have ended. A machine
+that vanishes does neither, so an operator has to release its slots. Second, a page in which a row went wrong
+is set aside until an operator has tested the memory.
 """
 
 from __future__ import annotations

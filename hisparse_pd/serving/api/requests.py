@@ -131,12 +131,15 @@ async def plan_samples(
     samples: list[SampleRequest] = []
     for index, (name, token_ids, options) in enumerate(zip(names, prompts, all_options, strict=True)):
         # What the prompt's samples share.
-        first, num_tokens, wanted = len(samples), num_packed_tokens(token_ids), options.wanted_scores()
+        first_sample = len(samples)
+        num_tokens, wanted = num_packed_tokens(token_ids), options.wanted_scores()
         max_new_tokens = checks.check(name, num_tokens, options, wanted)
-        resumed_of_prompt = [all_resumed.get(first + i, NOT_RESUMED) for i in range(options.n)]
+        resumed_of_prompt = [all_resumed.get(first_sample + i, NOT_RESUMED) for i in range(options.n)]
         scores = lacking_scores(request.endpoint, wanted, num_tokens, resumed_of_prompt)
         echo = await _echo(request.prompts[index], token_ids, codec) if options.echo else ""
-        prompt = _PlannedPrompt(index, token_ids, num_tokens, options, max_new_tokens, wanted, echo, first)
+        prompt = _PlannedPrompt(
+            index, token_ids, num_tokens, options, max_new_tokens, wanted, echo, first_sample
+        )
         # The samples themselves.
         for sample_index, resumed in enumerate(resumed_of_prompt):
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)

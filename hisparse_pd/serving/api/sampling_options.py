@@ -72,6 +72,7 @@ class SampleOptions:
         asked = [self.num_prompt_logprobs]
         asked += [self.sampling.num_logprobs] if self.echo or self.logprob_start is not None else []
         most = max((num for num in asked if num is not None), default=None)
+        # The first token shown has no logprob, so the first logprob is the next token's.
         return None if most is None else WantedScores((self.logprob_start or 0) + 1, most)
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:

@@ -349,7 +349,7 @@ def _num_chars(prompt: Prompt) -> int:
     """
     match prompt:
         case bytes():
-            return len(prompt) // 64 + 1
+            return len(prompt) // 64 + 1  # 4 bytes an id
         case str():
             return len(prompt)
         case ChatPrompt():

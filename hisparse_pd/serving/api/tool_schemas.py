@@ -42,7 +42,8 @@ class _Values:
 
     @classmethod
     def of(cls, found: Sequence[Forms]) -> _Values:
-        """Return the values of all forms in ``found``."""
+        """Return the values of all forms in ``found``. The two forms of a schema that allows every value,
+        ANY_STRING and ANY_OTHER, tell nothing about the parameter and are left out."""
         return cls(
             any(schema is not ANY_STRING for forms in found for schema in forms.strings),
             frozenset(text for forms in found for text in forms.texts),

@@ -35,7 +35,7 @@ def lacking_scores(
     endpoint: Endpoint, wanted: WantedScores | None, num_prompt_tokens: int, all_resumed: Sequence[Resumed]
 ) -> WantedScores | None:
     """Return which of the ``wanted`` logprobs a prompt's samples lack; None for none. Raises ApiError 400 for
-    a sample that has tokens before those.
+    a sample that already has output tokens, and still lacks logprobs, which come before output.
 
     Events of ``/generate`` repeat all logprobs, so there a sample lacks them until it is over.
     """
