@@ -64,9 +64,9 @@ class PromptRunner:
         chunk_tokens: int = 1,
         split_slots: int | None = None,
     ) -> None:
-        """``chunk_tokens``: most tokens of a forward. ``split_slots``: how decode steps split attention,
-        for stepped tokens; see ``kernels.attention_backends.choose_backend``. Raises
-        AttentionBackendError."""
+        """``chunk_tokens``: most tokens of a forward. ``split_slots``: how decode steps split attention (see
+        ``kernels.attention_backends.choose_backend``); that of stepped tokens, those from a prompt's
+        ``first_stepped`` on, is split alike. Raises AttentionBackendError."""
         self._model = model
         self._memory = memory
         self._page_size = page_size
@@ -96,7 +96,7 @@ class PromptRunner:
             self.kernels,
             memory.row_checks,
         )
-        no_logits = kv.last_rows[:0]  # the rows whose logits a forward is to return
+        no_logits = kv.last_rows[:0]  # a forward takes the rows whose logits it is to return: none here
 
         token_ids = _token_ids(batch).to(self._model.device)
         if (hidden := self.short.run(token_ids, kv)) is not None:
@@ -116,9 +116,15 @@ class PromptRunner:
         hints = {
             request.room: kv.hints[number]
             for number, (request, chunk) in enumerate(batch)
-            if chunk.stop == request.num_computed_tokens
+            if chunk.stop == request.num_computed_tokens  # this is the prompt's last chunk
         }
         return Computed(hints, {} if rows is None else _packed(rows, wanted))
+
+    def run_of_others(self) -> None:
+        """Take part in a forward that other ranks of the node make, without a token of this rank."""
+        self._model.join_forward()
+        self._model.join_draft()
+        self._wait()
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
         """Run forwards of many sizes up to ``most_tokens``: kernels take tens of seconds to compile on their
@@ -166,12 +172,6 @@ class PromptRunner:
         next_ids = torch.from_numpy(np.concatenate([part.next_ids for part in wanted])).to(device)
         num_top = max(part.num_top for part in wanted)
         return score_rows(self._model.logits, hidden[rows], next_ids, num_top, self._model.spec.vocab_size)
-
-    def run_of_others(self) -> None:
-        """Take part in a forward that other ranks of the node make, without a token of this rank."""
-        self._model.join_forward()
-        self._model.join_draft()
-        self._wait()
 
     def _wait(self) -> None:
         """Wait until the forward is done, but not for copies of other rooms, which other streams make."""

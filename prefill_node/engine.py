@@ -206,7 +206,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             self.life.batch_returned(completion, now_secs)
         self.control.close()
         self._wakeup.close()
-        if is_quiet:
+        if is_quiet:  # else a write may still use what would be closed
             self.lanes.close()
             self.transfer.close()
         log.info("stopped")
@@ -254,7 +254,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             return
         known = self.peers.of_node(message.node_id)
         peer, replaced = self.peers.register(identity, message, now_secs)
-        if peer is not known:
+        if peer is not known:  # a new process may have the session of an earlier one
             self.transfer.renew(peer.session)
         for old in replaced:
             self.life.fail_requests_of(old, "restarted", now_secs)
@@ -305,7 +305,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def _step(self) -> bool:
         did_work = self._forward()
-        self._num_steps += len(self.life) > 0
+        if len(self.life):  # even if they only send: without a step the front would call the engine stalled
+            self._num_steps += 1
         return did_work
 
     def _forward(self) -> bool:

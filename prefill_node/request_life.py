@@ -146,8 +146,8 @@ class PrefillLife:
         self.requests.open(PrefillRequest(peer, message, now_secs, deadline_secs, keys))
 
     def _answer_repeated(self, request: PrefillRequest, peer: Peer, message: Bootstrap) -> None:
-        """Answer a Bootstrap for a live request. One that repeats the request's own, after it has failed,
-        gets the failure again; the others are dropped."""
+        """Answer a Bootstrap for a live request. If the request has failed, one that repeats its own gets the
+        failure again. All others are dropped. Attempt 0 is a node's that numbers none."""
         is_its_node = request.peer.node_id == peer.node_id
         if request.is_draining and is_its_node and message.attempt > 0 and message == request.bootstrap:
             failed = _room_failed(

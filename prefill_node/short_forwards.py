@@ -4,8 +4,8 @@
 graph is captured for one number of tokens, over tensors of its own. Before a replay the wanted forward's
 tokens are copied into these; the rest is padding, whose rows are stored in the pools' scratch slots.
 
-A graph attends to a fixed number of stepped tokens (``first_stepped``) as decode steps do. One in which all
-are stepped leaves out the attention that the other tokens of prompts have.
+A graph attends to a fixed number of stepped tokens (those from a prompt's ``first_stepped`` on) as decode
+steps do. One in which all are stepped leaves out the attention that the other tokens of prompts have.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class ShortForwards:
         if num_requests > MOST_GRAPH_REQUESTS:
             return None
         fitting = (
-            graph
-            for size, graph in self._captured.items()
-            if _fits(size, num_tokens, num_stepped) and graph.kv.fits(kv)
+            captured
+            for size, captured in self._captured.items()
+            if _fits(size, num_tokens, num_stepped) and captured.kv.fits(kv)
         )
         if (captured := next(fitting, None)) is None:
             return None
@@ -108,7 +108,7 @@ class ShortForwards:
             self._model.device,
             spec.context_length,
         )
-        # A graph looks at all pages that it may unpack, also at those of padding.
+        # A graph looks at all pages that it may unpack, even at padding: small ones get pages of one context.
         most_pages = max_pages if size.num_tokens <= ONE_CONTEXT_TOKENS else None
         pools = memory.kv, memory.index, self._page_size
         kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks, most_pages)

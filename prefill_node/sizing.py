@@ -36,7 +36,8 @@ GRAPH_SIZES: Final = (
     GraphSize(16, 16),
 )
 """The graphs, largest first. A prompt's tail behind cached pages of 64 tokens has up to 63 tokens, of which
-up to 15 are stepped. Graphs share memory, so that together they keep the activations of the largest."""
+up to 15 are stepped: 240 stepped tokens are those of 16 such tails, 60 those of 4, and 15 those of one.
+Graphs share memory, so that together they keep the activations of the largest."""
 ONE_CONTEXT_TOKENS: Final = 64
 """Largest graph whose requests together have at most the pages of one context: it is most often a tail."""
 MOST_GRAPH_REQUESTS: Final = 16

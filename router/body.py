@@ -97,8 +97,9 @@ class RequestBody:
         if endpoint is Endpoint.GENERATE:
             # One of text and input_ids has the prompt. The other is null, or the node refuses the request.
             values = [max(values, key=len, default=memoryview(b""))]
-        values = [memoryview(fields[name]) for name in _ISOLATION_FIELDS if _is_set(fields, name)] + values
-        prompt = values[0] if len(values) == 1 else memoryview(b"".join(values))
+        isolation = [memoryview(fields[name]) for name in _ISOLATION_FIELDS if _is_set(fields, name)]
+        parts = isolation + values
+        prompt = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         try:
             num_prompts = _count_prompts(fields, endpoint)
         except msgspec.MsgspecError as error:
@@ -130,7 +131,7 @@ class RequestBody:
 
 
 def _check_small_fields(content: bytes) -> None:
-    """Raises ApiError 400 if fields beside the prompt and ``tools`` are too large, and msgspec's errors."""
+    """Check the size of fields beside the prompt and ``tools``. Raises ApiError 400 or msgspec's errors."""
     large = msgspec.structs.astuple(_LARGE_DECODER.decode(content))
     num_bytes = len(content) - sum(len(memoryview(value)) for value in large)
     if num_bytes > MAX_SMALL_FIELD_BYTES:

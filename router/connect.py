@@ -59,6 +59,7 @@ class Call(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0
+        """Bytes that came since the last wait for data began."""
         self._lost: Exception | None = None
         """Why the connection has ended; None while it is open."""
         self._is_closed = False

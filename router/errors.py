@@ -76,6 +76,7 @@ class NodeRefused(RouterError):
         decoded = _object_in(node_body)
         error = decoded.get("error")
         self._shape = None
+        """Shape of the node's error; None if the body has no ``error`` object."""
         if isinstance(error, dict):
             self._shape = ErrorShape.ANTHROPIC if decoded.get("type") == "error" else ErrorShape.OPENAI
         self.node_code = error.get("code") if isinstance(error, dict) else None

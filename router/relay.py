@@ -211,8 +211,8 @@ class RelayedRequest:
             self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_node_attributes(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None:
-            # A node may end an answer that is not streamed by itself when it shuts down. A stream is left to
-            # the router (Attempt._move), which alone knows whether all of its journal was kept.
+            # When a node shuts down, it may by itself end an answer that is not streamed. It leaves a stream
+            # to the router (Attempt._move), which alone knows whether all of its journal was kept.
             may_move = not self._body.is_streamed and self._pool.has(NodeKind.DECODE, (pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)

@@ -259,7 +259,9 @@ class RelayEndpoint:
             if not answer.is_event_stream:
                 return
             event = error.last_words if isinstance(error, StreamEnded) else b""
-            event = event or (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
+            if not event:
+                end_of_cut_event = b"" if tail == b"\n\n" else b"\n\n"
+                event = end_of_cut_event + error.event(self._error_shape)
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -111,6 +111,7 @@ class StreamJournal:
         data += chunk
         shown = bytearray()
         start, searched = 0, self._num_searched
+        # Each whole line shows the events before it.
         while (mark := _next_line(data, start, searched)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
             content = bytes(data[mark + len(MARK) : end])
             shown += data[start:mark]

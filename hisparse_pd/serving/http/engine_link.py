@@ -174,12 +174,13 @@ class EngineLink:
             for request_id in list(group.live):
                 self.forget(group, request_id)
             for share in shares:
-                # The tokens count until the aborts before this have gone: only then are the prompts freed.
+                # Nothing is sent. The tokens count until the aborts before are gone, which free the prompts.
                 share.rank.put(None, partial(self.counts.add, 0, -share.num_prompt_tokens))
 
     def _split_by_rank(self, prompt: GenerateGroup) -> list[_Share]:
         """Choose a rank for each sample and count it there, before the next one is chosen."""
         shares: dict[int, list[Generate]] = {}
+        # ``_choose_rank`` yields: it goes on only after the count of the sample before.
         for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
             self.counts.assign(rank.rank, sample.num_prompt_tokens)
             shares.setdefault(rank.rank, []).append(sample)
@@ -213,7 +214,8 @@ class EngineLink:
         return len(self._in_flight)
 
     def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
-        """Drop a sample and tell its engine, unless the engine has ended it."""
+        """Drop a sample and tell its engine, unless the engine has ended it. ``has_finished``: a stop string
+        ended it, so its client has the answer."""
         if request_id in group.live:
             self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
 

@@ -21,7 +21,7 @@ class EngineReports:
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.has_stats_since_stop = True
-        """Whether ``stats`` came after the node began to shut down; true before it does."""
+        """False from ``EngineLink.stop_accepting`` until the next ``stats`` come; true before and after."""
         self.last_stats_at = self.last_progress_at = time.monotonic()
 
     def note(self, report: EngineLoading | EngineReady | EngineStats) -> None:
@@ -35,7 +35,7 @@ class EngineReports:
                 self.ready, self.loading = report, None
                 self.last_stats_at = self.last_progress_at = now
             case EngineStats():
-                # Requests whose grammar is still compiled take no steps; nothing else may keep one from it.
+                # A request takes no steps while its grammar compiles; nothing else may keep one from it.
                 has_to_step = report.num_running > report.num_without_grammar
                 if self.stats is None or report.step != self.stats.step or not has_to_step:
                     self.last_progress_at = now
@@ -49,8 +49,8 @@ class EngineReports:
 
     @property
     def num_rooms(self) -> int:
-        """Rooms of the engine. If its last report is older than the node's shutdown, it may have begun a room
-        since, and counts as having one more."""
+        """Rooms of the engine by its last report, and one more if that came before the node's shutdown: the
+        engine may have begun a room since."""
         if self.stats is None:
             return 0
         return self.stats.num_running + self.stats.num_waiting + (not self.has_stats_since_stop)

@@ -68,8 +68,10 @@ class EngineProcesses(Children):
         return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
 
     def _endpoint(self, rank: int, front: int) -> str:
-        """Return where a front and the engine of a rank meet. Ranks of other machines come to a port of the
-        first one: behind that of ``dist_init_addr``, the first front has a port for each rank, then the next.
+        """Return where a front and the engine of a rank meet.
+
+        Ranks of other machines come to a port of the first machine. The ports after that of
+        ``dist_init_addr`` are those of the first front, one for each rank, then those of the next front.
         """
         if rank in self._settings.ranks_of(0):
             return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
@@ -90,8 +92,8 @@ class EngineProcesses(Children):
     def start(self) -> None:
         """Start the engines of this machine. Must be called from the main thread, as ``spawn``."""
         settings = self._settings
-        spins = settings.device == "cpu" and not openmp_wait_is_set()
-        with environment_of_children(BRIEF_SPIN if spins else {}):
+        limits_spin = settings.device == "cpu" and not openmp_wait_is_set()
+        with environment_of_children(BRIEF_SPIN if limits_spin else {}):
             for rank in settings.ranks_here:
                 name = self._name if settings.dp_size == 1 else f"{self._name} rank {rank}"
                 endpoints = [self._endpoint(rank, front) for front in range(settings.num_fronts)]
@@ -151,8 +153,8 @@ async def serve(
     """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
 
     After a signal new requests are refused with 503, and requests in flight may finish: until ``num_at_work``
-    returns 0, for ``drain_timeout_secs`` at most, or until a second signal. All fronts serve the port of
-    ``listeners[0]``.
+    returns 0, for ``drain_timeout_secs`` at most, or until a second signal. ``apps``: the application of each
+    listener. All fronts serve the port of ``listeners[0]``, and this one alone those of the others.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
@@ -217,8 +219,10 @@ async def _end(
     *,
     is_lost: bool,
 ) -> None:
-    """End all requests in flight, then the other fronts, the engines and this front's servers, which are
-    ``running``."""
+    """End all requests in flight, then the other fronts, the engines and this front's ``servers``.
+
+    ``running``: the tasks that run the servers.
+    """
     instruction = Instruction.LEAVE
     if is_lost:
         instruction = _report_loss(engines, fronts)

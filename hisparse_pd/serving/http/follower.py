@@ -32,7 +32,7 @@ def follow(settings: S, role: str, target: EngineTarget[S]) -> int:
         wakeup_writer.setblocking(False)
         signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
         for number in stop_signals():
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: None)  # the byte that Python writes to the socket is enough
         try:
             engines = EngineProcesses(target, settings, f"{role}-engine")
         except StartError as error:

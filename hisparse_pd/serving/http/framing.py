@@ -28,7 +28,9 @@ class Framing(h11.Connection):
     """
 
     _writes_chunks = False
+    """Whether the present answer is sent in chunks."""
     _num_chunks = 0
+    """Chunks of the present request's body that have begun."""
     _num_chunk_bytes = 0
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class Framing(h11.Connection):
     def next_event(self) -> Any:
         event = super().next_event()
         if type(event) is h11.Request:
+            self._num_chunks = self._num_chunk_bytes = 0
             self._check_head(event)
         elif type(event) is h11.Data:
             self._check_chunk(event)
@@ -50,7 +53,6 @@ class Framing(h11.Connection):
         return output
 
     def _check_head(self, request: h11.Request) -> None:
-        self._num_chunks = self._num_chunk_bytes = 0
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
             raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding: send one of them")
         # h11 bounds a head that is not complete; one that came in a single read may be longer.

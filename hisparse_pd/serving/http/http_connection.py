@@ -87,7 +87,7 @@ class HttpConnection(h11_impl.H11Protocol):
         """``given``: uvicorn's own arguments."""
         super().__init__(**given)
         self.conn = Framing()
-        self.app = self._serve_request
+        self.app = self._serve_request  # called by uvicorn for each request, in place of the application
         self.address = ""
         self._connections = connections
         self._head_since: float | None = None

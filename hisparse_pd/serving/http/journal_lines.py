@@ -1,10 +1,10 @@
 """Journal lines: what a decode node writes into a stream so that a router can resume it at another node.
 
 Each line is a comment of server-sent events, which the router takes out of what clients get. A line holds a
-record or a word. A record ends a unit: the events since the line before were made of the tokens in the
-record, and the router shows them only once it has the record. A word stands after a unit; routers skip
-unknown ones. ``serving/api/request_journal.py`` makes the records, ``router/stream_journal.py`` reads the
-lines.
+record or a word. A record has the tokens of which the events since the line before were made. These events
+and their record are a unit: the router shows the events only once it has the record. A word stands after a
+unit; routers skip words that they do not know. ``serving/api/request_journal.py`` makes the records, and
+``router/stream_journal.py``, which has an example, reads the lines.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Listener:
                 (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
             )
         except OSError as error:
-            why = (error.strerror or str(error)).partition(" (while")[0]
+            why = (error.strerror or str(error)).partition(" (while")[0]  # Python appends the address
             raise OSError(
                 error.errno,
                 f"cannot listen on {host}:{port}: {why}; give an address of this machine and a free port",
@@ -115,7 +115,11 @@ class Listener:
 def _config(
     app: ASGIApp, protocol: Any, lifespan: Literal["on", "off"], num_accepted_at_once: int
 ) -> uvicorn.Config:
-    """Return uvicorn's settings. ``protocol`` makes the protocol of a new connection."""
+    """Return uvicorn's settings. ``protocol`` makes the protocol of a new connection.
+
+    ``num_accepted_at_once``: connections that the event loop accepts in one turn, for which asyncio takes the
+    backlog. ``HttpServer.startup`` then gives the kernel the real backlog.
+    """
     return uvicorn.Config(
         app,
         http=protocol,

@@ -21,7 +21,7 @@ class RankLoad(Struct, frozen=True):
 
     dp_rank: Annotated[int, Meta(ge=0)]
     numbers: dict[str, dict[str, Number]]
-    """Values by metric's name, as in ``/metrics``, and then by the value of its label, "" without one."""
+    """Values by metric's name without its prefix, and then by the value of its label, "" without one."""
 
 
 class NodeLoad(Struct, frozen=True):
