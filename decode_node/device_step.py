@@ -51,8 +51,9 @@ class NewPositions:
     num_new: int = 1
     first_row: int = 0
     ends: Tensor | None = None
-    """int64 [num_reqs], in steps with drafts: the end of each request's positions that have slots, and room
-    in the hot buffer. Rows at later positions write to the scratch slots, and their results are not used."""
+    """int64 [num_reqs], in steps with drafts: the end of the positions for which each request has slots, and
+    its hot buffer has room. Rows at later positions write to the scratch slots, and their results are not
+    used."""
 
     @property
     def rows_of_request(self) -> int:
@@ -62,7 +63,9 @@ class NewPositions:
     def requests(self, state: HotBufferState) -> StepRequests:
         """Return the requests as the kernels of hot buffers take them."""
         seq_lens = self.seq_lens
-        if self.ends is not None:  # the kernels want a slot for the first new position, even without a row
+        if self.ends is not None:
+            # The kernels want a slot for the first new position, ``seq_lens - num_new``, even if the forward
+            # has no row for it. Lengths that begin the new positions at ``ends`` or later are moved back.
             seq_lens = torch.minimum(seq_lens, self.ends - 1 + self.num_new)
         return StepRequests(state, seq_lens, self.req_rows, self.num_real_reqs, self.num_new)
 
@@ -113,6 +116,9 @@ class DeviceStep:
     The caller joins that stream after the forward, before it drops this object, whose tensors the copy reads.
     Without ``backup``, the current stream copies. With drafts (``new.ends``), the caller calls ``back_up``
     once it is known which are accepted.
+
+    The draft chain calls ``attend_at`` with slots that this forward has found. ``StepInParts`` and the
+    micro-batches' steps are subclasses, which select or swap in by parts or in two launches.
     """
 
     def __init__(
@@ -180,7 +186,10 @@ class DeviceStep:
     def page_in(self, layer: int, positions: Tensor) -> Tensor:
         """Bring the layer's items of ``positions``, which its index group selected, to the device.
 
-        Returns ``device_slots``: the first layer of an index group finds them, for all of its layers.
+        Returns ``device_slots``: the first layer of an index group finds them, for all of its layers. Index
+        groups of one hot group share hot buffers (``layer_sharing.py``). ``kv_layers_filled_at[layer]`` are
+        the KV layers into which misses are copied just before ``layer`` attends. The first layer of an index
+        group finds and records the misses; further copies replay the record.
         """
         kv_layers = self._spec.kv_layers_filled_at[layer]
         if not self._is_first_of_group(layer):

@@ -127,7 +127,8 @@ class EndMoves:
 
     def row_is_wrong(self, request: Request, now: float) -> None:
         """Fail a request whose last step read a row that is not what was written. If it is ENDING, only keep
-        its KV from being held. The tokens that it has emitted are right."""
+        its KV from being held. The tokens that it has emitted are right, because a step's results tell of a
+        wrong row before the step's own tokens are emitted."""
         wrong = self.tables.wrong_row(request)
         kind = wrong_row_kind(wrong, request.first_own_position)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE

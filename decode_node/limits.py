@@ -38,6 +38,7 @@ class Limits:
     def max_life_hisparse(self) -> int:
         """Most tokens that a hisparse request can have in its whole life."""
         bound = min(self.totals.host, self.totals.index)
+        # No hot buffer that suffices for any length fits: one must hold the whole life and the last drafts.
         if self.totals.device < round_up(self.smallest_hot_buffer, self.page_size):
             bound = min(bound, max(0, self.totals.device - self.max_drafts))
         return bound
@@ -73,7 +74,11 @@ class Limits:
         return round_up(num_tokens, self.page_size)
 
     def kv_slots(self, mode: Mode, num_tokens: int, num_shared_pages: int = 0) -> SlotCounts:
-        """Return the slots, in whole pages, for ``num_tokens`` of KV that begin with shared pages."""
+        """Return the slots, in whole pages, for ``num_tokens`` of KV that begin with shared pages.
+
+        The lookup slots of a hisparse request, which say where positions are in its hot buffer, are its own
+        also for shared pages.
+        """
         in_pages = self.in_pages(num_tokens)
         own = in_pages - num_shared_pages * self.page_size
         lookup = in_pages if mode is Mode.HISPARSE else 0
@@ -82,13 +87,14 @@ class Limits:
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
         """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
 
-        A dense request can end in its pages, or in the smallest hot buffer unless it shares pages.
+        By the claims of all requests ``reserve.py`` sees that each can still end. A dense request can end in
+        its pages, or in the smallest hot buffer unless it shares pages.
         """
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
         lacks_lookup = max(0, life - owned.lookup)
-        # A way to end is what the request lacks for it in the host, device, index and lookup pools.
+        # A way to end is what the request lacks for it: host, device, index and lookup slots, in this order.
         if mode is Mode.HISPARSE:  # its hot buffer is complete
             return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefix)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0

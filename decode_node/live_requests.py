@@ -60,8 +60,8 @@ class LiveRequests:
             RequestState.ENDING: {},
         }
         self._next_deadline = float("inf")
-        """No live request has an earlier deadline, but the one that had this deadline may have a later
-        one."""
+        """A time before which no live request's deadline is over. It may be too early: it stays when the
+        request that had this deadline gets a later one, or ends."""
         self._num_opened = 0
         """The next ``Request.arrived_seq``."""
         self._num_admitted = 0
@@ -202,6 +202,7 @@ class LiveRequests:
         self._move(request, RequestState.RUNNING)
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
+        # A prefix is dropped when one of its rows is wrong: nothing behind it may be found.
         is_dropped = request.prefix is not None and request.prefix.is_dropped
         # This comes before the tables are filled, since it may change which pages the request uses.
         if request.may_share and not is_dropped:
@@ -350,8 +351,11 @@ class LiveRequests:
         self._next_deadline = min(self._next_deadline, deadline)
 
     def _note_reserved(self, request: Request) -> None:
-        """Update what the request says of its slots, after these have changed. Its KV needs a slot in two
-        pools, and a hisparse request also a lookup slot for each position, shared or not."""
+        """Update what the request says of its slots, after these have changed.
+
+        Each position needs a slot in the mode's KV pool (host or device) and one in the index pool, and in a
+        hisparse request also a lookup slot. Shared pages bring the first two, but no lookup slots.
+        """
         owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
         request.owned_slots = owned
         num_shared = request.num_shared_pages * self.pools.page_size

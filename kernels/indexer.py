@@ -54,7 +54,7 @@ def index_topk(
     check_at_least("top_k", top_k, 1)
     seq_len = keys.shape[0]
     num_seen = query_positions + 1
-    if seq_len <= top_k:
+    if seq_len <= top_k:  # every position that a query sees is selected, whatever its score
         return select_topk(weights.new_empty((num_tokens, seq_len)), num_seen, top_k)
     selected = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
     all_keys = keys.float()
@@ -76,7 +76,8 @@ def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def index_products(q_index: Tensor, keys: Tensor) -> Tensor:
-    """Return dot products, float32 [blocks, num_tokens, heads, keys of a block]; see ``matmul_keys``."""
+    """Return dot products, float32 [blocks, num_tokens, heads, BLOCK_KEYS]: the keys in blocks, in order,
+    with zeros after the last key (``matmul_keys``)."""
     products = matmul_keys(q_index.float().flatten(0, 1), keys)
     return products.view(len(products), *q_index.shape[:2], -1)
 

@@ -5,6 +5,9 @@ calls it and has checked the arguments, except for values in tensors, which are 
 resolved for all requests together; only requests with misses are visited one by one.
 
 A swap-in is ``resolve``, which updates the tables and returns the copies to make, and then ``copy_items``.
+A position is found by its lookup slot: ``lookup_pages`` gives it, and ``lookup_to_hot`` has its hot_index, or
+ABSENT for a miss. The entries of new positions are fixed; those beyond the capacity take turns in
+the last ``max_new`` entries, the ring (``hot_state.ring_entries``).
 """
 
 from __future__ import annotations
@@ -60,7 +63,13 @@ _NO_COPIES = Copies(_NO_SLOTS, _NO_SLOTS, _NO_SLOTS, _NO_SLOTS)
 
 
 def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -> Copies:
-    """Fill ``out`` with device slots, update the tables, and return the items to copy."""
+    """Fill ``out`` with device slots, update the tables, and return the items to copy.
+
+    ``selected``: int32 [num_reqs * num_new, top_k], positions that each new position selected, ABSENT
+    where none. The ``num_new`` new positions of a request are its last ones, those of the newest token and
+    its drafts. ``group``: the group whose tables are used. ``out``, of the shape of ``selected``, gets the
+    device slots. Raises KernelArgumentError.
+    """
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
@@ -141,7 +150,8 @@ class _HotStep:
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
-        """Give every row's new positions their fixed entries, and evict the former occupants."""
+        """Give every row's new positions the entries that ``ring_entries`` fixes, and evict the former
+        occupants."""
         num_new = self._ends - self._first_new
         req, offset = np.nonzero(np.arange(num_new.max(initial=0)) < num_new[:, None])
         rows, positions = self._rows[req], self._first_new[req] + offset
@@ -164,7 +174,8 @@ class _HotStep:
         self._counters[row, MISSES] += len(missing)
         capacity = int(self._capacity[req])
         ring_start = capacity - self._state.max_new
-        # In a row that fits, a position has the entry of its own number.
+        # A row fits while max_new positions from its first new one on are below the capacity: then every
+        # position has the entry of its own number (``ring_entries``).
         fits = self._first_new[req] <= ring_start
         entries = missing if fits else self._least_recent(row, ring_start, self._now[req], len(missing))
         if len(entries) < len(missing):
@@ -258,7 +269,11 @@ def _verify(
 
 
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None = None) -> None:
-    """See ``kernels.swap_in.backup_newest``."""
+    """Copy the newest items of hisparse requests from their hot buffers to the host pool, in all layers.
+
+    These are each request's last ``num_newest`` positions, or its last one (``swap_in.backup_newest``).
+    Raises KernelArgumentError.
+    """
     state, (host, dev) = requests.state, pools
     lens, rows = _real_requests(requests)
     if num_newest is not None:
@@ -270,23 +285,26 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
                 f"got {nums[is_bad].tolist()} for {lens[is_bad].tolist()}"
             )
         req = np.repeat(np.arange(len(rows)), nums)
-        # Where each request's part of the flat arrays ends; just before lies its position len - 1.
+        # A request's positions are a run of the flat arrays, up to index ``end``. The run's last one is
+        # len - 1, so the one at ``index`` is len - end + index.
         ends = np.repeat(np.cumsum(nums), nums)
         rows, positions = rows[req], lens[req] - ends + np.arange(len(req))
     else:
         positions = lens - 1
+
     capacity = state.capacity.numpy()[rows].astype(np.int64)
     dst_host_slots = host_slots_of(state, rows, positions)
     state.error_flags.numpy()[rows[(capacity > 0) & (dst_host_slots < 0)]] |= HotBufferError.NO_HOST_SLOT
     is_backed_up = (capacity > 0) & (dst_host_slots >= 0)
     rows, positions, capacity = rows[is_backed_up], positions[is_backed_up], capacity[is_backed_up]
     dst_host_slots = dst_host_slots[is_backed_up]
+
     src_device_slots = state.hot_slots.numpy()[rows, ring_entries(positions, capacity, state.max_new)]
     host.numpy()[:, dst_host_slots] = dev.numpy()[:, src_device_slots]
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:
-    """See ``kernels.swap_in.newest_slots``."""
+    """Fill ``out`` with the device slots to which the model writes new items (``kernels.swap_in``)."""
     state, num_new = requests.state, requests.num_new
     lens, rows = _real_requests(requests)
     capacity = state.capacity.numpy()[rows].astype(np.int64)[:, None]
@@ -295,6 +313,7 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
     positions = lens[:, None] - num_new + offsets
     has_page = offsets < _num_new_with_page(state, rows, lens, num_new)[:, None]
     dense_slots = _dense_slots(state, rows, positions, has_page)
+    # Dense rows have capacity 0. Their ring entries are not used, but must be valid indices.
     entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
     hot_slots = np.where(has_page, state.hot_slots.numpy()[rows[:, None], entries], ABSENT)
     out_slots = out.numpy().reshape(requests.num_reqs, num_new)

@@ -47,7 +47,7 @@ class Computed:
 
     hints: dict[Room, Tensor]
     """The hint of each room whose prompt is now computed whole, int32 [num_index_groups, index_topk]: the
-    positions that its last token selected."""
+    positions that its last computed token selected."""
     scores: dict[Room, list[RoomScores]]
     """Scores of the computed tokens for each room that wants some, in pieces and in order."""
 

@@ -61,8 +61,9 @@ class NumWritten(NamedTuple):
 class SourceRegions:
     """This node's registered memory. ``aux`` is one layer with a slot per request that owns pages.
 
-    ``kv_layer_of_layer`` and ``index_group_of_layer``: the layers of ``kv`` and ``index`` that each layer of
-    the model reads; the model's first layer that reads one also writes it. ``row_checks`` has the slots and
+    Layers of the model may share KV or indexer keys. ``kv_layer_of_layer`` and ``index_group_of_layer``: for
+    each layer of the model, the layer of ``kv`` and of ``index`` that it reads. The first one to read a layer
+    also writes it: with (0, 0, 1), the second one writes nothing. ``row_checks`` has the slots and
     layers of ``kv`` here, or is None when this node computes none.
     """
 
@@ -110,7 +111,8 @@ class ChunkPush:
 
 class Pusher:
     """Plans and submits writes. The request's ``num_writes_pending`` counts its batches; pages must stand
-    until each has come back. ``slice_bytes``: returns the highest cost of one slice for a session."""
+    until each has come back. ``slice_bytes``: returns, for a session, the highest ``transfer.plan.cost`` of a
+    slice, in bytes."""
 
     def __init__(
         self,

@@ -137,13 +137,18 @@ class PrefillRequest:
 
     @property
     def first_stepped(self) -> int:
+        """First position of the prompt whose KV is rounded as in decode steps, and which therefore no other
+        prompt shares (``messages.first_stepped``)."""
         message = self.bootstrap
         return first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, self.peer.page_size)
 
     @property
     def first_needed(self) -> int:
-        """First position that is computed even if it is cached. The last position selects the hint, and the
-        score of a token comes from the row of the position before it."""
+        """First position that is computed even if it is cached.
+
+        The last computed position, one before the prompt's last, selects the hint. The score of a token comes
+        from the row of the position before it.
+        """
         last = self.num_computed_tokens - 1
         scores = self.bootstrap.scores
         return last if scores is None else min(last, scores.first - 1)
@@ -162,8 +167,11 @@ class Delivery:
     done: RoomDone
 
     def answers(self, node_id: str, attempt: int) -> bool:
-        """Return whether a Bootstrap repeats that attempt, so that what was delivered is still in its landing
-        zone. 0 is the attempt of a node that numbers none."""
+        """Return whether a Bootstrap with this ``attempt`` of decode node ``node_id`` repeats the one that
+        was answered, so that what was delivered is still in its landing zone.
+
+        Attempt 0 is never a repetition: the decode node does not number its attempts.
+        """
         return attempt > 0 and (self.node_id, self.attempt) == (node_id, attempt)
 
 
@@ -202,8 +210,11 @@ class PrefillRequests:
         self.num_queued_tokens += len(request.token_ids)
 
     def move(self, request: PrefillRequest, state: PrefillState, now_secs: float) -> None:
-        """Change a request's state, which ends a phase of its log. In DONE and FAILED it is no longer live,
-        but remembered. Raises IllegalPrefillMove."""
+        """Change a request's state. In DONE and FAILED it is no longer live, but remembered.
+
+        A move to a live state ends a phase of its log. ``request_life.py`` ends the last one before DONE,
+        since RoomDone has its length. Raises IllegalPrefillMove.
+        """
         if state not in MOVES[request.state]:
             raise IllegalPrefillMove(
                 f"room {request.room} cannot move from {request.state.name} to {state.name}"

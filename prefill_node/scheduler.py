@@ -14,7 +14,8 @@ than one larger forward.
 There are two exceptions. A request whose prompt begins like that of an earlier one still computing waits for
 it and then finds the common pages in the prefix cache; later requests go ahead of it. And a long prompt that
 fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to later requests whose
-prompts then end in this forward. A request that is passed by keeps its claim on pages.
+prompts then end in this forward. A later request whose prompt does not end within those tokens is passed by,
+too; its pages count as taken, so that the requests behind it do not get them.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that owns nothing, with ``num_tokens`` positions to compute, of which the first
-    ``num_cached_pages`` pages are cached. ``keys``: those of the pages that may come from the cache."""
+    """A request that owns nothing yet. Its prompt has ``num_tokens`` positions to be computed or taken from
+    the cache, which has those of the first ``num_cached_pages`` pages. ``keys``: those of the pages that may
+    come from the cache."""
 
     room: Room
     num_tokens: int
@@ -156,6 +158,7 @@ class _Forward:
 
     @property
     def is_full(self) -> bool:
+        # Behind a long prompt the forward has chunk_tokens tokens: up to short_tokens more than this.
         limits, num_tokens = self._limits, self._limits.chunk_tokens - self._left
         most_requests = limits.max_requests
         if 0 < num_tokens <= limits.short_forward_tokens:
@@ -173,6 +176,7 @@ class _Forward:
             self._left -= stop - start
             if stop < end:
                 self._long = len(self.chunks) - 1
+                # The long prompt keeps one token at least.
                 self._left = min(self._limits.short_tokens, stop - start - 1)
             return True
         if end - start > self._left:

@@ -6,7 +6,8 @@ a connection whose other end is silent; the client learns of it (``take_loss``) 
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
 key pair, and a server admits only clients that prove that they hold it. A server with a list of allowed peers
-admits no other address, with a key or without.
+admits no other address, with a key or without. At the bootstrap endpoint (``bootstrap.py``), which is HTTP,
+both sides prove by a signature that they hold the key (``ControlKeys.sign``).
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ class Guard:
         refuses, by reason."""
         self._keys = keys
         self._zap: ZapHandler | None = None
+        # Without a key and without a list anybody may connect. An empty PeerList allows every address.
         if keys is not None or allowed:
             public_key = keys.public if keys is not None else None
             self._zap = ZapHandler(context, allowed or PeerList(), public_key, refused)

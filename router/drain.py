@@ -31,7 +31,7 @@ class Drain:
         self.is_draining = False
         self.num_in_flight = 0
         self._limits: set[asyncio.Timeout] = set()
-        """Timeouts of the waits under way, which begin to run when the drain ends."""
+        """Timeouts of the waits under way. They have no time limit until the drain ends, and expire then."""
         self._ends_at: float | None = None
         """Time of the event loop at which the drain ended; None before."""
 
@@ -65,7 +65,8 @@ class Drain:
     async def finish(self, timeout_secs: float, is_hurried: Callable[[], bool]) -> None:
         """Accept no new request, and return when none is in flight or their time is up.
 
-        Requests that are left after ``timeout_secs``, or once ``is_hurried``, end with ShuttingDown.
+        Requests that are left after ``timeout_secs`` end with ShuttingDown, and so do those that are left
+        once ``is_hurried``, which tells whether a second signal asks to stop at once.
         """
         self.is_draining = True
         loop = asyncio.get_running_loop()

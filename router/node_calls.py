@@ -40,7 +40,8 @@ _HEADERS_TO_NODE = (
     (b"content-type", b"application/json"),
     (b"accept", b"*/*"),
     (b"accept-encoding", b"identity"),
-    (INTERIM_HEADER, b"1"),  # Call.ask skips interim responses, and they count as signs of life
+    # It asks for interim responses until the answer begins. Call.ask skips them; they are signs of life.
+    (INTERIM_HEADER, b"1"),
 )
 _HOP_BY_HOP_HEADERS = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),

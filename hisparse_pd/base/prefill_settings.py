@@ -27,7 +27,7 @@ class PrefillSettings(NodeSettings):
 
     @property
     def num_draft_layers(self) -> int | None:
-        return None
+        return None  # the draft layer is loaded if the checkpoint has one: decode nodes may want its KV
 
     def of_rank(self, rank: int) -> Self:
         settings = super().of_rank(rank)

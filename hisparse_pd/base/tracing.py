@@ -142,6 +142,7 @@ class RequestSpan:
 
         The span is an error if the service failed (5xx), if the client left (499), since its work is lost,
         or if an answer with a good status broke off. A refused request (other 4xx) is none of these.
+        The attribute error.type is the status, also of a refused request and of an answer that broke off.
         """
         self._span.set_attribute("http.response.status_code", status)
         if status >= 400 or self.error:
@@ -175,7 +176,7 @@ class _OwnSampler(Sampler):
         self, parent_context: Context | None, trace_id: int, name: str, *given: Any, **more: Any
     ) -> SamplingResult:
         caller = trace.get_current_span(parent_context).get_span_context()
-        if not caller.is_remote:
+        if not caller.is_remote:  # its parent, if any, is a span here, which decides for a request's parts
             return self._sampler.should_sample(parent_context, trace_id, name, *given, **more)
         drawn = self._sampler.should_sample(None, self._ids.generate_trace_id(), name, *given, **more)
         return SamplingResult(drawn.decision, drawn.attributes, caller.trace_state)

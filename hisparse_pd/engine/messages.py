@@ -55,7 +55,7 @@ class Generate(Struct, frozen=True, omit_defaults=True):
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
     """All samples of one prompt, which is sent once, for a decode engine. In a resumed stream, all of them
-    resume the same number of tokens.
+    resume the same number of tokens (``SamplingParams.num_resumed_tokens``), with which ``prompt`` ends.
 
     ``root``: the first key of the prompt's pages, which depends on the request's isolation
     (``prompt_keys.py``).
@@ -97,6 +97,7 @@ class ReleasePage(Struct, frozen=True, tag="release_page"):
 
     pool: PoolKind
     start: int
+    """The page's first slot, as in ``SetAsidePage``."""
 
 
 def request_prefix(front_number: int) -> str:
@@ -173,7 +174,8 @@ class EngineReady(Struct, frozen=True, tag="ready"):
 class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
-    Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    Each that an engine sends carries the ``stats`` so far, because a stop string lets the front end a request
+    at any token. They are None where a front repeats what a journal without them has.
     ``phases``: those that have ended since the message before. ``prefill``: the prefill node's times, with
     the first token; None where no prefill node took part.
     """
@@ -201,6 +203,7 @@ class RequestStats(Struct, frozen=True):
     transfer_bytes: int = 0
     transfer_secs: float = 0.0
     num_retractions: int = 0
+    """Times that the request, being dense, became hisparse, or that its hot buffer shrank."""
     num_drafted: int = 0
     """Drafts that steps have verified."""
     num_accepted: int = 0
@@ -243,6 +246,7 @@ class QuarantinedRun(Struct, frozen=True):
     """Rooms whose writes the run has not confirmed to be over. The slots of other rooms are free after a
     known time."""
     longest_secs: float
+    """Longest time that one of these rooms has been in quarantine."""
     host_slots: int
     device_slots: int
     index_slots: int

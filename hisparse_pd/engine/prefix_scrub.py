@@ -54,7 +54,10 @@ class PrefixScrub:
         self._stretches: Iterator[Stretch] = iter(())
 
     def verify_next(self) -> None:
-        """Verify the next stretch, or list all stretches anew behind the last one. Waits for the device."""
+        """Verify the next stretch; when none is left, list all stretches anew and verify none this time.
+
+        Engines call it in idle turns. Waits for the device.
+        """
         if self._row_checks is None:
             return
         stretch = next(self._stretches, None)

@@ -7,8 +7,8 @@ One prompt of ``--context`` random tokens is prefilled by the prefill node's cod
 gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
 timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
-longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens" are
-those of a request in a step, "misses" those of a token; the other columns are of a step. With
+longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens a step"
+are those of one request; columns that do not say more are of a step. With
 ``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses. The JSON is
 written after every line.
 
@@ -308,7 +308,7 @@ class Bench:
                 previous = None
             if self._choice is not None:
                 self._choice.note_turn(len(self.requests), num_new - 1, time.monotonic())
-        if self._choice is not None:  # the time until the next step is not part of it
+        if self._choice is not None:  # so that the time until the next call counts for no step
             self._choice.note_turn(0, 0, time.monotonic())
         if previous is not None:
             self._commit(previous)
@@ -325,7 +325,7 @@ class Bench:
 
     def _commit(self, launched: Any) -> None:
         """Wait for a step's results and enter them into the requests."""
-        launched.take_requests_out()
+        launched.take_requests_out()  # a request is in no step when its tokens are entered
         for request, result in zip(launched.batch, launched.result(), strict=True):
             if result.error:
                 raise RuntimeError(f"a step reported {result.error}")
@@ -333,6 +333,7 @@ class Bench:
             if request.matcher is not None:
                 for token_id in result.token_ids:
                     request.matcher.advance(token_id)
+            # A next step that is launched already has taken these drafts, on the device.
             request.draft_token_ids = [] if request.num_in_flight else result.drafts
             request.row_counters = result.counters
             if self._choice is not None and result.num_drafted:
@@ -523,6 +524,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
+    """Load the spec by the options that this benchmark and ``whole_node`` share (``add_node_options``)."""
     return load_spec(
         arguments.model_path,
         arguments.dtype,
@@ -536,7 +538,7 @@ def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpe
 
 
 def shared_report(arguments: argparse.Namespace, spec: ModelSpec) -> dict[str, Any]:
-    """Return the settings that figures of steps depend on."""
+    """Return what the reports of this benchmark and of ``whole_node`` begin with."""
     return {
         "facts": run_facts(),
         "model": arguments.model_path.name,

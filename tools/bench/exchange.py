@@ -26,13 +26,16 @@ TOP_K = 8
 def measure_collectives(
     ranks: RankGroup, device: torch.device, hidden_size: int, by_tokens: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the us of a layer's exchange: ``num_tokens`` rows of every rank to all, the sums back, and both.
+    """Yield, for each number of tokens a rank in ``by_tokens``, the us of a layer's exchange: every rank's
+    rows to all, the sums back, and both.
 
-    It goes by NCCL (gloo on a CPU) and, where there is one, by the ranks' own exchange, whatever the size.
+    Each number is measured by NCCL (gloo on a CPU) and, where there is one, by the ranks' own exchange, also
+    for gathers so large that a node would leave them to NCCL.
     The last timed exchange is checked on all ranks: rows must arrive unchanged, and sums must have the bits
     of a sum in the order of ranks.
     """
     own = ranks.exchange
+    # What ``ranks.exchange`` is set to, by way. None: torch.distributed exchanges.
     ways = {"nccl" if device.type == "cuda" else "gloo": None, **({} if own is None else {"memory": own})}
     max_gather_bytes = 0 if own is None else own.max_gather_bytes  # lifted here, and restored at the end
     try:

@@ -114,15 +114,16 @@ def memory_gb_s() -> float:
     return max(2 * COPY_BYTES / min(copies), COPY_BYTES / min(readings)) / 1e3
 
 
-def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
+def _index(format_name: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
     """Measure one cell. Raises RuntimeError where the selection differs from torch's."""
     from hisparse_pd.kernels.topk import select
     from hisparse_pd.kernels.triton_indexer import write_logits
 
-    key_format = IndexKeyFormat(keys, INDEX_DIM)
+    key_format = IndexKeyFormat(format_name, INDEX_DIM)
     key_bytes = batch * context * key_format.item_bytes
     num_calls, num_pages = max(2, -(-COLD_BYTES // key_bytes)), context // PAGE_SIZE
-    # A few different keys repeat; small batches use other pages in each call.
+    # 4,096 different keys, repeated over the pool. Each call has pages of its own, and there are so many
+    # calls that together they read COLD_BYTES at least.
     items = torch.zeros((4096, key_format.item_bytes), dtype=torch.uint8, device=HOME)
     key_format.store(items, torch.arange(4096, device=HOME), torch.randn(4096, INDEX_DIM, device=HOME))
     pool = items.repeat(-(-num_calls * batch * context // 4096), 1)
@@ -138,7 +139,7 @@ def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, A
     def logits(call: int) -> None:
         write_logits(
             q_index, weights, pool, pages[call], rows, positions, num_real, scratch.logits, first_token=0,
-            block_tokens=batch, page_size=PAGE_SIZE, top_k=TOP_K, key_format=keys, max_len=context,
+            block_tokens=batch, page_size=PAGE_SIZE, top_k=TOP_K, key_format=format_name, max_len=context,
         )  # fmt: skip
 
     def top_k() -> None:
@@ -154,7 +155,7 @@ def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, A
         rows_now = slice(first, first + 8)
         expected = select_topk(scratch.logits[rows_now, :context], seen[rows_now], TOP_K)
         if not torch.equal(out[rows_now], expected):
-            raise RuntimeError(f"{keys}, batch {batch}, context {context}: another top-k than torch's")
+            raise RuntimeError(f"{format_name}, batch {batch}, context {context}: another top-k than torch's")
     floor_us = key_bytes / peak_gb_s / 1e3
     return {
         "floor_us": floor_us,
@@ -224,7 +225,7 @@ def _prompt_selection_us(request: _PromptRequest, selected: Tensor) -> dict[str,
     q_index = torch.randn((num_tokens, INDEX_HEADS, INDEX_DIM), device=HOME).bfloat16()
     weights = torch.randn((num_tokens, INDEX_HEADS), device=HOME)
     unpacked = UnpackedKeys.create(request.num_slots, INDEX_DIM, HOME)
-    first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)
+    first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)  # where the only row's position 0 has its key
     shape = (num_tokens, -(-request.context // 64) * 64)
     paged_out, unpacked_out = (torch.zeros(shape, device=HOME) for _ in range(2))
     block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": request.context}
@@ -271,7 +272,8 @@ def _prompt_attention_us(request: _PromptRequest, selected: Tensor) -> dict[str,
         prompt_backend.attend(q, unpacked_items.view(torch.uint8), selected, SCALE, num_columns)
 
     us = {"attention_us": graph_us([partial(pool_backend.attend, q, request.items, selected, SCALE)])}
-    if prompt_backend.kv_format != PROMPT_ITEMS:
+    needs_unpacked = prompt_backend.kv_format != PROMPT_ITEMS  # else it reads the pool's items itself
+    if needs_unpacked:
         us["attention_unpacked_us"] = graph_us([attend_unpacked])
     return us
 
@@ -326,7 +328,16 @@ def row_checks(options: argparse.Namespace) -> Cells:
             shape = (options.layers, num_pages * PAGE_SIZE, item_bytes)
             pool = torch.randint(0, 256, shape, dtype=torch.uint8, device=HOME)
             checks = torch.zeros(shape[:2], dtype=torch.int32, device=HOME)
-            state = HotBufferState.create(1, 1, context, 1, PAGE_SIZE, PAGE_SIZE, HOME, row_checks=checks)
+            state = HotBufferState.create(
+                num_groups=1,
+                num_rows=1,
+                max_context=context,
+                max_capacity=1,
+                page_size=PAGE_SIZE,
+                num_lookup_slots=PAGE_SIZE,
+                device=HOME,
+                row_checks=checks,
+            )
             positions = torch.arange(context, device=HOME)
             pages = torch.randperm(num_pages, device=HOME)
             state.set_pages(0, 0, pages)

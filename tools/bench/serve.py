@@ -4,8 +4,8 @@
         --hisparse false true -c 1 8 32 --input-tokens 8192 --output-tokens 256 --token-range 1000 30000
 
 Each of the clients sends its next request when the last one has ended. For each number of clients the values
-of --hisparse are measured in turn, so that a machine's drift affects all of them. Prompts are random token
-ids, and answers have exactly --output-tokens.
+of --hisparse are measured in turn, so that a machine's drift affects all of them; each pair is a *point*.
+Prompts are random token ids, and answers have exactly --output-tokens.
 
 TTFT is the time to the first chunk with text, ITL the time between chunks with text, which may carry several
 tokens each. TPOT is a request's time from its first to its last chunk, divided by its tokens but one. "tok/s
@@ -65,11 +65,11 @@ HISPARSE: dict[str, bool | str | None] = {"true": True, "false": False, "auto": 
 
 
 def contents(
-    options: argparse.Namespace, model: str, hisparse: str, stream: int, count: int, max_tokens: int
+    options: argparse.Namespace, model: str, hisparse: str, prompt_set: int, count: int, max_tokens: int
 ) -> list[bytes]:
     """Return the bodies of ``count`` requests, encoded beforehand because a long prompt takes milliseconds.
 
-    ``stream``: a number by which prompts differ from call to call, unless --distinct-prompts limits them.
+    ``prompt_set``: a number; other numbers give other prompts, unless --distinct-prompts limits them.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -84,7 +84,7 @@ def contents(
     num_distinct = options.distinct_prompts
     found: list[bytes] = []
     for number in range(min(count, num_distinct or count)):
-        rng = np.random.default_rng((options.seed, 0 if num_distinct else stream + 1, number))
+        rng = np.random.default_rng((options.seed, 0 if num_distinct else prompt_set + 1, number))
         low, high = options.token_range
         prompt = rng.integers(low, high, options.input_tokens).tolist()
         found.append(msgspec.json.encode(body | {"prompt": prompt} | options.extra_body))
@@ -101,7 +101,7 @@ async def measure(options: argparse.Namespace, measured: dict[str, Any], console
         measured["model"] = model = options.model or await client.first_model()
         points = [(clients, hisparse) for clients in options.concurrency for hisparse in options.hisparse]
         for number, (num_clients, hisparse) in enumerate(points):
-            # Two streams of prompts a point, so that no prompt of a warm-up comes again.
+            # Two sets of prompts a point, so that no prompt of a warm-up comes again.
             warm_up_tokens = min(WARM_UP_TOKENS, options.output_tokens)
             first = contents(options, model, hisparse, 2 * number + 1, options.warmup, warm_up_tokens)
             count = options.num_requests or max(8, 4 * num_clients)

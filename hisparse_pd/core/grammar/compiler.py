@@ -37,7 +37,7 @@ class Compiler:
         self._trie: Future[TokenTrie] | None = None
         self._lock = Lock()
         self.kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        """Compiled grammars by their text, the most recently used last."""
+        """Grammars that are compiled or cannot be compiled, by their text, the most recently used last."""
         self._in_use: WeakValueDictionary[str, Future[Grammar]] = WeakValueDictionary()
         """Futures that a caller still has, by the grammar's text."""
         self._threads = CompileThreads(_NUM_THREADS, "grammars")
@@ -49,6 +49,8 @@ class Compiler:
         has already; its grammar is not shared.
         """
         if self._trie is None:
+            # It is the first call and, with size 0, the shortest: a thread takes it before any grammar, which
+            # waits for it in its thread.
             self._trie = self._threads.submit(0, self._load)
         if len(output):
             resumed = self._threads.submit(len(text), _compile, self._trie, text, output)

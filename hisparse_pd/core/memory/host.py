@@ -143,16 +143,16 @@ def allocate_host(
     try:
         mapping, shared_fd = _map_shared(num_bytes) if shared else (_Mapping(-1, num_bytes, _PRIVATE), None)
     except (OSError, OverflowError) as error:
-        bound = (
+        cause = (
             "the limits on a process's address space (ulimit -v) and on committed memory "
             "(vm.overcommit_memory) bound it"
         )
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
-            bound = "the limit on a process's descriptors (ulimit -n) bounds it"
+            cause = "the limit on a process's descriptors (ulimit -n) bounds it"
         remedy = "; --same-host-lane off asks for private memory" if shared else ""
         raise HostMemoryError(
             f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; "
-            f"{bound}{remedy}"
+            f"{cause}{remedy}"
         ) from error
     pool = HostPool(mapping, num_bytes, shared_fd)
     advise(mapping)

@@ -52,8 +52,9 @@ class Prefix:
         return tuple(extent for part in reversed(parts) for extent in part)
 
     def is_mergeable_with_parent(self) -> bool:
-        """Whether the parent's users and last use are this run's own; siblings are not looked at.
+        """Whether the parent has the same users and last use as this run.
 
+        ``PrefixTree`` then merges the two if this run is the parent's only child, which it checks itself.
         A user of a run uses its parent too, so equally many users are the same users.
         """
         parent = self.parent
@@ -64,7 +65,7 @@ class Prefix:
 
 
 class Match(NamedTuple):
-    """The longest beginning of a sequence that is held: ``num_pages`` pages, the last one in ``prefix``."""
+    """The longest beginning of a sequence in the tree: ``num_pages`` pages, the last one in ``prefix``."""
 
     prefix: Prefix
     num_pages: int

@@ -75,7 +75,7 @@ class ChatReading:
 
 class ReasoningTokens:
     """Counts the tokens of an answer up to the one that ends its reasoning, with the closing mark or one of
-    ``interruptions``."""
+    ``interruptions``: openings of calls, where the model may call without closing its reasoning."""
 
     def __init__(
         self, token_bytes: TokenBytes, think: ThinkMarks, interruptions: Sequence[str], *, in_reasoning: bool
@@ -101,7 +101,7 @@ class ReasoningTokens:
                 self._seen = self._seen.lstrip()
                 if self._seen.startswith(self._opening):
                     self._is_open = True
-                elif not self._opening.startswith(self._seen):
+                elif not self._opening.startswith(self._seen):  # not even a beginning of the mark
                     self._is_open, self._num_tokens = False, 0
             if self._is_open:
                 self._is_open = not any(end in self._seen for end in self._ends)

@@ -2,10 +2,11 @@
 
 ``TextCodec`` passes the template what ``ClientText.template_input`` returns, then calls ``with_breaks`` on
 the template's output and ``encode`` on that. Where a client's string spells a control token, the template
-gets a stand-in for its first character: one character that trimming, slicing and JSON leave alone, and that
-the request has nowhere else. In the chat that the template has written, each stand-in becomes its character
-again, between two breaks. The tokenizer finds no control token across a break. Then it drops the breaks, and
-only then normalizes and splits the text between control tokens, so this text gets the tokens of plain text.
+gets a stand-in for its first character: one character that the request has nowhere else, that trimming and
+slicing leave alone, and that JSON writes as itself or as one escape (``_in_ascii``). In the chat that the
+template has written, each stand-in becomes its character again, between two breaks. The tokenizer finds no
+control token across a break. Then it drops the breaks, and only then normalizes and splits the text between
+control tokens, so this text gets the tokens of plain text.
 With ``|`` for a break, a client's ``<eos>`` reaches the template as ``㐀eos>``, the tokenizer as ``|<|eos>``.
 """
 
@@ -29,8 +30,8 @@ _BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
 _ESCAPED = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
 """Replacements for escapes and breaks that the chat itself contains, in the order of replacing."""
 _FIRST_SINGLE = 0xF0000
-"""First of the code points that, after an escape, stand for clients' characters that are control tokens by
-themselves. Breaks around such a character would not hide it from the tokenizer."""
+"""Breaks around it cannot hide a control token of one character. A client's character that is one is written
+as an escape and a code point from this one on (``_escaped_singles``)."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
 """Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""
@@ -55,7 +56,8 @@ class StandIns:
                 "of which some must be unused, to mark the spellings as text; leave some of them out",
                 param="messages",
             )
-        self._shown = {text: self.insert(text, found) for text, found in places.items()}
+        self._changed = {text: self.insert(text, found) for text, found in places.items()}
+        """The changed strings, with stand-ins, by the client's string."""
 
     def insert(self, text: str, places: Iterable[int]) -> str:
         """Return ``text`` with stand-ins at ``places``."""
@@ -68,9 +70,9 @@ class StandIns:
         """Return a JSON value with stand-ins in its strings and names, as the template gets it."""
         match value:
             case str():
-                return self._shown.get(value, value)
+                return self._changed.get(value, value)
             case dict():
-                return {self._shown.get(name, name): self.replace_in(item) for name, item in value.items()}
+                return {self._changed.get(name, name): self.replace_in(item) for name, item in value.items()}
             case list() | tuple():
                 return list(map(self.replace_in, value))
             case _:
@@ -156,10 +158,10 @@ class ClientText:
         return ours
 
     def _split_control_words(self) -> None:
-        """Make the tokenizer split spellings that its vocabulary has as ordinary words, too.
+        """Make the tokenizer split control tokens' spellings that its vocabulary also has as ordinary words.
 
-        Without this, plain text could become a control token's id by the vocabulary. The split is after the
-        first character of such a spelling.
+        Plain text with such a spelling would get the control token's id otherwise. The split is after the
+        first character. Spellings that get their id even then are logged.
         """
         from tokenizers import Regex
         from tokenizers.pre_tokenizers import Sequence, Split
@@ -173,7 +175,7 @@ class ClientText:
             logger.warning("control tokens that clients' text can still contain: %s", words)
 
     def _controls_within_text(self) -> list[str]:
-        """Return the control tokens whose id plain text with their spelling still gets."""
+        """Return the control tokens whose spelling is encoded to their id even when it is plain text."""
         found = []
         for text in self._controls.spellings:
             as_text = self._backend.encode(self._as_text(text[0]) + text[1:], add_special_tokens=False)
@@ -199,16 +201,20 @@ class ClientText:
     def _with_stand_ins(
         self, message: dict[str, Any], places: Mapping[str, Sequence[int]], stand_ins: StandIns
     ) -> dict[str, Any]:
-        shown = {name: stand_ins.replace_in(value) for name, value in message.items()} | {
+        """Return ``message`` with stand-ins in all its strings but the role.
+
+        In an earlier answer, the marks around the reasoning stay as they are if the template looks for them
+        there.
+        """
+        changed = {name: stand_ins.replace_in(value) for name, value in message.items()} | {
             "role": message["role"]
         }
         content = message["content"]
         may_have_reasoning = message["role"] == "assistant" and "reasoning_content" not in message
         if may_have_reasoning and content in places:
-            # The template must still find the reasoning in an earlier answer's text.
             kept = self._read_places(content)
-            shown["content"] = stand_ins.insert(content, (at for at in places[content] if at not in kept))
-        return shown
+            changed["content"] = stand_ins.insert(content, (at for at in places[content] if at not in kept))
+        return changed
 
     def _read_places(self, answer: str) -> set[int]:
         """Return the indexes of the marks between which the template finds the answer's reasoning."""

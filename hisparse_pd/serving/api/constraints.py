@@ -137,8 +137,9 @@ def messages_constraint(body: MessagesBody, prompt: ChatPrompt) -> Constraint | 
 def _constraint(
     answer: AnswerFormat | None, calls: CallRule | None, prompt: ChatPrompt, continued_by: str
 ) -> Constraint | None:
-    """Return the constraint of a chat, None for none. ``continued_by``: the field that makes the answer
-    continue a message of the assistant; ApiError names it where that excludes the constraint."""
+    """Return the constraint of a chat, None for none. ``continued_by``: the field by which a client has
+    the answer continue a message of the assistant. Raises ApiError, which names that field, if the answer
+    does so and is asked for a format or calls."""
     is_forced = calls is not None and calls.is_forced
     if is_forced:
         # An answer of calls has no text to format. Agents send the format for the turn after the calls.
@@ -148,7 +149,8 @@ def _constraint(
     asking = answer or (calls if is_forced else None)  # calls that are only allowed ask for nothing
     if asking is not None and prompt.continue_final_message:
         raise _conflict(asking.field, continued_by, "a continued message of the assistant has no format")
-    # The grammar of a format would exclude calls, which the model may make of any tool without a rule.
+    # No rule for calls means that the model may call any tool. A format's grammar would exclude that, so a
+    # rule that allows all tools goes with it.
     if answer is not None and calls is None and (names := names_of_tools(prompt)):
         calls = CallRule("tools", names, is_forced=False, at_most_one=False)
     return Constraint(answer, calls)

@@ -1,8 +1,8 @@
 """Explains to the client what in a body breaks its declaration: field, value and bound.
 
 ``declared_decoding.py`` calls ``explain`` with an error of msgspec, which tells the place, such as
-``$.a[0]``, and the bound. If the type declared for that place has a text of ``rule``, or is a literal or tag
-with known values, these replace msgspec's bound.
+``$.a[0]``, and the bound. If the type declared for that place has a text from ``declared.rule``, that text
+replaces msgspec's bound; for a literal or a tag, the list of its values does.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Complaint(NamedTuple):
         return "`key`" in self.place
 
     @property
+    def is_unknown_value(self) -> bool:
+        """Whether the value has the right type, but is not one of a literal's or tag's known values."""
+        return self.what.startswith("Invalid")
+
+    @property
     def missing_field(self) -> str | None:
         """The required field that the object lacks."""
         found = _MISSING.match(self.what)
@@ -97,7 +102,7 @@ def explain(
         key = shown(bad_entry.key)
         entry = f"the key {key}" if complaint.is_about_a_key else f"{shown(bad_entry.value)} for {key}"
         return InvalidField(name, value, f"has {entry}, which {complaint.rule}")
-    known_values = _rule_of_known_values(kind) if complaint.what.startswith("Invalid") else None
+    known_values = _rule_of_known_values(kind) if complaint.is_unknown_value else None
     return InvalidField(name, value, rule_of(kind) or known_values or complaint.rule)
 
 
@@ -113,8 +118,11 @@ def _part(value: Any, step: str | int) -> Any:
 
 
 def _kind_of_part(kind: inspect.Type, step: str | int, value: Any) -> inspect.Type:
-    """Return the declared type of a part of ``value``. For the tag of a union it is the union, ``kind``,
-    which knows the tags."""
+    """Return the declared type of the part of ``value`` to which ``step`` leads.
+
+    A tag is no field of any member. For the tag of a union this is therefore ``kind`` itself, whose members
+    have the tags.
+    """
     for member in members_of(kind):
         match member:
             case inspect.ListType(item_type=item) if isinstance(step, int):

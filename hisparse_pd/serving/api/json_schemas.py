@@ -26,11 +26,18 @@ class NotWritable(ValueError):
 
 
 class InexactNumber(NotWritable):
-    """The schema has a number that would be enforced as another one. Lenient readers raise this, too."""
+    """The schema has a number that would be enforced as another one.
+
+    It is raised for tools that are not strict, too. Other keywords that cannot be enforced are left out for
+    them, but a wrong number would be enforced.
+    """
 
 
 class TooManySteps(ValueError):
-    """The tools take more steps than a request has. The message is about the field that brings them."""
+    """The tools take more steps than a request has.
+
+    The message is without the name of the body's field, which ``grammars.py`` puts before it.
+    """
 
 
 class Steps:
@@ -53,7 +60,10 @@ class Steps:
 
 
 def reference_path(reference: str) -> list[str]:
-    """Return the parts of a JSON pointer such as ``#/$defs/x``, unescaped; the first is the document's."""
+    """Return the parts of a JSON pointer, unescaped: ["#", "$defs", "x"] for ``#/$defs/x``.
+
+    The first part stands for the document.
+    """
     return [part.replace("~1", "/").replace("~0", "~") for part in reference.split("/")]
 
 

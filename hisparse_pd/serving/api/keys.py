@@ -97,7 +97,7 @@ class RequireKey:
         bare = [value for name, value in headers if name == b"x-api-key"]
         if not given and len(bare) == 1:  # as Anthropic's clients send it
             return None if self._keys.permits(bare[0].strip(b" ")) else "the API key is wrong"
-        if not given:
+        if not given:  # several x-api-key headers count as none
             return "an API key is needed, and the request has none"
         if len(given) > 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:
             return "the Authorization header has no Bearer key"
@@ -143,4 +143,6 @@ def _read(path: Path) -> tuple[bytes, ...]:
 
 def _reason(error: OSError | UnicodeError) -> str:
     """Say why a read failed. A decoding error's own text would show the file's bytes."""
-    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return "it is not UTF-8 text"

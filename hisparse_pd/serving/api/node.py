@@ -55,6 +55,7 @@ class _NodePlan(Generic[S]):
     choose_rank: RankChoice
     apps: Apps
     board: Board
+    """Memory that all fronts share: requests in flight, metrics, the instruction to leave."""
     started_at: int
 
     def metrics(self) -> FrontMetrics:
@@ -111,8 +112,8 @@ def run_front(
     All fronts serve the first port, with TLS if the settings have a certificate; this front alone serves the
     others. Further machines of the node only run engines. ``choose_rank``: assigns a sample to a rank.
     ``check``: raises StartError for settings that ``apps`` cannot serve, before an engine starts.
-    ``num_at_work``: counts the work that a leaving node waits for. Further fronts import all these functions
-    by name.
+    ``num_at_work``: counts the work that a leaving node waits for. All of these are functions of a module:
+    further fronts are spawned, and pickle passes a function by its name.
     """
     raise_limit()
     if settings.node_rank > 0:
@@ -133,7 +134,7 @@ def run_front(
     board = Board(settings.dp_size, num_fronts)
     plan = _NodePlan(settings, role, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
-    link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
+    link = plan.link(0, engines.endpoints_of(0), metrics, on_connected=engines.remove_directory)
     endpoints = [engines.endpoints_of(number) for number in range(num_fronts)]
     fronts = Fronts(board, metrics)
     for number in stop_signals():  # until serve() installs handlers of its own
@@ -154,7 +155,9 @@ def run_front(
         for listener in listeners:
             listener.socket.close()
         fronts.kill()
-        engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
+        # ``serve`` has told engines that were ready to shut down, unless one of them or a front had died.
+        were_told = link.ready is not None and link.state is not LinkState.GONE
+        engines.stop(graceful=were_told)
 
 
 def _check_start(settings: S, check: Callable[[S], object]) -> None:

@@ -26,7 +26,10 @@ FILE_NAME = "generation_config.json"
 
 @declared
 class _GenerationConfig:
-    """The fields of generation_config.json that are used."""
+    """The fields of generation_config.json that are used.
+
+    Each may be missing or null (``declared``), and is then None.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
@@ -62,6 +65,7 @@ class SamplingDefaults:
         path = model_path / FILE_NAME
         try:
             content = path.read_bytes()
+            # Decoded without types first, for errors that say that the file is no JSON, or no object.
             values = decode_json(content)
         except FileNotFoundError:
             return cls()
@@ -78,7 +82,11 @@ class SamplingDefaults:
         return cls().changed_by(given)
 
     def changed_by(self, given: Any) -> SamplingDefaults:
-        """Return these with the attributes of ``given`` that are not None. Its ``top_k`` may be -1."""
+        """Return these parameters, replaced by those attributes of ``given`` that are not None.
+
+        ``given`` has an attribute for each parameter: a ``_GenerationConfig``, or a request's fields
+        (``sampling_options.py``). Its ``top_k`` may be -1, which means all tokens, as 0 does here.
+        """
         changes = {name: value for name in asdict(self) if (value := getattr(given, name)) is not None}
         if "top_k" in changes:
             changes["top_k"] = max(changes["top_k"], 0)

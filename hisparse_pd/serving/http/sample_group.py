@@ -41,7 +41,7 @@ class SampleGroup:
         self.may_move = may_move
         """Whether the request moves to another node when this one shuts down."""
         self.live = set(ranks)
-        """Request ids of the samples that have not ended."""
+        """Request ids of the samples that have not ended; ``EngineLink`` removes them."""
         self.events: deque[SampleEvent] = deque()
         self._num_waiting_tokens: Counter[str] = Counter()
         """Number of ``Tokens`` messages in the queue, by request id."""
@@ -96,5 +96,8 @@ class SampleGroup:
         return self._num_waiting_tokens[request_id] > 0
 
     def finish(self, request_id: str) -> None:
-        """Complete a sample, for which no event follows. The engine is told unless it ended the sample."""
+        """Say that the reader needs no further event of a sample.
+
+        ``EngineLink`` tells the engine to abort the sample, unless it has ended.
+        """
         self._on_finish(self, request_id)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hisparse_pd.base.decode_settings import DecodeSettings
-from hisparse_pd.base.vocabulary import RankPlace
+from hisparse_pd.base.vocabulary import RankPlace, StartError
 from hisparse_pd.serving.api import node
 from hisparse_pd.serving.api.sampling_defaults import SamplingDefaults
 from hisparse_pd.serving.http import first_front
@@ -94,5 +94,20 @@ def test_engines_on_a_cpu_spin_briefly_unless_the_operator_says_how_they_wait(
         processes.stop(graceful=False)
 
 
+def test_an_engine_that_cannot_start_says_so_under_its_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes = first_front.EngineProcesses(_fails, DecodeSettings(model_path=tmp_path), "decode-engine")
+    processes.start()
+    processes.stop(graceful=True)
+    assert not processes.have_succeeded
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("decode-engine hisparse_pd.serving.http.first_front: cannot start: no memory")
+
+
 def _never(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     raise AssertionError("no engine is started")
+
+
+def _fails(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    raise StartError("no memory")

@@ -491,7 +491,15 @@ def test_tools_of_many_parameters_take_a_fraction_of_the_steps(
     assert 0 < MAX_STEPS - steps.num_left < MAX_STEPS // 4
 
 
-@pytest.mark.parametrize(("kind", "text"), [(FormatKind.REGEX, "a\\"), (FormatKind.GBNF, "root ::= (")])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (FormatKind.REGEX, "a\\"),
+        (FormatKind.GBNF, "root ::= ("),
+        (FormatKind.GBNF, r'root ::= "\uD800"'),
+        (FormatKind.GBNF, r'root ::= "\U00110000"'),
+    ],
+)
 def test_a_text_that_is_no_grammar_is_refused_by_its_field(kind: FormatKind, text: str) -> None:
     with pytest.raises(ApiError, match=r"^response_format: ") as caught:
         write_grammar(answers(kind, text), chat_format(None))

@@ -174,6 +174,19 @@ def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
         assert [message for message in decoded if message != STATS] == failures
 
 
+def test_what_a_slow_front_had_no_room_for_still_reaches_it_when_the_engine_leaves(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/front"
+    with closing(FrontSocket(endpoint)) as front:
+        with closing(EngineSocket([endpoint])) as engine:
+            sent: list[FromEngine] = []
+            while len(engine.channels[0].backlog) < 3:
+                sent.append(RequestFailed(f"r{len(sent)}", 503, "full"))
+                engine.send(sent[-1])
+            received = heard(front, len(sent) - 3)
+            assert received == sent[:-3]
+        assert heard(front, 3) == sent[-3:]
+
+
 # --- on two machines ---------------------------------------------------------------------------------
 
 PATIENT = Heartbeats(30.0, 60.0)

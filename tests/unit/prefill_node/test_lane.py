@@ -4,16 +4,24 @@ released."""
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.core.memory.numa import ANYWHERE
 from hisparse_pd.engine.messages import PeerLane
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.protocol.messages import HeartbeatAck, Registered, RoomFailed
-from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.errors import TransferError, TransferSetupError
 from hisparse_pd.transfer.lane_memory import Mapping
+from hisparse_pd.transfer.transport import TCP
 from tests.unit.prefill_node.support import (
     EngineThread,
+    checkpoint,
     decode_peer,
     deliver,
     engine_thread,
@@ -107,3 +115,22 @@ def test_a_node_with_the_lane_off_says_so(tiny: Path, tmp_path: Path) -> None:
         assert (registered.lane, registered.lane_reason) == ("tcp", "--same-host-lane is off")
         deliver(engine, peer, 6, prompt(6, 40))
         assert peer.lane_host.connections == set()
+
+
+def test_a_node_of_a_machine_without_mooncake_starts_unless_the_lane_is_off(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise TransferSetupError("Mooncake cannot be imported; install it")
+
+    def start_and_end(same_host_lane: Literal["auto", "off"]) -> None:
+        settings = PrefillSettings(
+            model_path=tiny, page_size=16, kv_pool_tokens=1024, same_host_lane=same_host_lane
+        )
+        with closing(EngineSocket([f"ipc://{tmp_path}/front"])) as front:
+            PrefillEngine(settings, *checkpoint(tiny, None), front, TCP, ANYWHERE).close()
+
+    monkeypatch.setattr("hisparse_pd.transfer.engine.new_mooncake_engine", missing)
+    start_and_end("auto")
+    with pytest.raises(TransferSetupError, match="install it"):
+        start_and_end("off")

@@ -5,15 +5,18 @@ A prompt whose cached prefix has such a row is computed anew; one that is partly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from hisparse_pd.engine import prefix_scrub
 from hisparse_pd.engine.messages import ReleasePage
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.prefill_node.requests import PrefillRequest
+from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Extent, RoomDone, RoomFailed
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -80,6 +83,28 @@ def test_a_prompt_whose_cached_prefix_is_damaged_is_computed_anew(
     stats = engine.next_stats()
     assert stats.gauges["set_aside_tokens"] == PAGE
     assert stats.set_aside == (page,)
+
+
+@pytest.mark.I9
+def test_rows_of_a_former_room_match_no_check_once_another_has_their_pages(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """A row that is sent before the new one is written is then found out where it lands."""
+    former, room = next_room(), next_room()
+    deliver(engine, peer, former, prompt(14, 100))
+    former_slots = engine.slots(former, 99)
+    num_wrong: list[tuple[int, int]] = []
+
+    def look(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> None:
+        positions = np.flatnonzero(np.isin(former_slots // PAGE, engine.page_ids[room]))
+        wrong = engine.memory.wrong_items(former_slots[positions], positions)
+        num_wrong.append((len(wrong), len(positions)))
+
+    engine.flush()
+    engine.before_run = look
+    deliver(engine, peer, room, prompt(15, 40))
+    ((num_void, num_shared),) = num_wrong
+    assert num_void == num_shared > 0
 
 
 @pytest.mark.I9

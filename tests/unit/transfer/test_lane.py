@@ -226,6 +226,19 @@ def test_strangers_who_say_nothing_or_nonsense_keep_nobody_out(pair: Pair) -> No
 
 
 @pytest.mark.I8
+def test_a_stranger_who_says_nothing_is_left_in_time_and_a_writer_that_is_silent_later_is_not(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.register()
+    monkeypatch.setattr("hisparse_pd.transfer.lane_host.HELLO_SECS", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(WAIT_SECS)
+        stranger.connect(f"\0{pair.host.offer.socket}")
+        assert stranger.recv(4096) == b"", "the host closes the connection"
+    assert [connection.instance_id for connection in pair.host.connections] == ["run"]
+
+
+@pytest.mark.I8
 def test_a_flood_of_another_user_is_one_line_of_the_log(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
