@@ -1,1 +1,1 @@
-"""What one types: the command line, the check of a machine, the load of an endpoint."""
+"""What one types: the command line, and ``doctor``, the check of a machine."""

@@ -165,6 +165,7 @@ def pair_settings(
     if node_keys := decode.api_key_file or prefill.api_key_file:
         merged["router"].setdefault("node_api_key_file", node_keys)
     router = validate(RouterSettings, merged["router"], f"{config} [router]", options["router"])
+    # Clients know the router's port, so a default in use is an error and is not replaced.
     return pair, prefill, decode, _with_ports(router, port=True)
 
 
@@ -201,6 +202,28 @@ def _shared_values(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _known_to(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``values`` that are fields of ``model``."""
     return {name: value for name, value in values.items() if name in model.model_fields}
+
+
+def _with_ports(settings: S, **was_chosen: bool) -> S:
+    """Replace ports by free ones: a port that is 0, which the other services of the pair could not know, and
+    a default that another process uses, for instance another pair.
+
+    ``was_chosen``: for each field with a port, whether the user set it.
+    """
+    ports = {name: getattr(settings, name) for name in was_chosen}
+    free = {
+        name: free_port()
+        for name, port in ports.items()
+        if port == 0 or (not was_chosen[name] and is_taken(settings.host, port))
+    }
+    return settings.model_copy(update=free)
+
+
+def _node_url(settings: PrefillSettings | DecodeSettings | RouterSettings) -> str:
+    """Return the URL at which this machine reaches the service."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{settings.port}" if ":" in host else f"{scheme}://{host}:{settings.port}"
 
 
 # --- options from fields -----------------------------------------------------------------------------
@@ -317,7 +340,7 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def _unknown_options(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    known = [flag for action in parser._actions for flag in action.option_strings]
+    known = [option for action in parser._actions for option in action.option_strings]
     words = [word.split("=", 1)[0] for word in unknown]
     options = [word for word in words if word.startswith("-")] or words
     explained = "; ".join(f"unknown option {word}{did_you_mean(word, known)}" for word in options)
@@ -379,28 +402,6 @@ def _keygen(path: Path, *, for_api: bool) -> int:
         file.write(key + b"\n")
     say(f"wrote {path}; {use}")
     return 0
-
-
-def _with_ports(settings: S, **was_chosen: bool) -> S:
-    """Replace ports by free ones: a port that is 0, which the other services of the pair could not know, and
-    a default that another process uses, for instance another pair.
-
-    ``was_chosen``: for each field with a port, whether the user set it.
-    """
-    ports = {name: getattr(settings, name) for name in was_chosen}
-    free = {
-        name: free_port()
-        for name, port in ports.items()
-        if port == 0 or (not was_chosen[name] and is_taken(settings.host, port))
-    }
-    return settings.model_copy(update=free)
-
-
-def _node_url(settings: PrefillSettings | DecodeSettings | RouterSettings) -> str:
-    """Return the URL at which this machine reaches the service."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
-    scheme = "http" if settings.ssl_certfile is None else "https"
-    return f"{scheme}://[{host}]:{settings.port}" if ":" in host else f"{scheme}://{host}:{settings.port}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 A key is an adjective and an animal that occur together once in the document; its number has 4 to 6 digits.
 Training has not seen these documents. They use all pairs of adjective and animal, of which training left out
 one in eight, and other random numbers. The same length gives the same documents on every machine.
+``retrieval.py`` makes tasks of them.
 """
 
 from __future__ import annotations
@@ -121,11 +122,12 @@ def documents(length: int, count: int) -> Iterator[Document]:
     early_place = (rand(count, 1) * max(1, most_tokens // 64)).long()
     is_fact.scatter_(1, early_place, True)
     pairs = rand(count, len(ADJECTIVES) * len(ANIMALS)).topk(num_sentences, dim=1).indices.tolist()
-    digits = below(90), below(100), below(100), below(3)  # the arguments of ``_number``
+    number_parts = below(90), below(100), below(100), below(3)  # the arguments of ``_number``
     fillers, attributes = below(_NUM_FILLERS), below(len(ATTRIBUTES))
     priorities = rand(count, num_sentences)
     for row in range(count):
-        numbers = [_number(*of_sentence) for of_sentence in zip(*(of[row] for of in digits), strict=True)]
+        parts_of_row = (part[row] for part in number_parts)
+        numbers = [_number(*parts) for parts in zip(*parts_of_row, strict=True)]
         drawn = _Drawn(is_fact[row], pairs[row], numbers, fillers[row], attributes[row], priorities[row])
         yield _document(length, drawn)
 
@@ -157,7 +159,7 @@ def _document(length: int, drawn: _Drawn) -> Document:
             key, number = f"{ADJECTIVES[adjective]} {ANIMALS[animal]}", drawn.numbers[place]
             fact = Fact(key, number, _HEAD_TOKENS + num_tokens + _NUMBER_OFFSET)
             sentence = f" The {ATTRIBUTES[drawn.attributes[place]]} of {key} is {number}."
-            added_tokens = _NUMBER_OFFSET + 3 + (len(number) > 4)
+            added_tokens = _NUMBER_OFFSET + (len(number) + 1) // 2 + 1  # two digits a token; full stop
         num_tokens += added_tokens
         if num_tokens > length - _NOT_SENTENCES:
             break

@@ -41,9 +41,12 @@ class DummyLocality:
         ``jitter`` is above 0 and below 1; 1 - jitter is the correlation of consecutive scores.
         """
         num_pairs = self._spec.index_num_heads // 2
-        own = self._spec.index_head_dim / num_pairs  # squared norm of the own part of the pairs' mean
+        # The pairs' mean query has a shared part of norm ``shared_norm``, which is element 0 behind the norm,
+        # and a jitter part: jitter = own / (own + shared_norm**2), where own is the latter's squared norm.
+        own = self._spec.index_head_dim / num_pairs
+        shared_norm = math.sqrt(own * (1 - jitter) / jitter)
         for weight, constant in self._query_norms:
-            weight[0] = math.sqrt(own * (1 - jitter) / jitter) / constant
+            weight[0] = shared_norm / constant
 
     def draw_weight(self, name: str, target: Tensor) -> None:
         """Draw a dummy weight for ``load_model``, changed as locality needs it."""

@@ -55,7 +55,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Copy:
-    """An order to copy for ``secs`` from ``start_at`` on the monotonic clock, which all processes share."""
+    """An order to copy for ``secs`` from ``start_at`` on the monotonic clock, which all processes share.
+
+    ``direction``: ``to_device``, ``to_host``, or ``both`` at once, each with half of the block.
+    """
 
     direction: str
     start_at: float

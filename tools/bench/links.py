@@ -132,7 +132,7 @@ def topology(
             names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
             gpu |= {"bus_id": path.name, **{name: read_text(path / name) for name in names}}
             above = path.resolve().parts
-            gpu["bridges"] = [part for part in above if ":" in part][:-1]
+            gpu["bridges"] = [part for part in above if ":" in part][:-1]  # the last one is the GPU itself
         gpus.append(gpu)
     return {
         "gpus": gpus,

@@ -86,6 +86,7 @@ def run(place: RankPlace, arguments: argparse.Namespace, sender: Connection) -> 
 
 
 def rows_of(size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each rest, measured by ``size`` ranks that are started here."""
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:

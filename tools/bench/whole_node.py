@@ -101,8 +101,9 @@ def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.devic
         settings = make_settings(cell, batch, cell.drafts)
         need = slots_of_one(spec, settings, Mode(cell.modes), cell.context, cell.steps)
         totals = slots_of_all(need, batch)
-        of_host = cell.dp_size * totals.host * spec.num_kv_layers * spec.item_bytes / 1e9
-        if sum(planned_pools(settings, spec, totals).values()) <= free_gb and of_host <= host_gb:
+        needed_gb = sum(planned_pools(settings, spec, totals).values())
+        needed_host_gb = cell.dp_size * totals.host * spec.num_kv_layers * spec.item_bytes / 1e9
+        if needed_gb <= free_gb and needed_host_gb <= host_gb:
             return batch
     return 0
 

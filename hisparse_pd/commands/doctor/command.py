@@ -117,18 +117,18 @@ def run(settings: DoctorSettings, *, as_json: bool) -> int:
 def examine(settings: DoctorSettings, machine: Machine) -> Report:
     """Make all checks, and the measurement if there is a peer and nothing is missing for it."""
     asked, device, host = settings.transfer_protocol, settings.device, settings.reachable_host
-    num_bytes = settings.host_pool_bytes + (BUFFER_BYTES if settings.peer else 0)
+    num_registered_bytes = settings.host_pool_bytes + (BUFFER_BYTES if settings.peer else 0)
     cuda = cuda_facts()
-    numa_checks, near = check_numa(settings, machine)
+    numa_checks, near = check_numa(settings, machine)  # near: RDMA devices beside the first GPU
     named, _ = wanted_devices(settings.ib_device, machine)
     num_devices = len(named or select_devices("", host, machine, near).devices)
-    transport_check, transport = check_transport(settings, num_bytes, machine, near)
+    transport_check, transport = check_transport(settings, num_registered_bytes, machine, near)
     mooncake_check = check_mooncake(host, mooncake_version)
     checks = [
         mooncake_check,
         check_verbs(host, machine),
         *check_devices(asked, settings.ib_device, host, machine),
-        check_memlock(num_bytes, num_devices, asked, machine),
+        check_memlock(num_registered_bytes, num_devices, asked, machine),
         check_gpu_direct(device, asked, machine),
         check_cuda(device, cuda, machine),
         check_pinned(device, cuda),
@@ -184,17 +184,18 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
             server = DoctorServer(settings.host, settings.port)
         buffer = Buffer(engine, BUFFER_BYTES, settings.device, shared=True)
         memory, directory = buffer.shared_memory, settings.same_host_dir
-        host = LaneHost(memory, directory=directory) if memory else None
+        lane_host = LaneHost(memory, directory=directory) if memory else None
     except (DoctorError, TransferError) as error:
         print(f"hisparse-pd doctor: error: {error}", file=sys.stderr)
         return 1
     _announce(settings, server.port, engine, as_json=as_json)
     try:
-        serve(server, engine, buffer, deadline_secs, stopped.is_set, host.offer if host else None)
+        lane_offer = lane_host.offer if lane_host else None
+        serve(server, engine, buffer, deadline_secs, stopped.is_set, lane_offer)
     finally:
         server.close()
-        if host is not None:
-            host.close()
+        if lane_host is not None:
+            lane_host.close()
         buffer.close()
         engine.close()
     return 0

@@ -187,6 +187,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for turn, planned in limits(turns, most_secs, run.secs_left):
         console.print(f"{turn.name}: at most {planned:.0f} s planned", highlight=False)
     for number in range(len(turns)):
+        # Planned anew before each turn: what earlier turns did not use is for the later ones.
         turn, secs = next(limits(turns[number:], most_secs, run.secs_left))
         if not secs:
             run.note(f"{turn.name}: no time left")

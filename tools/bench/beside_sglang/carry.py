@@ -2,10 +2,10 @@
 
     python -m tools.bench.beside_sglang.carry --out sglang-site.tar.xz [--work FOLDER] [--cache FOLDER]
 
-The machine needs no network for it. Wheels for CPython 3.12 on x86-64 come from pip's index, are unpacked
-into one folder, lose what decoding on a Hopper GPU does not call (``DROPPED``), and are packed. The machine
-has torch 2.11 for CUDA 13, triton, nvcc, and the usual packages around them: see ``README.md``. ``--cache``
-adds the kernels that a run before compiled, which the next one then takes from the archive.
+With the archive the GPU machine needs no network. Wheels for CPython 3.12 on x86-64 come from pip's index,
+are unpacked into one folder, lose what decoding on a Hopper GPU does not call (``DROPPED``), and are packed.
+The GPU machine has torch 2.11 for CUDA 13, triton, nvcc, and the usual packages around them: see
+``README.md``. ``--cache`` adds the kernels that an earlier run of the benchmark compiled.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ PAGE_SIZE: Final = 64
 TOP_K: Final = 2048
 CHUNK: Final = 8192
 NUM_SPARE: Final = 8
-"""Requests more than the largest batch that may run and that the pools hold: SGLang admits by an estimate of
-what runs on."""
+"""Requests beyond the largest batch that may run and that the pools have room for: SGLang admits by an
+estimate of what running requests will still need, and might otherwise admit fewer than the batch."""
 FIRST_ID: Final = 16
 NUM_LAST_IDS: Final = 256
 """Token ids at the beginning and the end of the vocabulary that no prompt has."""
