@@ -209,8 +209,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
-    ``hisparse``: the request's mode; false is dense. It stands last: a new field of Bootstrap comes before it,
-    and raises PROTOCOL_VERSION.
+    ``hisparse``: the request's mode; false is dense. It stands last: a new field of Bootstrap comes before
+    it, and raises PROTOCOL_VERSION.
     """
 
     room: RoomField
