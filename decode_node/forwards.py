@@ -7,6 +7,9 @@ halves are CUDA graphs, captured for several numbers of requests; a step takes t
 A step without drafts has one new position for each request; its second half writes the draft layer's KV, if
 there is a draft layer. A step that verifies drafts has more positions; its second half accepts drafts, backs
 up KV and makes the next drafts. What the following step needs also stays on the device (``RowOutcomes``).
+
+A step without drafts may be split, so that the copies of some requests hide behind the computing of others:
+in parts within each layer, or in micro-batches that run through all layers (``split_choice.py``).
 """
 
 from __future__ import annotations
@@ -118,6 +121,7 @@ class Forwards:
             self._parts = AttentionParts(kernels, copies)
             self._micro_batches = MicroBatches(model, tables, kernels, copies, self._backup)
         self._kept = KeptResults.create(model, max_reqs * self._max_new) if self._max_new > 1 else None
+        """Results of a first half that the second half reads; None in a node without a draft layer."""
         self.graphs: dict[_GraphKind, dict[int, CapturedForward]] = {}
         """First halves by kind, then by batch size, smallest first."""
         self._graph_pool: Any = None
@@ -143,6 +147,8 @@ class Forwards:
         if captured is None:
             return self._follow(forward)
         captured.graph.replay()
+        # Whole and split first halves of one size share this graph, and its own results are those of the one
+        # with which it was captured: after a step without drafts, the results are in ``forward``.
         return captured.results if forward.results is None else forward.results
 
     @torch.inference_mode()
@@ -157,6 +163,7 @@ class Forwards:
         stream.wait_stream(torch.cuda.current_stream())
         fewest = MIN_REQS if self._measures_split else self.min_split_reqs
         sizes_to_split = [size for size in sizes if size >= fewest]
+        # Steps without drafts come first, then those with the most drafts; of each kind, the largest size.
         whole = [
             _FirstHalf(size, num_new, Split.WHOLE)
             for num_new in (1, *range(self._max_new, 1, -1))
@@ -349,7 +356,11 @@ class Forwards:
         access.back_up(seq_lens, (accepted + 1).to(torch.int32))
 
         def step_of(number: int) -> DeviceStep:
-            """Return the KV access of the draft that is made behind ``number`` others of this step."""
+            """Return the KV access of the forward that makes a draft behind ``number`` others of this step.
+
+            It has one row for each request: the last of the positions of these drafts. The forwards before
+            have written the others.
+            """
             new = NewPositions(
                 seq_lens + number,
                 req_rows,

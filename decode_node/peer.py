@@ -1,5 +1,8 @@
 """What ``PrefillPeers`` knows of one peer, a rank of a prefill node: its connection, its run, its
-heartbeats."""
+heartbeats.
+
+A run is one life of the peer's process: a rank that is started again has another instance id.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Peer:
     phase: PeerPhase = PeerPhase.AWAY
     client: ControlClient | None = None
     instance_id: str = ""
-    """The run that was last registered with; empty once that run is known to have ended."""
+    """The run with which this node last registered; empty once that run is known to have ended."""
     found_instance_id: str = ""
     """The run that a look-up found before ``client`` was connected."""
     instance_heard_at: float = 0.0
@@ -46,8 +49,8 @@ class Peer:
     last_error: str = ""
     last_used_at: float = 0.0
     silent_since: float = 0.0
-    """The start of its time to register this node: when it was connected, was heard last, or lost the
-    connection, whichever is latest."""
+    """When its time to register this node began: when it was connected, was last heard, or lost the
+    connection, whichever is latest. A peer that lets this time pass is given up."""
     register_sent_at: float = 0.0
     heard_at: float = 0.0
     """When its last message came."""

@@ -1,9 +1,9 @@
 """Owns the step in flight: who gets a token next, and when a launched step is drawn and read.
 
 In each turn the engine calls ``carry_out_plan``, then ``advance``. Where ``may_follow`` allows it, a step is
-launched before the previous one is read, so that the device does not wait for the host. What a grammar allows
-depends on the previous tokens: such draws are enqueued when these are read. Between two turns at most one
-step is in flight.
+launched before the previous one is read, so that the device does not wait for the host. With a grammar, the
+draws of a launched step depend on the tokens of the step before: they are enqueued once those have been read.
+Between two turns at most one step is in flight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class StepLine:
         most_drafts: int,
         scrubber: Scrubber,
     ) -> None:
-        """``most_drafts``: the most drafts of a request that a step may verify."""
+        """``most_drafts``: the most drafts of a request that a step may verify. ``scrubber``: verifies one
+        request's hot buffer from time to time, before a step."""
         self.runner = runner
         self.in_flight: Launched | None = None
         """The step that is launched and not read."""
@@ -95,8 +96,10 @@ class StepLine:
             self._commit(previous)  # while the device computes the step just launched
         if launched is not None:
             self._draw(launched)  # with the grammars behind the tokens just committed
+        # On a CPU, or after a step with both drafts and draws, the device alone cannot feed the next step:
+        # its launch needs this step's results.
         if self.in_flight is not None and not self.in_flight.feeds_next:
-            self.settle()  # the next launch needs this step's results
+            self.settle()
         self.draft_choice.note_turn(len(batch), step.num_new - 1, time.monotonic())
         return True
 
@@ -113,6 +116,7 @@ class StepLine:
         running = self._requests.select(RequestState.RUNNING)
         if self._most_drafts and has_grammar(running):
             return False
+        # A request that is not in the step in flight goes on whatever the number of accepted drafts is there.
         return launched.num_new == 1 or all(
             request.is_plain_greedy and (request.is_sure_of_next or not request.num_in_flight)
             for request in running
@@ -175,7 +179,7 @@ class StepLine:
     def _commit(self, launched: Launched) -> None:
         """Hand out the tokens of a step, and end the requests for which they are the last. A request that is
         already in the next step keeps its slots until that is read."""
-        launched.take_requests_out()
+        launched.take_requests_out()  # its positions count as in flight no longer
         try:
             results = launched.result()
         except torch.AcceleratorError:
@@ -194,6 +198,7 @@ class StepLine:
                 continue  # it ended while the step ran
             # A next step that is launched already has taken these drafts, on the device.
             request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
+            # Tokens of the prompt that took the place of drawn ones: so much less of its tail is left.
             request.num_tail_tokens -= of_step.num_known
             request.num_drafted += of_step.num_drafted
             if of_step.num_drafted:

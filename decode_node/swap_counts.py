@@ -1,4 +1,8 @@
-"""What swap-ins count for a row of the tables: for the statistics of its request, and for the metrics."""
+"""What swap-ins count for a row of the tables: for the statistics of its request, and for the metrics.
+
+Kernels count in each row, a step's results carry the counts to the host (``step_results.py``), and
+``RequestTables`` sums them up.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The record of one swap-in's copies, with which a group's shared layers make the same copies.
+"""The record of one swap-in's copies, with which the index group's other layers make the same copies.
 
+All layers of an index group attend to what its first layer selects, and so miss the same positions.
 ``swap_in`` and ``plan_misses`` fill a plan, and ``replay_misses`` reads it. The decode node makes plans once,
 before it captures CUDA graphs.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MissPlan:
-    """The copies of one swap-in, recorded by a group's first layer and replayed by its shared layers.
+    """The copies of one swap-in, recorded by an index group's first layer and replayed by its others.
 
     A missing position that got an entry appears once, however often it was selected; one that got none does
     not appear. The order is not specified.

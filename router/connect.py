@@ -1,8 +1,8 @@
 """Calls to nodes over HTTP: each has a connection of its own, which is closed when the call ends.
 
-``NodeCalls`` (``node_calls.py``) makes the calls of the whole router. Connections are not pooled, because a
-node aborts a request when its connection closes, calls may be cancelled at any moment, for instance because a
-client leaves, and no connection can be stale after a node has restarted.
+``NodeCalls`` (``node_calls.py``) makes the calls of the whole router. Connections are not pooled:
+closing one is how a call is cancelled, which may happen at any moment, for instance because a client leaves.
+The node then aborts the request. Besides, a pooled connection could be stale after its node has restarted.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Call(asyncio.Protocol):
 
     async def connect(self, tls: ssl.SSLContext, timeout_secs: float) -> None:
         """Connect. Raises OSError. If this is cancelled, the connection is closed as soon as it is made."""
+        # A connect that is cancelled may leave a socket that is connected, but belongs to nobody. So this one
+        # runs to its end, within its timeout, and ``connection_made`` aborts a connection that comes late.
         connecting = asyncio.create_task(self._connect(tls, timeout_secs))
         connecting.add_done_callback(_note_failure)
         try:
@@ -246,6 +248,7 @@ class _Body:
             parts.append(part)
             at += len(part)
             self._num_left -= len(part)
+            # A body with a length is over after its last byte; for chunks, the last head has told.
             self.is_over = self.is_over or not (self._num_left or self._is_chunked)
         self._data = data[at:]
         return b"".join(parts)

@@ -93,8 +93,8 @@ class _Progress:
     """The sum of its slices' outcomes."""
 
     def is_ready(self) -> bool:
-        """Return whether the batch can be written without waiting. ``synchronize`` reports a failing
-        ``query``."""
+        """Return whether the batch can be written without waiting. A batch whose ``query`` fails counts
+        as ready: ``synchronize`` then raises the error, with which the batch fails."""
         if self.is_started or self.batch.ready is None:
             return True
         try:
@@ -306,7 +306,7 @@ class SendQueue:
             self._refuse(queue, reason)
 
     def expire(self, now: float) -> None:
-        """Fail the waiting batches of rooms whose deadline has passed."""
+        """Fail the waiting batches of rooms whose first one is past its deadline: a room has one for all."""
         for queue in self._rooms.values():
             if queue.waiting and queue.waiting[0].batch.deadline < now:
                 self._refuse(queue, "the room's time was up before the peer was free")

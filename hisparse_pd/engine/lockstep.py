@@ -59,7 +59,8 @@ class Lockstep:
     def agree(
         self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False, num_new: int = 1
     ) -> NodeStep:
-        """Agree with the other ranks on the next step; waits for them, unless no rank has work.
+        """Agree with the other ranks on the next step; waits for them, unless this rank has no work and
+        is not due.
 
         ``num_tokens``: the requests of a decode rank's step, or the tokens of a prefill rank's. ``is_split``:
         whether this rank wants the step split. ``num_new``: the positions of a request that it wants; all
@@ -76,5 +77,5 @@ class Lockstep:
         self._is_rung = False
         most, any_split, any_stops, num_new = (max(column) for column in zip(*values_of_ranks, strict=True))
         self.is_together = most > 0 and not any_stops
-        self._ranks.step_tokens = most
+        self._ranks.step_tokens = most  # to which ranks pad theirs where they exchange tokens for experts
         return NodeStep(0 if any_stops else most, bool(any_split), bool(any_stops), num_new)

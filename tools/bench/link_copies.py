@@ -69,8 +69,8 @@ class Copy:
 
 
 def placement_on(node: int | None, machine: Machine) -> Placement:
-    """Return a placement on the node alone, or where the kernel refuses that, on the CPUs that touch the
-    memory."""
+    """Return a placement that binds memory to ``node``. If the kernel refuses to bind, memory lies where the
+    CPUs are that touch it first; if ``node`` is None, nothing is placed."""
     if node is None:
         return ANYWHERE
     (placement,) = place_ranks(str(node), ["cpu"], machine)
@@ -79,6 +79,7 @@ def placement_on(node: int | None, machine: Machine) -> Placement:
 
 def stay_on(cpus: Sequence[int]) -> None:
     """Keep all threads of this process on these CPUs from now on."""
+    # The node's number is only for a warning: threads are bound to the CPUs, and no memory is.
     bind_threads(Placement("of the benchmark", 0, tuple(cpus)))
 
 

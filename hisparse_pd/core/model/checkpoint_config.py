@@ -171,7 +171,7 @@ def num_draft_layers_of(
     """Return ``wanted``, or 1 where ``wanted`` is None and the checkpoint has an MTP layer.
 
     The weights are looked for, because exports may leave them out and still declare them. ``files``: None
-    where weights are drawn.
+    where random weights take the place of the checkpoint's.
     """
     if wanted not in (None, 0, 1):
         raise CheckpointError(f"num_draft_layers is {wanted}; expected 0 or 1")

@@ -3,6 +3,9 @@
 ``prefill_node/compute.py`` makes a ``PagedKv`` for each forward and passes it to the model (``dsa.py``),
 which calls ``write``, ``select`` and ``attend`` in each layer (``KvAccess``). ``PagedRows`` has the forward's
 requests and tokens as tensors; for CUDA graphs they stay in place and are filled anew.
+
+Some kernels for prompts are faster over whole contexts in adjacent rows: for them, each layer first unpacks
+the requests' pages (``unpacked.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
 QUERIES_AT_ONCE: Final = 128
-"""Most stepped tokens in one call of attention; each split of a query takes memory for its result."""
+"""Most stepped tokens in one call of attention. Steps' attention divides the selected positions of each query
+into splits, and takes memory for the result of each split."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class PagedRequest:
     prefix_len: int
     num_new_tokens: int
     num_stepped: int = 0
-    """How many of the new tokens, the last ones, are to have the rows that steps of a decode node would give
-    them (``messages.first_stepped``): their attention is split as in steps."""
+    """How many of the new tokens, the last ones, are stepped: a decode node may compute their KV, too, in its
+    steps (``messages.first_stepped``). Their attention is split as in steps, so that the bits of their KV do
+    not depend on the node."""
 
     @property
     def seq_len(self) -> int:
@@ -64,8 +69,8 @@ class PagedRows:
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
     """Numbers of the stepped tokens, int64 [most stepped tokens], which a CUDA graph reads because ``fill``
-    changes them. The last one is repeated to the end; if no token is stepped, one of padding is. None in rows
-    of ``of``, and of ``padding`` for stepped tokens alone: there ``is_stepped`` tells."""
+    changes them. The last one is repeated to the end; if no token is stepped, one of padding is. None where
+    ``is_stepped`` is enough: in rows made by ``of``, and in ``padding`` all of whose tokens are stepped."""
 
     @property
     def num_stepped(self) -> int:
@@ -209,7 +214,8 @@ class PagedKv:
         self._slots: dict[int, Tensor] = {}
         """The slots of ``_selected``, by the id of the page table in which they were looked up."""
         self.contexts: ContextPages | None = None
-        """The pages to unpack; None where prompts read items and keys in the pools."""
+        """The pages to unpack. If the memory for unpacked rows is too small for all requests, these form
+        groups, which are computed one after another. None where prompts read items and keys in the pools."""
         if (unpacked := self._kernels.unpacked) is not None:
             most_pages = most_pages or unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
@@ -293,7 +299,7 @@ class PagedKv:
             return None
         rows, page_size = self.rows, self._page_size
         results = []
-        for tokens, pages in contexts.groups:
+        for tokens, pages in contexts.groups:  # tokens of the forward, and pages in ``contexts.page_ids``
             page_ids = contexts.page_ids[pages]
             self._kernels.index_format.unpack(
                 keys, page_ids, page_size, unpacked.keys.keys, unpacked.keys.scales
@@ -333,7 +339,7 @@ class PagedKv:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
         slots = self._slots_in(contexts.page_table, positions)
         results = []
-        for tokens, pages in contexts.groups:
+        for tokens, pages in contexts.groups:  # tokens of the forward, and pages in ``contexts.page_ids``
             page_ids = contexts.page_ids[pages]
             self._kernels.kv_format.unpack(items, page_ids, self._page_size, unpacked.items)
             pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns[tokens]

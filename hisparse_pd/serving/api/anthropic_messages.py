@@ -57,6 +57,7 @@ def parse_messages(body: AnthropicConversation) -> ChatPrompt:
         rule = "must not end with a tool_use, but with its tool_result"
         raise InvalidField("messages", items, rule)
     may_call = body.tool_choice is None or body.tool_choice.type != "none"
+    # Tools that Anthropic's servers would run are left out beside others, and refused alone.
     described, left_out = without_hosted(tool_items("tools", body.tools))
     refuse_hosted_alone(left_out, are_alone=not described)
     tools = tuple(_tool(name, item) for name, item in described)
@@ -74,8 +75,12 @@ def parse_messages(body: AnthropicConversation) -> ChatPrompt:
 def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.ContextManagement | None) -> int:
     """Return the index of the first message whose thinking is kept.
 
-    The assistant's last turns keep their thinking, as many as ``asked`` says. A turn, seen from its end, goes
-    back to a user's message without a tool's result.
+    A turn is the assistant's whole answer to a user's message, with all calls of tools and their results: it
+    begins behind a user's message without a tool's result. The last turns keep their thinking, as many as the
+    strictest of the edits in ``asked`` says; without edits, all keep it.
+
+    Example: one turn is to keep it, and the messages are user, assistant, user, assistant (with a call), user
+    (with its result), assistant. The last turn begins behind the second user's message, so the result is 2.
     """
     kept = [_num_turns(edit.keep) for edit in (asked.edits or () if asked is not None else ())]
     num_turns = min((num for num in kept if num is not None), default=None)
@@ -111,7 +116,9 @@ def _messages_of(
 ) -> Iterator[Message]:
     """Yield the chat messages of one message: results of tools are messages of their own.
 
-    ``is_answered``: whether a later message is the assistant's.
+    ``is_answered``: whether a later message is the assistant's. The new answer is then not about an image, or
+    the like, in a tool's result, which is shown as its kind. Otherwise, and always outside of results, an
+    image is refused.
     """
     role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
@@ -141,7 +148,7 @@ def _messages_of(
 
 
 def _tool(name: str, item: Raw) -> Message:
-    decode(parts.AnthropicTool, item, name)
+    decode(parts.AnthropicTool, item, name)  # a check only: numbers of the schema are kept as spelled
     tool = decode_item(name, item, as_spelled=True)
     function = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
     if tool.get("strict"):

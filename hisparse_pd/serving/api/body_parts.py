@@ -32,7 +32,7 @@ MAX_CALLS = 256
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ROOM = 2**63 - 1
 MAX_RECORD_BLOCKS = 256
-"""Most blocks of journal records in a body: as many as fit at 64 KiB each."""
+"""Most blocks of journal records in a body: as many of 64 KiB as MAX_BODY_BYTES (``settings.py``) holds."""
 
 MAX_TOKENS = 2**31 - 1
 
@@ -84,6 +84,8 @@ HOSTED_TOOL = (
 """Pattern of the types of tools that a server of the API's vendor runs, with or without a version."""
 
 
+# Public routers in front of this service pass ``metadata`` and ``custom_labels`` on, and drop fields at the
+# top level that they do not know.
 @declared
 class Labels:
     """Fields that public routers pass on in labels, and drop at the top level."""
@@ -114,6 +116,7 @@ class StructuredOutputs:
     grammar: GrammarText | None
     json_object: bool | None
     structural_tag: Annotated[Raw | None, unsupported()]
+    # False is taken, since it asks for nothing.
     disable_any_whitespace: Annotated[Raw | None, unsupported(False)]
     disable_additional_properties: Annotated[Raw | None, unsupported(False)]
     whitespace_pattern: Annotated[Raw | None, unsupported()]

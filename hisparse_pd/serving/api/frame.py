@@ -57,7 +57,8 @@ class HttpAnswer:
 
     @classmethod
     async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> HttpAnswer:
-        """Return a stream of events. Raises an error before the first one: it can still have a status."""
+        """Return a stream of events, once the first one is there. An error before it is raised here, while
+        the answer can still have the error's status."""
         return cls(await anext(pieces), pieces)
 
 
@@ -113,7 +114,8 @@ class KeepAlive:
         if not self._has_begun:
             if self._interim is not None:
                 self._interim()
-        elif self._sending is None or self._sending.done():  # else the client does not read
+        # While a ping is still being sent, the client does not read: one is enough.
+        elif self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_piece(self._ping))
         self._ping_timer.begin()
 

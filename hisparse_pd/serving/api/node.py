@@ -134,6 +134,7 @@ def run_front(
     board = Board(settings.dp_size, num_fronts)
     plan = _NodePlan(settings, role, choose_rank, apps, board, int(time.time()))
     metrics = plan.metrics()
+    # Once all engines are connected, nobody needs the sockets' files: a kill then leaves none behind.
     link = plan.link(0, engines.endpoints_of(0), metrics, on_connected=engines.remove_directory)
     endpoints = [engines.endpoints_of(number) for number in range(num_fronts)]
     fronts = Fronts(board, metrics)
@@ -155,7 +156,8 @@ def run_front(
         for listener in listeners:
             listener.socket.close()
         fronts.kill()
-        # ``serve`` has told engines that were ready to shut down, unless one of them or a front had died.
+        # ``serve`` has told the engines to shut down if they had become ready, and none of them and no front
+        # had died.
         were_told = link.ready is not None and link.state is not LinkState.GONE
         engines.stop(graceful=were_told)
 

@@ -22,7 +22,7 @@ class WaitTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Begin a wait."""
+        """Begin a wait. One that has begun already starts anew."""
         self._began_at = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_at(self._began_at + self._secs, self._check)

@@ -1,8 +1,12 @@
 """Reads SGLang's step times and prefill rates out of its scheduler's log.
 
-The guest's process marks where each cell begins and ends with lines of JSON. Between two marks stand the
-scheduler's lines, each with the rate since the line before. Only lines of full batches count: the scheduler
-may admit fewer requests than a cell has, and their rate is no figure of that cell.
+``__main__.py`` reads the log of each of SGLang's turns with it, and ``comparison.py`` takes step times and
+prefill rates. The log is written by the guest (``guest.py``), a process that runs SGLang's engine.
+
+A cell is one measurement: decode steps of one batch size. The guest marks with lines of JSON where each cell
+begins and ends. Between two marks stand the scheduler's lines, each with the rate since the line before. Only
+lines of full batches count: the scheduler may admit fewer requests than a cell has, and their rate is no
+figure of that cell.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any, Final
 CELL: Final = "BESIDE-CELL "
 """Begins the line of the guest that names the cell which follows, as JSON."""
 DONE: Final = "BESIDE-DONE "
-"""Begins the line of the guest that has what it measured itself of the cell, as JSON."""
+"""Begins the line of the guest, behind a cell, that has what it measured itself, as JSON."""
 MIN_LINES: Final = 3
 """Lines of full batches that a cell needs, after the first, whose interval reaches back into the prefill."""
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
