@@ -8,8 +8,8 @@ request is admitted. A request whose KV these sources cover is local: it waits w
 (``Request.is_local``).
 
 On a GPU a prefill and a step round differently, and a position must have the same bits whichever node
-computes it. Steps may therefore compute only positions from ``Request.first_stepped`` on, which a prefill
-node computes as in steps, too. All positions before must be held.
+computes it. Steps may therefore compute only positions from ``Request.first_stepped`` on, for which a
+prefill node rounds as steps do. All positions before must be held.
 
 The KV of a prompt is computed and sent for the first of its samples alone. The others wait until it has
 landed. Then each shares the whole pages that the first one lets others use, and gets the rest of the prompt's
@@ -52,7 +52,7 @@ def local_modes(request: Request, limits: Limits, num_held: Callable[[Mode], int
 
 
 def _is_local(request: Request, mode: Mode, num_held: int, limits: Limits) -> bool:
-    if request.scores is not None:
+    if request.scores is not None:  # only a prefill node gives logprobs of the prompt's tokens
         return False
     if num_held == request.num_landing_tokens or steps_compute_tail(request, num_held, limits):
         return True
@@ -60,8 +60,8 @@ def _is_local(request: Request, mode: Mode, num_held: int, limits: Limits) -> bo
 
 
 def steps_compute_tail(request: Request, num_held: int, limits: Limits) -> bool:
-    """Return whether the request's steps are to compute what its prompt has behind the first ``num_held``
-    tokens, before the last one. False if that is nothing."""
+    """Return whether the request's own steps are to compute the prompt's positions from ``num_held`` up to
+    its last token. False if all before the last token are held."""
     if request.scores is not None or request.num_prompt_tokens - num_held > limits.max_tail_tokens:
         return False
     return request.first_stepped(limits.page_size) <= num_held < request.num_landing_tokens
@@ -87,7 +87,9 @@ def copy_source(request: Request, mode: Mode, num_held: int, page_size: int) -> 
 def waits_for_landing(request: Request, mode: Mode, num_held: int, page_size: int) -> bool:
     """Return whether ``request`` should wait for its first sample, whose KV is on its way.
 
-    The first sample is in ``mode``, and nothing lands for its first ``num_held`` tokens.
+    The first sample is in ``mode``. ``num_held``: tokens whose KV it had when it was admitted; if these are
+    all, nothing is on its way. ``request`` will share the first one's whole pages (``num_usable_pages``) and
+    copy the rest, so it waits only if it may copy as much as that.
     """
     num_unshared = request.num_landing_tokens - request.num_usable_pages * page_size
     return num_held < request.num_landing_tokens and _can_copy(request, mode, num_unshared, page_size)

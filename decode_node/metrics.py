@@ -147,7 +147,7 @@ class Metrics:
 def _pool_gauges(requests: LiveRequests) -> dict[str, float]:
     gauges: dict[str, float] = {}
     totals, available, held = requests.pools.totals, requests.available, requests.held.unused
-    for kind in TOKEN_POOLS:
+    for kind in TOKEN_POOLS:  # a slot is used, held without a user, or free; ``available`` has the last two
         gauges[_labelled("pool_used_tokens", {"pool": kind})] = totals[kind] - available[kind]
         gauges[_labelled("pool_held_tokens", {"pool": kind})] = held[kind]
         gauges[_labelled("pool_total_tokens", {"pool": kind})] = totals[kind]

@@ -68,9 +68,11 @@ class RoomMessage:
 
 @dataclass(frozen=True)
 class RanksChanged:
-    """The number of this prefill node's ranks has changed, and with it the answers of ``address_for``."""
+    """The number of this prefill node's ranks has changed: a room may belong to another rank now
+    (``PrefillPeers.address_for``)."""
 
     node: tuple[str, int]
+    """Host and port of its bootstrap endpoint."""
 
 
 PeerEvent: TypeAlias = (

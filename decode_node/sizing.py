@@ -29,12 +29,13 @@ DEFAULT_BUFFER = 4096
 size, and for one twice as large."""
 
 AUX_SLOTS_PER_ROW = 4
-"""Aux slots for each req_row: more than one, since a quarantined room keeps its aux slot and frees its
-row."""
+"""Aux slots for each req_row: more than one, since a room in quarantine, into which a write may still land,
+keeps its aux slot while its row is free."""
 
 LOOKUPS_PER_HOST_TOKEN = 2
-"""Lookup slots for each host slot: requests that share host pages need lookup slots each, so that all of them
-together may have twice the host pool."""
+"""Lookup slots, which say where a position is in a hot buffer, for each host slot. A request needs its own
+even for host pages that it shares: with two for each host slot, all hisparse requests together may be twice
+as long as the host pool."""
 
 GROWTH_PAGES = 16
 """Pages that a request gets beyond its prompt at its admission, and again whenever it has used them: 1,024
@@ -42,7 +43,8 @@ tokens with the default page size."""
 
 MAX_TAIL_STEPS = 4
 """Most steps in which a request computes what its prompt lacks; each takes as many tokens as a step with all
-drafts. A trip to an idle prefill node takes longer: nine steps in five layers, some six in 61."""
+drafts. A trip to an idle prefill node takes longer: as long as nine steps of a model with five layers,
+or some six of one with 61."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes for activations: workspaces of libraries, buffers of the layers, and CUDA graphs."""
@@ -113,9 +115,10 @@ def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
     """Return a warning if hot buffers have no room for all drafts of requests that are longer than a buffer;
-    else an empty string. No request is longer than a buffer for a whole context."""
+    else an empty string."""
     num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
     needed = full_buffer(num_drafts, top_k)
+    # A buffer for a whole context and its drafts is enough, since no request is longer.
     if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
         return ""
     buffer = hot_buffer_tokens(settings, spec)
@@ -179,8 +182,8 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Return the bytes of ``HotBufferState`` and the miss plans. A longer context adds only four page ids for
-    each page of each row."""
+    """Return the bytes of ``HotBufferState`` and the miss plans. A longer context makes only the
+    page tables larger: four of them have a page id for each page of each row."""
     num_rows, meta = settings.max_running_requests, torch.device("meta")  # where tensors take no memory
     state = HotBufferState.create(
         spec.num_hot_groups,

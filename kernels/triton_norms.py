@@ -40,7 +40,12 @@ def add_norm_triton(
     *,
     num_warps: int = 8,
 ) -> tuple[Tensor, Activations]:
-    """See ``kernels.norms.add_norm``; ``gate``: its two matrices, each [rank, size], contiguous."""
+    """Do ``kernels.norms.add_norm``, which calls this on a GPU.
+
+    ``hidden``: [num_tokens, size], None for zeros. ``added``: at most two additions to it, each in parts
+    [parts, num_tokens, size]. ``gate``: its matrices down and up, each [rank, size], contiguous. Returns the
+    sums, which are ``hidden`` itself if nothing is added, and their norm behind the gate.
+    """
     num_tokens, size = added[0].shape[1:] if hidden is None else hidden.shape
     device = weight.device
 
@@ -84,6 +89,7 @@ def add_norm_triton(
                 SIZE=size,
                 PADDED=padded,
                 RANK=rank,
+                # Rows of a gate's matrices that a program holds at a time: all RANK of them, if they fit.
                 RANK_STEP=max(1, min(triton.next_power_of_2(max(1, rank)), GATE_NUMBERS // padded)),
                 HAS_HIDDEN=hidden is not None,
                 FIRST_PARTS=len(first) if added else 0,
@@ -96,7 +102,7 @@ def add_norm_triton(
                 num_warps=num_warps,
                 # Two programs fit a multiprocessor; one with a gate needs all registers.
                 maxnreg=None if rank else REGISTERS // (2 * 32 * num_warps),
-                **launch_options(device),
+                **launch_options(device),  # among them OVERLAPS
             )
     return sums, Activations(normed, rounded)
 
@@ -143,8 +149,9 @@ def add_norm_kernel(
 ):
     """Add and norm some rows, one after the other. Rows from ``num_tokens`` on only become zeros in fp8.
 
-    ``first``, ``second``: the added blocks, each in parts; with 0 parts there is no such block.
-    A gate that fits into registers is read before the preceding kernel has ended.
+    ``first``, ``second``: the additions to ``hidden``, each in parts; with 0 parts there is none. OVERLAPS:
+    whether the kernel may start before the preceding one has ended. A gate that fits into registers is then
+    read meanwhile.
     """
     at = tl.arange(0, PADDED)
     is_there = at < SIZE
@@ -193,7 +200,8 @@ def add_norm_kernel(
 
 @triton.jit
 def block_sum(start, part_stride, at, mask, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Return the sum of a block's parts. A sum of float32 parts is rounded as a product in one part is."""
+    """Return the sum of an addition's parts. Parts in float32 are those of one product: their sum is rounded
+    to ``dtype``, as an undivided product is."""
     total = sum_parts(start, part_stride, at, mask, PARTS)
     if start.dtype.element_ty == tl.float32:
         total = total.to(dtype).to(tl.float32)
@@ -202,7 +210,7 @@ def block_sum(start, part_stride, at, mask, PARTS: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def gate_rows(down, up, rank, at, is_there, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Load some ranks of a gate's two matrices, each [ranks, columns]."""
+    """Load the rows ``rank``, [rows, 1], of a gate's two matrices, each as [rows, columns]."""
     place = rank * SIZE + at[None, :]
     mask = (rank < RANK) & is_there[None, :]
     return tl.load(down + place, mask=mask, other=0.0), tl.load(up + place, mask=mask, other=0.0)
@@ -210,7 +218,7 @@ def gate_rows(down, up, rank, at, is_there, RANK: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def gate_logits(y, down, up, dtype: tl.constexpr):
-    """Return what some of the gate's ranks add to the argument of its sigmoid, [columns]."""
+    """Return what some rows of the gate's matrices add to the argument of its sigmoid, [columns]."""
     inner = tl.sum(down.to(tl.float32) * y[None, :], axis=1).to(dtype).to(tl.float32)
     inner = (inner / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
     return tl.sum(up.to(tl.float32) * inner[:, None], axis=0)

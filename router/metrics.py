@@ -1,7 +1,8 @@
 """The router's Prometheus metrics, with the prefix ``hisparse_pd:router_``.
 
 ``server.py`` and the relay count requests, retries and resumes into one ``RouterMetrics``. Gauges about nodes
-are read from the pool when they are scraped, so the pool stays their only owner.
+are read from the pool when they are scraped, so the pool stays their only owner. ``status.py`` reads totals
+for the live page.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class NodeCalls:
             raise NodeDocumentError(f"{path}: {error or type(error).__name__}") from error
 
     def call(self, node: Node, silence_secs: float = math.inf) -> Call:
-        """Make a call that is not connected yet; the caller closes it.
+        """Make a call for ``post``, not connected yet. The caller closes it, which ends the node's request.
 
         ``silence_secs``: how long the node may be silent, if that is less than for other calls.
         """
@@ -203,7 +203,7 @@ async def _refusal(node: Node, call: Call) -> RouterError:
 
 def _error_of(node: Node, error: OSError, call: Call) -> RouterError:
     """Return the router's error for one of the network, with the node's name."""
-    if (fault := local_fault(error)) is not None:
+    if (fault := local_fault(error)) is not None:  # this machine lacks something: no fault of the node's
         return LocalFault(fault)
     if not call.is_connected:
         what = "timed out" if isinstance(error, TimeoutError) else str(error)

@@ -51,6 +51,7 @@ class StatusBoard:
         self._lock = asyncio.Lock()
         self._body = b""
         self._asked_at = -math.inf
+        """When the latest round was over, a time of ``time.monotonic``."""
 
     async def answer(self, request: Request) -> Response:
         async with self._lock:  # requests that come during a round get its result

@@ -9,8 +9,8 @@
 Held-out prompts of each length go to a running pair by HTTP in the modes dense, hisparse and auto, and,
 without drafts, to a pair with the smallest legal hot buffer. They are compared with transformers' own answers
 (float32). The status is 1 when a token of the pair differs from transformers' while both compute in float32,
-and when a request fails. Tokens a step are those of all decode steps, whatever number of drafts the node
-chose.
+and when a request fails. With drafts, the report's tokens a step are an average over all decode steps, also
+those in which the node chose fewer drafts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PAIR_OPTIONS = (
 """Options of the pair. The device pool fits two or three long dense requests, so that auto has a choice."""
 NUM_CLIENTS = 4
 BUFFER_FACTOR = 3
-"""Hot buffer of the ordinary runs, in selections; larger where drafts need more."""
+"""Entries of the ordinary runs' hot buffers, in multiples of the model's top-k; more where drafts need it."""
 Modes = Sequence[tuple[str, bool | str]]
 """Names of systems in the report, each with its requests' field ``hisparse``."""
 MODES: Modes = (("dense", False), ("hisparse", True), ("auto", "auto"))
@@ -165,6 +165,7 @@ def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
 
     Raises ValueError when one is missing.
     """
+    # The recording has no prompts: their lengths and the depths of their answers tell them apart.
     found: dict[tuple[int, tuple[float, ...]], Response] = {}
     for entry in json.loads(path.read_text())["responses"]:
         if entry["system"] == ORACLE:

@@ -1,4 +1,4 @@
-"""Converts GBNF, llama.cpp's notation of grammars, to Lark's, for requests that have a grammar in it.
+"""Converts GBNF, llama.cpp's notation of grammars, to Lark's, for requests with such a grammar.
 
 llguidance converts; what it gets wrong is changed in the text before: comments, ``\\u`` escapes, and bars at
 the beginning of a line.
@@ -27,7 +27,8 @@ def convert_gbnf(text: str) -> str:
 
     # Comments become nothing; quoted parts get characters in place of their escapes.
     text = _COMMENT.sub(lambda part: _ESCAPE.sub(_character, part["quoted"] or ""), text)
-    text = _BAR.sub(lambda part: part["quoted"] or " |", text)  # a line may begin with it
+    # A bar moves to the end of the line before: the library gets one that begins a line wrong.
+    text = _BAR.sub(lambda part: part["quoted"] or " |", text)
     try:
         return gbnf_to_lark(text)
     except RecursionError as error:

@@ -1,4 +1,7 @@
-"""Makes the page of ``rank_page.py`` and hands it to the ranks of one machine, with sockets between them.
+"""Makes the shared memory through which the ranks of one machine agree, and the sockets between them.
+
+"Page" here is this memory (``rank_page.py``), and no page of a pool. At the socket between two ranks, one may
+sleep until the other has written.
 
 ``RankGroup`` calls ``share_page`` once, at the start. The page is a memfd, and the socket that hands it out
 has an abstract name: nothing is left when the ranks have ended, in whatever way. A process that finds the
@@ -31,9 +34,10 @@ def share_page(rank: int, size: int, meet: Callable[[str, str], Mapping[int, str
     """Make the page and share it among all ranks, which make this call together. Returns None in every rank
     if one of them cannot have it.
 
-    The ranks meet three times, each time to tell the others what went wrong: when rank 0 has a socket, when
-    the others have connected to it, and when all have the page. ``meet``: ``RankGroup.meet``, whose errors
-    pass through.
+    The ranks meet three times. First rank 0 gives the others its socket's name and nonce, or "" without a
+    socket. Then all tell what went wrong until the others had connected, and at last what went wrong when
+    the page was handed over. ``meet(what, word)``: ``RankGroup.meet``, which waits until all ranks have done
+    ``what``, and returns each rank's word; its errors pass through.
     """
     with contextlib.ExitStack() as undo:
         offer: PageOffer | None = None

@@ -31,6 +31,7 @@ class GrownObject:
         for name, value in piece.items():
             match value:
                 case dict():
+                    # An object may have been null in earlier pieces; texts and lists never are.
                     fields[name] = fields.get(name) or GrownObject()
                     fields[name].add(value)
                 case list() if name == "tool_calls":  # a call's pieces have the same index

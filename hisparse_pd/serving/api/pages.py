@@ -3,9 +3,9 @@ machine.
 
 Nodes (``node_app.py``) and the router put ``GuardFromPages`` before their endpoints. A browser sends a page's
 POST to any address if its content type is a form's or plain text. The page cannot read the answer, but the
-request has its effect. Only before it sends JSON does a browser ask the service whether this origin may. A
-page whose host name resolves to the service's address counts as the same origin, and the browser does not
-ask: paths that change a node's state are therefore closed to all pages.
+request has its effect. Only before it sends JSON to another origin does a browser ask the service whether the
+page may (a CORS preflight). A page whose host name resolves to the service's address counts as the same
+origin, and the browser does not ask: paths that change a node's state are therefore closed to all pages.
 """
 
 from __future__ import annotations

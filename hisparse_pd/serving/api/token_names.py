@@ -72,7 +72,7 @@ class TextOffsets:
         return self._num_chars
 
     def next(self, token_id: int) -> int:
-        """Return the offset of the next token."""
+        """Return the offset of the next token. Where "é" is two tokens, C3 and A9, both have its offset."""
         spelled = self._token_bytes.of(token_id, skip_special=self._skips_special)
         if not spelled:
             return self._num_chars
@@ -91,7 +91,8 @@ class TextOffsets:
 class EchoOffsets:
     """Computes where each token of a prompt begins in the echoed text.
 
-    Tokens that the tokenizer puts before the client's text are not in the echo. Their offset is 0.
+    Tokens that the tokenizer puts before the client's text are not in the echo. Their offset is 0. A token
+    counts as one of them until the echo begins with the text of one.
     """
 
     def __init__(self, token_bytes: TokenBytes, echo: str) -> None:

@@ -20,7 +20,7 @@ MAX_BLOCKS: Final = 512
 """Blocks of a prompt that get keys, from its beginning: 64k tokens."""
 LOAD_BOUND: Final = 1.25
 """Load up to which a rank is preferred for its prefixes, in multiples of the mean load, as in consistent
-hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016)."""
+hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016). Both users of an index apply it."""
 MAX_KEYS: Final = 1 << 18
 """Limit for the keys in an index: 32 million tokens, 50 MB."""
 

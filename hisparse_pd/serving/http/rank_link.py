@@ -114,6 +114,6 @@ class RankLink:
             on_sent()
         for received in self._socket.receive():
             self._on_message(self, received)
-        self._check_loss()  # the first message shows which connection is the engine's
+        self._check_loss()  # a message tells which connection is the engine's: it may be lost by now
         if self._socket.is_ready(to_send=bool(self.outbox)):
             self._schedule_turn()

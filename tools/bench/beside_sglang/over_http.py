@@ -1,9 +1,10 @@
 """Measures answers over HTTP: SGLang's server, then our router with a prefill and a decode node on one GPU.
 
-``tools.bench.serve`` is the client of both, with the same token ids. A turn starts one server and measures
-points (``points``): for each number of clients once with prompts that are new to the server, then with
-prompts that it has all seen. A point whose requests failed, or whose prompts were cached otherwise than its
-name says, is no figure: it is dropped, and a line says so.
+``__main__.py`` calls ``http_turn`` for each turn, in which one engine has the GPU; ``Run`` gathers figures
+and notes. ``tools.bench.serve`` is the client of both engines, with the same token ids. A turn starts one
+server and measures points (``points``): for each number of clients once with prompts that are new to the
+server, then with prompts that it has all seen. A point whose requests failed, or whose prompts were cached
+otherwise than its name says, is no figure: it is dropped, and a line says so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LEAST_NEW: Final = 3
 LEAST_CACHED: Final = 8
 """Least requests of a point with new and with cached prompts."""
 CACHED_SHARE: Final = 0.95
-"""Least share of cached tokens in prompts that were all seen; new prompts have at most the rest of it."""
+"""Least share of cached tokens in prompts that were all seen; in new prompts it is at most 1 minus this."""
 STOP_SECS: Final = 10.0
 """Part of a turn's time that is left for stopping the server."""
 BUSY_SHARE: Final = 0.8
@@ -100,7 +101,7 @@ def _our_server(run: Run, turn: Turn, secs: float) -> Iterator[str]:
         with running_pair(run.options.model, pair_options(run.options, turn), run.console, secs) as pair:
             yield pair.router_url
     finally:
-        wait_for_gpu()
+        wait_for_gpu()  # for SGLang's server, ``Run.started`` does this
 
 
 def pair_options(options: argparse.Namespace, turn: Turn) -> list[str]:
