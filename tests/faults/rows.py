@@ -103,10 +103,12 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
     engine: Any = hisparse_pd.prefill_node.engine.PrefillEngine
     pusher: Any = hisparse_pd.prefill_node.push.Pusher
     runner: Any = hisparse_pd.prefill_node.compute.PromptRunner
-    plan, submit, run = engine.plan, pusher.submit, runner.run
+    plan, submit, run = engine.plan, pusher._submit, runner.run
+    sender: Any = None  # the engine's, known from its first plan on
 
     def plan_behind_damage(self: Any) -> Any:
-        life = self.life
+        nonlocal sender
+        life, sender = self.life, self.sender
         unused = [
             each for each in life.prefixes if not each.num_users
         ]  # the others are being sent, after a check
@@ -127,14 +129,13 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
 
     def run_behind_the_writes(self: Any, batch: Any, on_written: Any = None) -> Any:
         if on_written is not None and faults.is_due("early"):
-            sender = on_written.func.__self__.sender
             for layer in range(self._model.spec.num_kv_layers):
                 on_written(layer, None)
             wait_until(lambda: not any(sender.num_pending(record.room) for record, _ in batch), "the writes")
             on_written = None
         return run(self, batch, on_written)
 
-    engine.plan, pusher.submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
+    engine.plan, pusher._submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
 
 
 def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import shutil
 import tarfile
 import time
@@ -21,7 +22,7 @@ from hisparse_pd.core.model.spec import load_spec
 from tests.unit.router.cluster import FakeNode, answer, serving, start, write
 from tests.waiting import WAIT_SECS
 from tools.bench.beside_sglang import __main__ as beside_sglang
-from tools.bench.beside_sglang import carry, guest
+from tools.bench.beside_sglang import carry, guest, over_http
 from tools.bench.beside_sglang.comparison import (
     beside,
     http_beside,
@@ -203,6 +204,12 @@ def run(tmp_path: Path) -> Run:
     return Run(options, Console(quiet=True), time.monotonic() + WAIT_SECS)
 
 
+@pytest.fixture(autouse=True)
+def client_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of these tests answer at once, so that their client does most of the work."""
+    monkeypatch.setattr(over_http, "BUSY_SHARE", math.inf)
+
+
 async def measured(run: Run, server: Server, engine: Engine = "ours", mode: Mode = "dense") -> None:
     turn = Turn(engine, mode, CONTEXT, (1, 2), over_http=True)
     async with serving(server) as url:
@@ -246,6 +253,14 @@ async def test_points_with_failures_and_points_that_were_not_cached_are_dropped(
     assert [(cell["cached"], cell["clients"]) for cell in run.http] == [("nothing", 1)]
     failed = "2 clients: dropped, 2 of 3 requests failed, 2 x HTTP 503: full"
     assert run.notes[0] == f"http-ours-dense-2048, nothing cached, {failed}"
+
+
+@pytest.mark.anyio
+async def test_a_busy_client_is_noted_beside_the_figures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_http, "BUSY_SHARE", -1.0)
+    await measured(run, Server(serves))
+    assert len(run.http) == 4
+    assert ["the client was busy for" in note for note in run.notes] == [True] * 4
 
 
 @pytest.mark.anyio

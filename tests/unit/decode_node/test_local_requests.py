@@ -158,8 +158,8 @@ def test_a_sample_that_was_to_copy_from_one_that_fails_in_the_same_plan_waits_fo
         admit(admission, now)  # type: ignore[arg-type]
 
     with patch.object(plan_moves, "admit", fails_first):
-        narrow.turn_until(lambda: running.is_over and not request.is_local)
+        narrow.turn_until(lambda: not request.is_local)
     requests.check_integrity()
     assert request.prefix is None
-    narrow.turn_until(lambda: answer.is_over)
+    narrow.turn_until(lambda: running.is_over and answer.is_over)
     assert answer.failure is None
