@@ -2,7 +2,7 @@
 
 Encodings are damaged from a seed, a batch in each example; a failure names its input. Values that have a type
 are built by Hypothesis, which shrinks what fails; that costs it some milliseconds each. The default run makes
-400 of the first kind and 20 of the second for each decoder, ``make test-full`` 1000 and 50, always the same
+200 of the first kind and 10 of the second for each decoder, ``make test-full`` 1000 and 50, always the same
 ones. FUZZ_INPUTS in the environment (``make fuzz``) sets the number of the first kind, twenty times that of
 the second, and all are new in every run.
 """
@@ -22,7 +22,7 @@ from tests.property.examples import num_examples
 
 T = TypeVar("T")
 
-DEFAULT_INPUTS = num_examples(400, 1000)
+DEFAULT_INPUTS = num_examples(200, 1000)
 BATCH = 100
 _ASKED = os.environ.get("FUZZ_INPUTS")
 _NUM_INPUTS = int(_ASKED or DEFAULT_INPUTS)

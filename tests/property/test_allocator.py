@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hisparse_pd.core.paging.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
 from hisparse_pd.core.paging.extents import slice_extents, total_length
 from hisparse_pd.protocol.messages import Extent
+from tests.property.examples import num_examples
 
 pytestmark = pytest.mark.I2
 
@@ -142,7 +143,9 @@ class Allocator(RuleBasedStateMachine):
 
 
 TestAllocator = Allocator.TestCase
-TestAllocator.settings = settings(derandomize=True, max_examples=60, stateful_step_count=40, print_blob=False)
+TestAllocator.settings = settings(
+    derandomize=True, max_examples=num_examples(20, 60), stateful_step_count=40, print_blob=False
+)
 
 
 def test_a_pool_that_is_no_multiple_of_its_granularity_is_refused() -> None:

@@ -161,7 +161,7 @@ def writer(texts: list[Texts], known: tuple[str, ...] = ()) -> Callable[[], str]
 @pytest.mark.parametrize("endpoint", BODIES)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=num_examples(10, 25))
+@settings(max_examples=num_examples(5, 25))
 def test_a_chat_has_the_control_tokens_of_a_harmless_one(
     kind: str, endpoint: Endpoint, data: st.DataObject
 ) -> None:

@@ -432,7 +432,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
     derandomize=True,
-    max_examples=num_examples(40, 80),
+    max_examples=num_examples(15, 80),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

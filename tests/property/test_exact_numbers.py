@@ -173,7 +173,7 @@ def grammar_of(schema: str) -> str:
         return ""
 
 
-@settings(deadline=None, max_examples=num_examples(100, 300))
+@settings(deadline=None, max_examples=num_examples(30, 300))
 @given(schemas, st.integers(0, 99))
 def test_what_a_grammar_admits_is_valid(schema: Any, seed: int) -> None:
     text = written(schema)
@@ -183,7 +183,7 @@ def test_what_a_grammar_admits_is_valid(schema: Any, seed: int) -> None:
     validate(Walk(grammar).answer(seed, end_chance=0.9), text)
 
 
-@settings(deadline=None, max_examples=num_examples(100, 200))
+@settings(deadline=None, max_examples=num_examples(30, 200))
 @given(literals, st.sampled_from(("const", "enum", "member", "item")))
 def test_a_literal_is_taken_as_it_is_spelled(value: Any, place: str) -> None:
     schema, text = {"const": value}, written(value)
@@ -197,7 +197,7 @@ def test_a_literal_is_taken_as_it_is_spelled(value: Any, place: str) -> None:
     assert admits(grammar_of(written(schema)), text)
 
 
-@settings(deadline=None, max_examples=num_examples(50, 100))
+@settings(deadline=None, max_examples=num_examples(20, 100))
 @given(of_values, st.booleans(), st.sampled_from(list(ToolMarkup)), st.integers(0, 99))
 def test_calls_are_held_to_the_literals_of_their_tools(
     values: Any, is_strict: bool, markup: ToolMarkup, seed: int

@@ -21,7 +21,7 @@ from tests.property.examples import num_examples
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may give misses other ones of their entries")
 
-NUM_HISTORIES = num_examples(4, 10)
+NUM_HISTORIES = num_examples(2, 10)
 NUM_STEPS = 15
 """Number of ages of entries that are told apart."""
 

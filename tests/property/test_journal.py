@@ -6,6 +6,7 @@ import json
 
 import msgspec
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -13,6 +14,7 @@ from hisparse_pd.router.route import MAX_LOSSES, Losses
 from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.frame import PINGS
 from hisparse_pd.serving.http.journal_lines import LEAVING, MARK, OVER, journal_line
+from tests.property.examples import num_examples
 
 EVENTS = [
     *(b'data: {"text": "%d"}\n\n' % number for number in range(6)),
@@ -91,6 +93,7 @@ class Streams(RuleBasedStateMachine):
 
 
 TestStreams = Streams.TestCase
+TestStreams.settings = settings(max_examples=num_examples(30, 100))
 
 
 def test_a_stream_for_which_there_is_no_room_is_shown_all_the_same() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from hisparse_pd.core.model.sampling import sample
+from tests.property.examples import num_examples
 from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tests.unit.model.paged_model import PagedModel
@@ -142,7 +143,7 @@ def test_scores_are_tied_at_the_boundary(
     assert max(moved) > 100 * LOGPROB_TOLERANCE
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(4, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_prefill_in_any_chunks_pages_company_and_cache(
     checkpoint: Checkpoint, expected: dict[Prompt, Expected], data: st.DataObject
@@ -177,7 +178,7 @@ def test_prefill_in_any_chunks_pages_company_and_cache(
                 check(prompt, [token_id], [logprob], expected[prompt])
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(2, 3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_decode_in_any_mode_pages_company_and_retraction(
     checkpoint: Checkpoint, expected: dict[Prompt, Expected], data: st.DataObject

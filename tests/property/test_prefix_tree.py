@@ -17,6 +17,7 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
+from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
 
@@ -178,5 +179,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             )
 
 
-PrefixTreeMachine.TestCase.settings = settings(derandomize=True, max_examples=60, stateful_step_count=30)
+PrefixTreeMachine.TestCase.settings = settings(
+    derandomize=True, max_examples=num_examples(20, 60), stateful_step_count=30
+)
 TestPrefixTreeMachine = PrefixTreeMachine.TestCase

@@ -193,7 +193,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodeContext]
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
-@settings(max_examples=num_examples(40, 100), derandomize=True)
+@settings(max_examples=num_examples(15, 100), derandomize=True)
 @given(data=st.data())
 def test_a_whole_answer_is_what_its_stream_makes(
     context: DecodeContext, endpoint: Endpoint, data: st.DataObject

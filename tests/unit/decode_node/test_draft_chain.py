@@ -50,7 +50,9 @@ def checkpoint(
     return checkpoint
 
 
-BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
+EACH = pytest.mark.parametrize(
+    "checkpoint", [SHARED, pytest.param(OWN, marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.mark.I3
@@ -63,7 +65,7 @@ BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
         *[pytest.param((number,), marks=pytest.mark.slow) for number in (4, MAX_DRAFTS)],
     ],
 )
-@pytest.mark.parametrize("checkpoint", [SHARED, pytest.param(OWN, marks=pytest.mark.slow)], indirect=True)
+@EACH
 def test_tokens_equal_the_oracle_with_up_to_seven_drafts(
     expected: dict[Prompt, list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:
@@ -92,7 +94,7 @@ class Passes:
         return counted
 
 
-@BOTH
+@EACH
 def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
     checkpoint: Checkpoint, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +113,7 @@ def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
 @pytest.mark.parametrize(
     "flag", [HisparseFlag.TRUE, pytest.param(HisparseFlag.FALSE, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("checkpoint", [SHARED, pytest.param(OWN, marks=pytest.mark.slow)], indirect=True)
+@EACH
 def test_drafts_are_those_of_the_plain_layer(
     checkpoint: Checkpoint, node: EngineHarness, flag: HisparseFlag
 ) -> None:

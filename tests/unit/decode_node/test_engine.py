@@ -30,7 +30,9 @@ LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 3
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 EACH_MODEL = pytest.mark.parametrize(
-    "checkpoint", ["v32", "glm", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True
+    "checkpoint",
+    ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "mistral"))],
+    indirect=True,
 )
 """Checkpoints whose layers share indexers and hot buffers in different ways."""
 

@@ -29,7 +29,7 @@ from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Pr
 PROMPTS = [random_prompt(seed, num_tokens) for seed, num_tokens in enumerate((1, 40, 64, 65, 90))]
 """Prompts around the number of tokens that a layer selects at most."""
 NUM_NEW = 100
-NUM_PLAIN = 30
+NUM_PLAIN = 16
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -76,7 +76,7 @@ def text_of(answer: Answer, checkpoint: Checkpoint) -> str:
     return bytes(body).decode()
 
 
-@pytest.mark.parametrize(("num", "ignore_eos"), [(0, False), (3, True)])
+@pytest.mark.parametrize(("num", "ignore_eos"), [pytest.param(0, False, marks=pytest.mark.slow), (3, True)])
 def test_outputs_are_what_the_schema_wants_and_neighbours_what_they_are_alone(
     checkpoint: Checkpoint, node: EngineHarness, num: int, ignore_eos: bool
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_grammar_that_cannot_be_had_ends_its_request_alone(node: EngineHarness
     node.finish([other])
 
 
-@pytest.mark.parametrize("num", [0, 2])
+@pytest.mark.parametrize("num", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(node: EngineHarness, num: int) -> None:
     """Each row of the parser has more items than the one before."""
     with drafts(node, num):

@@ -94,12 +94,12 @@ def only_running(node: EngineHarness) -> Request:
 @pytest.mark.parametrize(
     ("make", "numbers", "flag"),
     [
-        # Any two of a runner, numbers of drafts and a mode meet; in `make test-full` any three do.
+        # Each runner, each mode and all numbers of drafts; in `make test-full` any three meet.
         pytest.param(make_behind, (3,), HisparseFlag.TRUE, id="behind, drafts, hisparse"),
         pytest.param(make_behind, (0,), HisparseFlag.FALSE, id="behind, none, dense"),
-        pytest.param(make_behind, (1, 0, 3, 2), HisparseFlag.TRUE, id="behind, any, hisparse"),
-        pytest.param(make_runner, (3,), HisparseFlag.FALSE, id="read first, drafts, dense"),
-        pytest.param(make_runner, (0,), HisparseFlag.TRUE, id="read first, none, hisparse"),
+        pytest.param(make_behind, (1, 0, 3, 2), HisparseFlag.TRUE, id="behind, any, hisparse", marks=SLOW),
+        pytest.param(make_runner, (3,), HisparseFlag.FALSE, id="read first, drafts, dense", marks=SLOW),
+        pytest.param(make_runner, (0,), HisparseFlag.TRUE, id="read first, none, hisparse", marks=SLOW),
         pytest.param(make_runner, (1, 0, 3, 2), HisparseFlag.FALSE, id="read first, any, dense"),
         pytest.param(make_behind, (3,), HisparseFlag.FALSE, id="behind, drafts, dense", marks=SLOW),
         pytest.param(make_behind, (0,), HisparseFlag.TRUE, id="behind, none, hisparse", marks=SLOW),
@@ -161,7 +161,7 @@ def test_the_rows_are_those_of_a_prefill_node(
 
 
 @RUNNERS
-@pytest.mark.parametrize("missing", [2, 4, 5, 13, 16])
+@pytest.mark.parametrize("missing", [pytest.param(2, marks=SLOW), 4, 5, pytest.param(13, marks=SLOW), 16])
 @pytest.mark.parametrize("number", [3, 0])
 def test_steps_take_as_many_tokens_as_they_verify(
     node: EngineHarness, calls: Calls, missing: int, number: int
@@ -267,7 +267,7 @@ def test_a_hot_buffer_may_change_after_every_step(
     ("make", "flag"),
     [
         pytest.param(make_behind, HisparseFlag.TRUE, id="behind, hisparse"),
-        pytest.param(make_runner, HisparseFlag.FALSE, id="read first, dense"),
+        pytest.param(make_runner, HisparseFlag.FALSE, id="read first, dense", marks=SLOW),
         pytest.param(make_behind, HisparseFlag.FALSE, id="behind, dense", marks=SLOW),
         pytest.param(make_runner, HisparseFlag.TRUE, id="read first, hisparse", marks=SLOW),
     ],

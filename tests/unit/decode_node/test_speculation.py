@@ -46,7 +46,7 @@ BOTH = pytest.mark.parametrize(
 @pytest.mark.I6
 @pytest.mark.parametrize(
     ("first", "numbers"),
-    [(0, (3,)), (1, (3,)), (2, (3, 0, 0, 1, 0, 2))],
+    [(0, (3,)), pytest.param(1, (3,), marks=pytest.mark.slow), (2, (3, 0, 0, 1, 0, 2))],
 )
 @BOTH
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_in_a_mixed_batch(
@@ -66,7 +66,9 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts_in_a_mixed_batch(
 
 
 @pytest.mark.I4
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+@pytest.mark.parametrize(
+    "flag", [HisparseFlag.TRUE, pytest.param(HisparseFlag.FALSE, marks=pytest.mark.slow)]
+)
 @BOTH
 def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
     node: EngineHarness, flag: HisparseFlag
@@ -278,7 +280,7 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
 
 
 @pytest.mark.I6
-@pytest.mark.parametrize("most_drafts", [0, 3])
+@pytest.mark.parametrize("most_drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_context_can_be_filled_to_its_end(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, most_drafts: int
 ) -> None:

@@ -44,13 +44,15 @@ IN_EACH_MODE = pytest.mark.parametrize(
     ("checkpoint", "flag"),
     [
         ("v32", HISPARSE),
-        ("glm", DENSE),
-        pytest.param("v32", DENSE, marks=pytest.mark.slow),
+        ("v32", DENSE),
+        pytest.param("glm", DENSE, marks=pytest.mark.slow),
         pytest.param("glm", HISPARSE, marks=pytest.mark.slow),
     ],
     indirect=["checkpoint"],
 )
-EACH_MODEL = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
+EACH_MODEL = pytest.mark.parametrize(
+    "checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True
+)
 """Checkpoints with a layer for each indexer, and with layers that share one."""
 
 
@@ -172,7 +174,11 @@ def host_slot(node: EngineHarness, position: int) -> int:
 @pytest.mark.I9
 @pytest.mark.parametrize(
     ("checkpoint", "first", "stop", "kind"),
-    [("v32", 0, 150, "page-in"), ("glm", 151, 180, "newest")],
+    [
+        ("v32", 0, 150, "page-in"),
+        ("v32", 151, 180, "newest"),
+        pytest.param("glm", 151, 180, "newest", marks=pytest.mark.slow),
+    ],
     indirect=["checkpoint"],
 )
 def test_bits_that_flip_while_a_request_runs(
