@@ -54,7 +54,7 @@ def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploymen
     with deployment(
         RETRIEVAL_MODEL,
         tmp_path_factory.mktemp("trained"),
-        prefill_options=["--kv-pool-tokens", "65536", "--chunked-prefill-size", "1024"],
+        prefill_options=["--kv-pool-tokens", "65536", "--chunked-prefill-size", "512"],
         decode_options=[
             *("--device-buffer-size", "132", "--host-pool-tokens", "65536"),
             *("--device-pool-tokens", "16384", "--speculative-num-steps", "3"),

@@ -113,6 +113,8 @@ CASES: dict[str, Case] = {
     ),
 }
 """Cases that differ in what the nodes compute; tests/unit/api/test_journal.py has what fronts do at a cut."""
+SAMPLE = ("completions-sampled-n2", "chat-auto-n2", "generate-regex-list", "responses-penalized-reasoning")
+"""Cases of the default run, of each API that a node computes something of its own for."""
 
 
 class Stream:
@@ -220,21 +222,22 @@ def cut(
 
 
 @pytest.mark.timeout(600)
-def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut) -> None:
+@pytest.mark.parametrize("names", [SAMPLE, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
+def test_streams_that_are_cut_say_what_they_would_have_said(cut: Cut, names: tuple[str, ...]) -> None:
     """Streams run at once, so that they share steps."""
 
     def said(name: str) -> Any:
         return cut.said(*CASES[name], name)
 
-    undisturbed = dict(zip(CASES, at_once(said, CASES, len(CASES)), strict=True))
-    uncut = [*CASES]
+    undisturbed = dict(zip(names, at_once(said, names, len(names)), strict=True))
+    uncut = [*names]
     for _ in range(NUM_ROUNDS):
         with cut.cutting():
             found = at_once(said, uncut, len(uncut))
         for name, other in zip(uncut, found, strict=True):
             one = undisturbed[name]
             assert other == (one if DEVICE == "cpu" else nearly(one)), name
-        uncut = [name for name in CASES if name not in cut.cut_ids]
+        uncut = [name for name in names if name not in cut.cut_ids]
         if not uncut:
             break
     assert not uncut
@@ -269,7 +272,7 @@ def test_journals_are_given_back(cut: Cut) -> None:
     samples = cut.nodes.router.metrics()
     assert samples["hisparse_pd:router_journal_bytes"] == 0
     assert samples["hisparse_pd:router_dropped_journals_total"] == 0
-    assert samples['hisparse_pd:router_resumes_total{reason="lost"}'] >= len(CASES)
+    assert samples['hisparse_pd:router_resumes_total{reason="lost"}'] >= len(SAMPLE)
 
 
 LONG: list[Case] = [
@@ -310,6 +313,7 @@ _, ENDLESS = completions(**PENALIZED | {"max_tokens": 7000})
 """A request that takes longer than anything that a test does meanwhile."""
 
 
+@pytest.mark.slow
 def test_a_node_that_is_told_to_leave_does_not_wait_for_its_streams(cut: Cut) -> None:
     with reading(cut.nodes.url, COMPLETIONS, ENDLESS) as stream:
         stream.read(1)

@@ -13,7 +13,7 @@ from tools.bench.accuracy import NUM_CLIENTS, ask_pair
 from tools.bench.accuracy_report import Response
 from tools.bench.retrieval import Retrieval, retrievals
 
-SAMPLE = {256: 2, 512: 2, 1024: 1}
+SAMPLE = {256: 5}
 FULL = {2048: 2, 8000: 4}
 """Number of prompts by length. Each asks for several answers; most of the time goes to the longest."""
 SHARE_RIGHT = 0.96

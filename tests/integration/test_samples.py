@@ -17,7 +17,7 @@ PROMPT = [random.Random(3).randint(32, 126) for _ in range(7 * 64 + 29)]
 def ask(pair: Deployment, hisparse: bool, seed: int, n: int = 1) -> tuple[Any, int]:
     """Return the answer to a request, or of each sample, and how many rooms it had at the prefill node."""
     before = pair.num_rooms()
-    params = {"temperature": 1.0, "sampling_seed": seed, "n": n, "max_new_tokens": 24}
+    params = {"temperature": 1.0, "sampling_seed": seed, "n": n, "max_new_tokens": 8}
     answer = generated(pair.url, input_ids=PROMPT, hisparse=hisparse, params=params)
     return answer, pair.num_rooms() - before
 

@@ -16,7 +16,7 @@ PROMPT = "Extents, not one integer a token, say where the bytes of a room are to
 CHAT = [{"role": "user", "content": PROMPT}]
 
 
-@pytest.fixture(scope="module", params=["rust", "mini-lb"])
+@pytest.fixture(scope="module", params=["rust", pytest.param("mini-lb", marks=pytest.mark.slow)])
 def router(
     request: pytest.FixtureRequest, pair: Deployment, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.harness import Deployment, deployment, generated
 
-NUM_NEW_TOKENS = 44
+NUM_NEW_TOKENS = 8
 
 
 def ask(pair: Deployment, prompt: list[int], hisparse: bool) -> tuple[Any, int]:
@@ -45,7 +45,7 @@ def check_turns(pair: Deployment, num_prompt: int, num_said: int, num_held: int)
 @pytest.mark.I5
 def test_a_turn_of_a_few_tokens_makes_no_room_at_the_prefill_node(pair: Deployment) -> None:
     """Steps without drafts take one of them each."""
-    check_turns(pair, num_prompt=150, num_said=2, num_held=192)
+    check_turns(pair, num_prompt=186, num_said=2, num_held=192)
 
 
 @pytest.mark.I5
@@ -62,5 +62,5 @@ def test_steps_with_drafts_of_several_ranks_take_more(
         prefill_options=options,
         decode_options=[*options, *drafting],
     ) as nodes:
-        check_turns(nodes, num_prompt=300, num_said=6, num_held=336)
+        check_turns(nodes, num_prompt=336, num_said=6, num_held=336)
         assert nodes.decode[0].metrics()["hisparse_pd:accepted_draft_tokens_total"] > 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
 
-from tests.integration.harness import Deployment, at_once, generated
+from tests.integration.harness import Deployment, generated
 from tests.structured_checks import Served, check_generate, check_required_tool
 
 NO_WHITE_SPACE = {"logit_bias": {str(byte): -100 for byte in b" \t\n\r"}}
@@ -20,9 +20,10 @@ def served(pair: Deployment) -> Iterator[Served]:
         yield served
 
 
-def test_clients_get_what_they_asked_for(served: Served) -> None:
-    """The checks run at once, so that they share steps. All others run against a scripted engine."""
-    at_once(lambda check: check(served), (check_generate, check_required_tool), 2)
+@pytest.mark.parametrize("check", [check_generate, pytest.param(check_required_tool, marks=pytest.mark.slow)])
+def test_clients_get_what_they_asked_for(served: Served, check: Callable[[Served], None]) -> None:
+    """These and all others run against a scripted engine, too."""
+    check(served)
 
 
 def test_constrained_and_free_samples_share_a_batch(pair: Deployment) -> None:

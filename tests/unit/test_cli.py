@@ -126,10 +126,11 @@ def test_usage_errors_exit_with_2_and_say_what_is_allowed(
         assert word in err
 
 
-def test_a_bad_node_url_stops_the_router_before_it_serves() -> None:
-    done = run_cli("router", "--prefill", "localhost:1", "--decode", "http://127.0.0.1:2", "--port", "0")
-    assert done.returncode == 2
-    assert "prefill node 'localhost:1'" in done.stderr
+def test_a_bad_node_url_stops_the_router_before_it_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ("--prefill", "localhost:1", "--decode", "http://127.0.0.1:2")
+    code, _, err = exits(capsys, "router", *nodes, "--port", "0")
+    assert code == 2
+    assert "prefill node 'localhost:1'" in err
 
 
 NO_NODES = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
@@ -240,7 +241,7 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     ("command", "words"),
     [
         ("pair --model-path m", "hisparse-pd serves m at http://127.0.0.1:"),
-        ("doctor", "check "),
+        pytest.param("doctor", "check ", marks=pytest.mark.slow),  # it imports torch
     ],
 )
 def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, command: str, words: str) -> None:

@@ -184,7 +184,7 @@ def test_nobody_waits_for_messages_before_it_grows(
 ) -> None:
     limits = replace(shared_node.engine.limits, growth_tokens=1)
     monkeypatch.setattr(shared_node.engine.steps.next_plan, "limits", limits)
-    answer = shared_node.generate(PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
+    answer = shared_node.generate(PROMPTS[LENGTHS.index(HOT_BUFFER - 1)], 16, HisparseFlag.TRUE)
     shared_node.turn_until(lambda: answer.token_ids)
     (request,) = shared_node.engine.requests.select(RequestState.RUNNING)
     waits: list[float] = []

@@ -39,19 +39,19 @@ VARIANTS = [
     *((8, False, 48, 2), (32, True, 64, 8)),
 ]
 """Positions of a thread, only wide items, page size, most new positions."""
-SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=False))[:2]
-"""The default run: the oldest architectures, with different variants. The last variants take the longest."""
+SAMPLE = (ARCHITECTURES[0], VARIANTS[0])
+"""The default run: the oldest architecture. The last variants take the longest."""
 
 
 @pytest.mark.parametrize(
     ("arch", "variant"),
     [
-        *SAMPLE,
+        SAMPLE,
         *(
             pytest.param(arch, variant, marks=pytest.mark.slow)
             for arch in ARCHITECTURES
             for variant in (VARIANTS[0], VARIANTS[-1])
-            if (arch, variant) not in SAMPLE
+            if (arch, variant) != SAMPLE
         ),
     ],
 )

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them whe
 
 def test_a_history_without_verified_rows() -> None:
     """Other histories are those of ``tests/property/test_hot_buffer.py``."""
-    History(1, 24, verifies=False).run(60)
+    History(1, 24, verifies=False).run(30)
 
 
 @pytest.mark.I6
-@pytest.mark.parametrize("max_new", [1, 3])
+@pytest.mark.parametrize("max_new", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_requests_begin_with_nothing(max_new: int) -> None:
     live_from_nothing(24, max_new)
 
@@ -39,7 +39,7 @@ def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
         max_context=200,
         **options,
     )
-    history.run(120)
+    history.run(60)
     assert history.num_found > 5
 
 

@@ -42,6 +42,8 @@ ODD = {
 }
 """Sizes that fill no vector register, and so few heads and experts that libraries have code for them."""
 LENGTHS = (1, 9, 40, 130, 300)
+SAMPLE = ("v32", "mistral")
+"""Variants of the default run, of which the second has layers without rope and of shared KV."""
 
 
 class Watch(TorchDispatchMode):
@@ -128,7 +130,10 @@ def logits_of(model: PagedModel, chunk: int, *, together: bool) -> list[Tensor]:
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in VARIANTS],
+)
 def test_odd_sizes_have_the_same_bits_in_any_company_and_threads(
     variant: str, tmp_path: Path, set_threads: Callable[[int], None]
 ) -> None:

@@ -30,7 +30,7 @@ from tools.checkpoints.make_tiny import write_checkpoint
 CHUNK, PAGE_SIZE = 48, 16
 
 
-@pytest.fixture(scope="module", params=["plain", "drafting"])
+@pytest.fixture(scope="module", params=[pytest.param("plain", marks=pytest.mark.slow), "drafting"])
 def served(
     request: pytest.FixtureRequest,
     tiny_checkpoint: Callable[[str], Path],

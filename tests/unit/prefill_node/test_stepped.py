@@ -90,7 +90,10 @@ def node(tiny: Path) -> Node:
     return Node(tiny)
 
 
-@pytest.fixture(scope="module", params=FIRST_STEPPED, ids=["a tail", "resumed"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(0, id="a tail"), pytest.param(350, id="resumed", marks=pytest.mark.slow)],
+)
 def num_resumed(request: pytest.FixtureRequest) -> int:
     num_resumed: int = request.param
     return num_resumed

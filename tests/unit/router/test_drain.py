@@ -88,7 +88,7 @@ async def router_process(
                 await process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 async def test_a_stopping_router_finishes_what_it_has_and_refuses_the_rest(number: signal.Signals) -> None:
     async with router_process("--drain-timeout-secs", str(NEVER_SECS)) as router:
         async with router.client.stream("POST", "/generate", json={"text": "a"}) as answer:
