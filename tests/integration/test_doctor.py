@@ -26,6 +26,7 @@ def doctor(*options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, report
 
 
+@pytest.mark.slow
 def test_a_machine_alone() -> None:
     status, report = doctor("--transfer-protocol", "auto", "--host-pool-gib", "0.001")
     assert (status, report["ok"]) == (0, True), report

@@ -62,6 +62,7 @@ def nodes(
         yield Deployment(prefill, decode, router)
 
 
+@pytest.mark.slow
 def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment, tmp_path: Path) -> None:
     """A ``cache_aware`` router sends a conversation to the prefill node that has its turns cached."""
     router = router_service(nodes.prefill, nodes.decode, tmp_path, ["--policy", "cache_aware"])

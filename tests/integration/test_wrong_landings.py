@@ -96,7 +96,7 @@ def nodes(
         pytest.param("other positions", 0.5, False, marks=pytest.mark.slow),
         ("early", 1.0, False),
         ("cached", 1.0, True),
-        ("neighbours", 1.0, False),
+        pytest.param("neighbours", 1.0, False, marks=pytest.mark.slow),
         ("repeated", 1.0, True),
     ],
 )

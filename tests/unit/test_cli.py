@@ -126,11 +126,10 @@ def test_usage_errors_exit_with_2_and_say_what_is_allowed(
         assert word in err
 
 
-def test_a_bad_node_url_stops_the_router_before_it_serves(capsys: pytest.CaptureFixture[str]) -> None:
-    nodes = ("--prefill", "localhost:1", "--decode", "http://127.0.0.1:2")
-    code, _, err = exits(capsys, "router", *nodes, "--port", "0")
-    assert code == 2
-    assert "prefill node 'localhost:1'" in err
+def test_a_bad_node_url_stops_the_router_before_it_serves() -> None:
+    done = run_cli("router", "--prefill", "localhost:1", "--decode", "http://127.0.0.1:2", "--port", "0")
+    assert done.returncode == 2
+    assert "prefill node 'localhost:1'" in done.stderr
 
 
 NO_NODES = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")

@@ -267,7 +267,9 @@ class RecordingBackend:
 
 @pytest.mark.I7
 @pytest.mark.I8
-@pytest.mark.parametrize(("num_prompts", "num_chars"), [(4096, 60), (300, 5_000), (2, 300_000)])
+@pytest.mark.parametrize(
+    ("num_prompts", "num_chars"), [pytest.param(4096, 60, marks=pytest.mark.slow), (300, 5_000), (2, 300_000)]
+)
 def test_many_prompts_are_tokenized_in_batches_between_which_others_have_turns(
     num_prompts: int, num_chars: int
 ) -> None:
@@ -344,7 +346,13 @@ def calling(path: str, num_calls: int) -> dict[str, Any]:
 
 
 @pytest.mark.I8
-@pytest.mark.parametrize("path", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
+@pytest.mark.parametrize(
+    "path",
+    [
+        Endpoint.CHAT,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (Endpoint.RESPONSES, Endpoint.MESSAGES)),
+    ],
+)
 def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once(path: Endpoint) -> None:
     """The messages behind the call with which they are too many are not even decoded."""
     parse(path, **calling(path, 3))

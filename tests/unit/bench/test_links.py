@@ -148,6 +148,7 @@ def test_links_are_measured_on_cpus_and_a_process_that_fails_is_a_row(
     assert [("error" in lies) for lies in blocks["blocks"]] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "measure_host", lambda *_: [])
     seen: list[int] = []

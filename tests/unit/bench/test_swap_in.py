@@ -20,7 +20,9 @@ from tools.bench.swap_in import (
 )
 
 
-@pytest.mark.parametrize("miss_percent", [0, 10, 100])
+@pytest.mark.parametrize(
+    "miss_percent", [*(pytest.param(each, marks=pytest.mark.slow) for each in (0, 100)), 10]
+)
 def test_every_token_replaces_the_given_share_by_what_was_selected_longest_ago_or_never(
     miss_percent: int,
 ) -> None:
@@ -61,7 +63,7 @@ def test_a_cell_sees_wrong_bytes() -> None:
         cell.verify(selected, out)
 
 
-@pytest.mark.parametrize("miss_percent", [0, 30])
+@pytest.mark.parametrize("miss_percent", [pytest.param(0, marks=pytest.mark.slow), 30])
 def test_tokens_of_drafts_unite_and_miss_as_they_promise_in_calls_of_any_number(miss_percent: int) -> None:
     tokens = selections(NUM_DRAFTED_TOKENS, 1, miss_percent, 0, 1.9)
     unions = [len(tokens[step : step + 4].unique()) / TOP_K for step in range(0, NUM_DRAFTED_TOKENS - 4, 7)]

@@ -122,6 +122,7 @@ def test_transformers_finds_no_weight_missing_or_left_over(checkpoint: Path) -> 
     assert not report["mismatched_keys"]
 
 
+@pytest.mark.slow
 def test_consecutive_selections_overlap_as_the_jitter_says(checkpoint: Path, tmp_path: Path) -> None:
     _, with_locality = run(checkpoint)
     shape = replace(SMALL, jitter=1.0)
@@ -186,7 +187,8 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
     assert float(difference.abs().max()) < 0.08 * float(wanted.gate_up.of(1, torch.float32).abs().max())
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.7])
 def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Path, share: float) -> None:
     """Behind any token, alone and at the end of a chain of guesses; the model without it is as it was."""
     shape = replace(SMALL, draft_agreement=share)
@@ -221,6 +223,7 @@ def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Pat
         assert torch.equal(logits, expected)
 
 
+@pytest.mark.slow
 def test_published_sizes_come_without_weights(tmp_path: Path) -> None:
     main(["--out", str(tmp_path), "--published", "axk2"])
     assert not list(tmp_path.glob("*.safetensors"))

@@ -77,7 +77,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(
     assert node.double.bootstraps == []
 
 
-@pytest.mark.parametrize("num_resumed", [4, 7, PAGE])
+@pytest.mark.parametrize("num_resumed", [4, pytest.param(7, marks=pytest.mark.slow), PAGE])
 def test_resumed_tokens_and_the_one_before_them_are_computed_again(
     node: EngineHarness, expected: list[int], num_resumed: int
 ) -> None:
@@ -162,7 +162,7 @@ def test_scores_that_nobody_asked_for_end_their_request(node: EngineHarness) -> 
 
 @pytest.mark.I5
 @pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("num_prompt_tokens", [81, 90])
+@pytest.mark.parametrize("num_prompt_tokens", [pytest.param(81, marks=pytest.mark.slow), 90])
 def test_a_prompt_lands_once_for_all_its_samples(
     checkpoint: Checkpoint, tmp_path: Path, flag: HisparseFlag, num_prompt_tokens: int
 ) -> None:

@@ -94,9 +94,9 @@ def only_running(node: EngineHarness) -> Request:
 @pytest.mark.parametrize(
     ("make", "numbers", "flag"),
     [
-        # Each runner, each mode and all numbers of drafts; in `make test-full` any three meet.
+        # Each runner and each mode, with drafts alone and by turns; in `make test-full` any three meet.
         pytest.param(make_behind, (3,), HisparseFlag.TRUE, id="behind, drafts, hisparse"),
-        pytest.param(make_behind, (0,), HisparseFlag.FALSE, id="behind, none, dense"),
+        pytest.param(make_behind, (0,), HisparseFlag.FALSE, id="behind, none, dense", marks=SLOW),
         pytest.param(make_behind, (1, 0, 3, 2), HisparseFlag.TRUE, id="behind, any, hisparse", marks=SLOW),
         pytest.param(make_runner, (3,), HisparseFlag.FALSE, id="read first, drafts, dense", marks=SLOW),
         pytest.param(make_runner, (0,), HisparseFlag.TRUE, id="read first, none, hisparse", marks=SLOW),
@@ -133,7 +133,7 @@ def test_a_short_tail_needs_no_prefill_node(
 
 @pytest.mark.I5
 @pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("number", [3, 0])
+@pytest.mark.parametrize("number", [3, pytest.param(0, marks=SLOW)])
 def test_the_rows_are_those_of_a_prefill_node(
     node: EngineHarness, checkpoint: Checkpoint, flag: HisparseFlag, number: int
 ) -> None:
@@ -161,7 +161,7 @@ def test_the_rows_are_those_of_a_prefill_node(
 
 
 @RUNNERS
-@pytest.mark.parametrize("missing", [pytest.param(2, marks=SLOW), 4, 5, pytest.param(13, marks=SLOW), 16])
+@pytest.mark.parametrize("missing", [*(pytest.param(each, marks=SLOW) for each in (2, 4, 13)), 5, 16])
 @pytest.mark.parametrize("number", [3, 0])
 def test_steps_take_as_many_tokens_as_they_verify(
     node: EngineHarness, calls: Calls, missing: int, number: int

@@ -25,21 +25,23 @@ def test_requests_begin_with_nothing(max_new: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("item_bytes", "options"),
-    [(9, {"max_new": 3}), (9, {"copy_blocks": 2})],
-    ids=["drafts", "planned"],
+    ("num_steps", "options"),
+    [
+        pytest.param(60, {"max_new": 3}, id="drafts"),
+        pytest.param(120, {"copy_blocks": 2}, id="planned", marks=pytest.mark.slow),
+    ],
 )
-def test_wrong_rows_are_found(item_bytes: int, options: dict[str, Any]) -> None:
+def test_wrong_rows_are_found(num_steps: int, options: dict[str, Any]) -> None:
     history = History(
         2,
-        item_bytes,
+        9,
         wrong_rows=1.0,
         has_dense=False,
         capacities=(75, 90, 120),
         max_context=200,
         **options,
     )
-    history.run(60)
+    history.run(num_steps)
     assert history.num_found > 5
 
 
