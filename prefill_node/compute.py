@@ -113,8 +113,9 @@ class PromptRunner:
             self._model.draft(next_ids, hidden, kv.positions, kv, no_logits)
 
         self._wait()
+        all_hints = kv.hints.cpu()
         hints = {
-            request.room: kv.hints[number]
+            request.room: all_hints[number]
             for number, (request, chunk) in enumerate(batch)
             if chunk.stop == request.num_computed_tokens  # this is the prompt's last chunk
         }
@@ -180,7 +181,7 @@ class PromptRunner:
                 torch.cuda.current_stream(self._model.device).synchronize()
 
     def _paged(self, request: PrefillRequest, chunk: Chunk) -> PagedRequest:
-        page_ids = torch.tensor(request.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+        page_ids = torch.tensor(request.page_ids, dtype=torch.int64)
         num_stepped = max(0, chunk.stop - max(chunk.start, request.first_stepped))
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_stepped)
 
