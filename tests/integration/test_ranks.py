@@ -42,7 +42,7 @@ from tests.waiting import WAIT_SECS
 
 NUM_NEW_TOKENS = 8
 NUM_CONCURRENT = 12
-LENGTHS = (1, 36, 38, 129, 257, 450)
+LENGTHS = (1, 36, 38, 64, 129, 200, 257, 300, 450)
 """Lengths of prompts. With others, a drawn prompt may be nearer to a tie than float32 rounds."""
 NUM_RANKS = 2 if DEVICE == "cpu" else min(4, max(2, torch.cuda.device_count()))
 RANKS = ("--dp-size", str(NUM_RANKS))
