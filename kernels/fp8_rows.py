@@ -41,6 +41,16 @@ class Rounded:
     scales: Tensor
     """float32 [blocks across, num_rows]"""
 
+    @classmethod
+    def empty(cls, num_tokens: int, columns: int, device: torch.device) -> Rounded:
+        """Return memory for rows that a kernel rounds, with padding (``row_multiple``)."""
+        multiple = row_multiple(num_tokens, device)
+        num_rows = -(-num_tokens // multiple) * multiple
+        return cls(
+            torch.empty((num_rows, columns), dtype=DTYPE, device=device),
+            torch.empty((-(-columns // BLOCK), num_rows), dtype=torch.float32, device=device),
+        )
+
 
 @dataclass(frozen=True)
 class Activations:
