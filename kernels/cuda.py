@@ -34,6 +34,7 @@ from hisparse_pd.kernels.cuda_launch import (
 from hisparse_pd.kernels.cuda_params import (
     BACKUP,
     CHECK_DENSE_ROW,
+    CHECK_PAGES,
     CHECK_ROWS,
     COPY,
     FILL,
@@ -336,6 +337,23 @@ def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: i
     num_blocks = min(-(-num_tokens // (COPY_THREADS // 32)), most_blocks)
     kernel = compiled("check_dense_row", only_wide_items=is_wide(one_pool), page_size=state.page_size)
     launch(kernel, state.device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
+
+
+def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32], page_size: int) -> bool:
+    """See ``kernels.row_check.has_wrong_item``; one launch."""
+    device = row_checks.device
+    pages_dev = torch.from_numpy(pages).to(device)
+    is_wrong = torch.zeros(1, dtype=torch.int32, device=device)
+    parameters = np.zeros((), CHECK_PAGES)
+    parameters["pool"] = one_pool = device_pool_of(pool)
+    parameters["row_checks"], parameters["num_slots"] = row_checks.data_ptr(), row_checks.stride(0)
+    parameters["pages"], parameters["num_pages"] = pages_dev.data_ptr(), len(pages)
+    parameters["is_wrong"] = is_wrong.data_ptr()
+    most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(device)
+    num_blocks = min(-(-len(pages) * page_size // (COPY_THREADS // 32)), most_blocks)
+    kernel = compiled("check_pages", only_wide_items=is_wide(one_pool), page_size=page_size)
+    launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
+    return bool(is_wrong.item())
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:

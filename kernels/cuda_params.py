@@ -79,6 +79,10 @@ CHECK_ROWS = _struct(
     num_items=_LONG, first_layer=_INT, padding=_INT,
 )  # fmt: skip
 CHECK_DENSE_ROW = _struct(tables=TABLES, pool=POOL, checks=CHECKS, row=_INT, num_tokens=_INT)
+CHECK_PAGES = _struct(
+    pool=POOL, row_checks=_POINTER, pages=_POINTER, is_wrong=_POINTER, num_slots=_LONG, num_pages=_INT,
+    padding=_INT,
+)  # fmt: skip
 NEWEST_SLOTS = _struct(tables=TABLES, requests=REQUESTS, out=_POINTER)
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -100,6 +102,40 @@ def wrong_items(
     checks = (values[layers, wrong].long() & 0xFFFFFFFF for values in (expected, actual))
     columns = (layers, positions[wrong], slots[wrong], *checks)
     return [WrongItem(*values) for values in torch.stack(columns, dim=1).tolist()]
+
+
+def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32], page_size: int) -> bool:
+    """Whether any item of ``pages`` does not match its check in any layer. ``wrong_items`` then says which.
+
+    ``pool`` and ``row_checks``: int32 [num_layers, num_slots] on the pool's device, have the same layers and
+    slots; ``pages``: int32 [n, 3], page id, position of the page's first item, and how many items from it on
+    count. Waits for the device. Raises KernelArgumentError.
+    """
+    check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None), device=row_checks.device)
+    check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=pool.shape[:2])
+    if len(pages) == 0:
+        return False
+    if pool.device.type == "cuda":
+        from hisparse_pd.kernels import cuda
+
+        return cuda.has_wrong_item(pool, row_checks, pages, page_size)
+    slots, positions = map(torch.from_numpy, items_of_pages(pages, page_size))
+    return not torch.equal(row_checks_of(pool, slots, positions), row_checks[:, slots])
+
+
+class PageItems(NamedTuple):
+    """Slots and positions of items, int64 [num_items] each."""
+
+    slots: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
+def items_of_pages(pages: npt.NDArray[np.int32], page_size: int) -> PageItems:
+    """Return the items that count in ``pages`` (int32 [n, 3], as in ``has_wrong_item``)."""
+    page_ids, first_positions, num_items = pages.astype(np.int64).T[:, :, None]
+    in_page = np.arange(page_size)
+    counts = in_page < num_items
+    return PageItems((page_ids * page_size + in_page)[counts], (first_positions + in_page)[counts])
 
 
 def check_in_place(

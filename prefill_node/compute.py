@@ -180,7 +180,7 @@ class PromptRunner:
                 torch.cuda.current_stream(self._model.device).synchronize()
 
     def _paged(self, request: PrefillRequest, chunk: Chunk) -> PagedRequest:
-        page_ids = torch.tensor(request.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+        page_ids = torch.tensor(request.page_ids, dtype=torch.int64)
         num_stepped = max(0, chunk.stop - max(chunk.start, request.first_stepped))
         return PagedRequest(page_ids, chunk.start, chunk.stop - chunk.start, num_stepped)
 

@@ -18,6 +18,7 @@ from collections import Counter
 from typing import assert_never
 
 import msgspec
+import numpy as np
 import torch
 
 from hisparse_pd.base.log_limit import LogLimiter
@@ -178,6 +179,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
         try:
             self.runner.warm_up(most_tokens, say_size)
+            # Compiles for this page size; what it finds, in rows that nobody has written, means nothing.
+            self.memory.wrong_items(np.array([[0, 0, 1]], np.int32), self._limits.page_size)
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "

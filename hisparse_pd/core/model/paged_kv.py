@@ -34,7 +34,8 @@ class PagedRequest:
     """One request's part of a forward: positions [prefix_len, prefix_len + num_new_tokens) are new."""
 
     page_ids: Tensor
-    """The request's pages in position order, at least as many as its whole length needs."""
+    """The request's pages in position order, at least as many as its whole length needs; on the host, or it
+    is copied there."""
     prefix_len: int
     num_new_tokens: int
     num_stepped: int = 0
@@ -81,24 +82,23 @@ class PagedRows:
         """Return the rows of ``requests``. Raises ValueError for a request without new tokens, or with more
         than its pages hold."""
         _check(requests, page_size)
+        # All is made on the host: on a GPU each of these small operations would be a launch.
         max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
-        page_table = torch.zeros((len(requests), max_pages), dtype=torch.int32, device=device)
+        page_table = torch.zeros((len(requests), max_pages), dtype=torch.int32)
         for number, request in enumerate(requests):
             page_table[number, : request.page_ids.shape[0]] = request.page_ids
         num_tokens = sum(request.num_new_tokens for request in requests)
-        lengths = torch.tensor([request.num_new_tokens for request in requests], device=device)
+        lengths = torch.tensor([request.num_new_tokens for request in requests])
         request_of_token = torch.repeat_interleave(lengths, output_size=num_tokens)
-        positions = torch.cat(
-            [torch.arange(request.prefix_len, request.seq_len, device=device) for request in requests]
-        )
+        positions = torch.cat([torch.arange(request.prefix_len, request.seq_len) for request in requests])
         slots = slots_of(page_table, page_size, request_of_token, positions[:, None].int())[:, 0]
         return cls(
-            page_table=page_table,
-            request_of_token=request_of_token,
-            positions=positions,
-            slots=slots.long(),
-            num_tokens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-            last_rows=lengths.cumsum(0) - 1,
+            page_table=page_table.to(device),
+            request_of_token=request_of_token.to(device),
+            positions=positions.to(device),
+            slots=slots.long().to(device),
+            num_tokens=torch.tensor([num_tokens], dtype=torch.int32).to(device),
+            last_rows=(lengths.cumsum(0) - 1).to(device),
             is_stepped=torch.cat(
                 [
                     torch.arange(request.num_new_tokens) >= request.num_new_tokens - request.num_stepped

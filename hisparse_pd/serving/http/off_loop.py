@@ -9,6 +9,7 @@ interpreter. Calls that keep it are wrapped in ``taking_interpreter``.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ _MAX_PARSING_SECS = 0.02
 _MAX_PAUSE_SECS = 0.25
 """Longest pause of a thread after a call that kept the interpreter."""
 
+_SWITCH_SECS = 0.0005
+"""Time for which a thread keeps the interpreter while the loop waits for it. The loop gives it up in each
+system call, some ten times a request, and would wait for Python's 5 ms each time."""
+
 
 class _Thread(threading.local):
     is_beside_loop = False
@@ -42,11 +47,12 @@ _interpreter_lock = threading.Lock()
 """Held by the thread that makes a large call which keeps the interpreter."""
 
 
-def _mark_thread() -> None:
+def _begin_thread() -> None:
     _thread.is_beside_loop = True
+    sys.setswitchinterval(_SWITCH_SECS)  # of the whole process, where threads now compete with the loop
 
 
-_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_mark_thread)
+_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_begin_thread)
 
 
 async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

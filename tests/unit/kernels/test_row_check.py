@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
     check_dense_row,
     check_in_place,
+    has_wrong_item,
     row_checks_of,
     store_row_checks,
     void_row_checks,
@@ -186,6 +190,25 @@ def test_a_dense_row_as_it_landed() -> None:
     assert found == (ReadAt.START, (1, 5, 5, right, check(dense.pool[1, 5], 1, 5)), False)
     with pytest.raises(KernelArgumentError, match=r"num_tokens: expected .* 21"):
         check_dense_row(dense.state, ROW, dense.pool, 21)
+
+
+def test_pages_with_a_wrong_item() -> None:
+    """One flipped bit is seen in any item that counts, in any layer; others are not looked at."""
+    pool = random_items(2 * 20, 24).view(2, 20, 24)
+    row_checks = torch.zeros((2, 20), dtype=torch.int32)
+    pages = np.array([[3, 8, 4], [1, 0, 4], [4, 12, 2]], np.int32)  # positions 8 to 11, 0 to 3, 12 and 13
+    slots = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 16, 17])
+    positions = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 12, 13])
+    store_row_checks(row_checks, slots, pool, slots, positions, range(2))
+    assert not has_wrong_item(pool, row_checks, pages, PAGE_SIZE)
+    for layer, slot in itertools.product(range(2), range(20)):
+        pool[layer, slot, slot] ^= 16
+        assert has_wrong_item(pool, row_checks, pages, PAGE_SIZE) == (slot in slots), (layer, slot)
+        pool[layer, slot, slot] ^= 16
+    pages[0, 1] = 12
+    assert has_wrong_item(pool, row_checks, pages, PAGE_SIZE), "a page at another position"
+    assert not has_wrong_item(pool, row_checks, pages[1:], PAGE_SIZE)
+    assert not has_wrong_item(pool, row_checks, pages[:0], PAGE_SIZE)
 
 
 def test_without_checks_nothing_can_be_compared() -> None:

@@ -96,9 +96,12 @@ def test_rows_of_a_former_room_match_no_check_once_another_has_their_pages(
     num_wrong: list[tuple[int, int]] = []
 
     def look(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> None:
-        positions = np.flatnonzero(np.isin(former_slots // PAGE, engine.page_ids[room]))
-        wrong = engine.memory.wrong_items(former_slots[positions], positions)
-        num_wrong.append((len(wrong), len(positions)))
+        first_positions = np.arange(0, 96, PAGE)  # of the six whole pages
+        page_ids = former_slots[first_positions] // PAGE
+        is_shared = np.isin(page_ids, engine.page_ids[room])
+        pages = np.stack((page_ids, first_positions, np.full(6, PAGE)), axis=1)[is_shared]
+        wrong = engine.memory.wrong_items(pages.astype(np.int32), PAGE)
+        num_wrong.append((len(wrong), len(pages) * PAGE))
 
     engine.flush()
     engine.before_run = look
