@@ -38,7 +38,7 @@ from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.peer import ipc_handle
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
+from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.protocol.messages import ROW_CHECK_BYTES, Extent, Region, RegionKind, Room
 from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
@@ -157,7 +157,7 @@ class DecodeMemory:
         """Copy rows of a KV pool or of the index pool from slots ``src`` to as many slots ``dst`` of the same
         pool, in all layers. Rows of the index pool take their row checks with them."""
         pools = [self._by_kind[region] for region in _ROWS_OF[kind] if region in self._by_kind]
-        runs = plan_writes(extents_to_slots(src), extents_to_slots(dst))
+        runs = plan_writes(SlotRanges.of_extents(src), SlotRanges.of_extents(dst))
         for run in zip(runs.src_start.tolist(), runs.dst_start.tolist(), runs.length.tolist(), strict=True):
             src_start, dst_start, length = run
             for pool in pools:

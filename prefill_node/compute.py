@@ -113,8 +113,9 @@ class PromptRunner:
             self._model.draft(next_ids, hidden, kv.positions, kv, no_logits)
 
         self._wait()
+        all_hints = kv.hints.cpu()
         hints = {
-            request.room: kv.hints[number]
+            request.room: all_hints[number]
             for number, (request, chunk) in enumerate(batch)
             if chunk.stop == request.num_computed_tokens  # this is the prompt's last chunk
         }

@@ -118,10 +118,10 @@ class PrefillMemory:
         return found
 
     def stage_aux(self, slot: int, room: int, hint: Tensor) -> None:
-        """Write a request's aux record to its slot. ``hint``: int32 [the peer's index groups, index_topk],
-        padded with -1."""
+        """Write a request's aux record to its slot. ``hint``: int32 [the peer's index groups, index_topk], on
+        the host, padded with -1."""
         layout = AuxLayout(len(hint), self._index_topk)
-        layout.pack_into(self.aux[slot].numpy(), room, hint.cpu().numpy())
+        layout.pack_into(self.aux[slot].numpy(), room, hint.numpy())
 
 
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:

@@ -25,9 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots, slice_extents
+from hisparse_pd.core.paging.extents import SlotRanges, slice_extents
 from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.protocol.messages import Extent, RegionKind
@@ -142,12 +140,13 @@ class Pusher:
         num_held = bootstrap.num_held_tokens
         # ``start`` becomes ``stop`` when the decode node holds the whole chunk.
         start = min(max(start, num_held), stop)
-        src_slots = expand_pages(np.asarray(request.page_ids, np.int64), self._page_size, start, stop)
+        src_slots = SlotRanges.of_pages(request.page_ids, self._page_size, start, stop)
 
         def all_layers(src: RegionView, dst: RegionView, extents: tuple[Extent, ...]) -> LayerWrites:
             # Extents begin with the first position that is not held.
             landing = slice_extents(extents, max(start - num_held, 0), max(stop - num_held, 0))
-            return LayerWrites(plan_writes(src_slots, extents_to_slots(landing)), src, dst, 0, dst.num_layers)
+            runs = plan_writes(src_slots, SlotRanges.of_extents(landing))
+            return LayerWrites(runs, src, dst, 0, dst.num_layers)
 
         kv = all_layers(self._source.kv, peer.regions[kv_region_of(bootstrap)], bootstrap.kv_extents)
         index = all_layers(self._source.index, peer.regions[RegionKind.INDEX], bootstrap.index_extents)
@@ -213,7 +212,9 @@ class Pusher:
         slot = RegionView(
             slot_addr, num_bytes=source.item_bytes, num_layers=1, num_slots=1, item_bytes=dst.item_bytes
         )
-        writes = LayerWrites(plan_writes([0], [bootstrap.aux_slot]), slot, dst, 0, 1)
+        writes = LayerWrites(
+            plan_writes(SlotRanges.of_slots([0]), SlotRanges.of_slots([bootstrap.aux_slot])), slot, dst, 0, 1
+        )
         writes.check()
         self.submit(request, "aux record", (writes,), None)
 

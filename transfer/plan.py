@@ -1,6 +1,6 @@
 """Plans writes: turns token slots on both sides into as few byte ranges as possible, as arrays of numpy.
 
-``prefill_node/push.py`` plans each chunk with it, in three stages. ``plan_writes`` coalesces tokens into runs
+``prefill_node/push.py`` plans each chunk with it, in three stages. ``plan_writes`` joins slots into runs
 that are contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for
 some layers and refuses slots outside the registered memory. ``SlicedWrites`` does that slice by slice as the
 sender's threads write.
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hisparse_pd.core.paging.extents import SlotArray, as_slots
+from hisparse_pd.core.paging.extents import SlotArray, SlotRanges, as_slots
 from hisparse_pd.transfer.errors import TransferError
 
 MAX_DESCRIPTOR_BYTES: Final = 4 << 20
@@ -109,26 +109,37 @@ Writes: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike]
 """The columns of ``Descriptors`` as a transport takes them: integers of any kind."""
 
 
-def plan_writes(src_slots: ArrayLike, dst_slots: ArrayLike) -> RunPlan:
-    """Return runs, contiguous on both sides, that copy ``src_slots[i]`` to ``dst_slots[i]`` for every i.
+def plan_writes(src: SlotRanges, dst: SlotRanges) -> RunPlan:
+    """Return runs, contiguous on both sides, that copy the i-th slot of ``src`` to the i-th of ``dst`` for
+    every i.
 
-    Both are integers [num_tokens], and the destination slots are distinct. Raises PlanError when the numbers
-    of tokens differ.
+    The destination slots are distinct. Raises PlanError when the numbers of slots differ.
     """
-    src, dst = as_slots(src_slots), as_slots(dst_slots)
-    if src.size != dst.size:
-        raise PlanError(f"{src.size} source slots for {dst.size} destination slots")
-    if src.size == 0:
-        return RunPlan(src, dst, np.empty(0, np.int64))
-    is_first = np.empty(src.size, np.bool_)  # of its run
-    is_first[0] = True
-    np.not_equal(src[1:] - src[:-1], 1, out=is_first[1:])
-    is_first[1:] |= dst[1:] - dst[:-1] != 1
+    src_ends, dst_ends = np.cumsum(src.lengths), np.cumsum(dst.lengths)
+    num_src, num_dst = (int(ends[-1]) if ends.size else 0 for ends in (src_ends, dst_ends))
+    if num_src != num_dst:
+        raise PlanError(f"{num_src} source slots for {num_dst} destination slots")
+    if num_src == 0:
+        nothing = np.empty(0, np.int64)
+        return RunPlan(nothing, nothing, nothing)
+
+    # Pieces end where a range ends on either side; neighbours that continue on both sides are one run.
+    stop = np.union1d(src_ends, dst_ends)
+    stop = stop[stop > 0]  # a first range may be empty
+    start = np.concatenate(([0], stop[:-1]))
+    src_start, dst_start = _slots_at(start, src, src_ends), _slots_at(start, dst, dst_ends)
+    is_first = np.ones(start.size, np.bool_)  # of its run
+    is_first[1:] = np.diff(src_start) != np.diff(start)
+    is_first[1:] |= np.diff(dst_start) != np.diff(start)
     first = np.flatnonzero(is_first)
-    length = np.empty_like(first)
-    np.subtract(first[1:], first[:-1], out=length[:-1])
-    length[-1] = src.size - first[-1]
-    return RunPlan(src[first], dst[first], length)
+    return RunPlan(src_start[first], dst_start[first], np.add.reduceat(stop - start, first))
+
+
+def _slots_at(positions: SlotArray, ranges: SlotRanges, ends: SlotArray) -> SlotArray:
+    """Return the slots at ``positions``, int64 [n]. ``ends``: position behind each range, int64
+    [num_ranges]."""
+    which = np.searchsorted(ends, positions, side="right")
+    return ranges.starts[which] + positions - (ends - ranges.lengths)[which]
 
 
 def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequence[int]) -> Descriptors:

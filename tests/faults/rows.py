@@ -26,8 +26,9 @@ from torch import Tensor
 
 from hisparse_pd.core.paging.extents import extents_to_slots, ranges_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.transfer.plan import LayerWrites, RegionView, plan_writes
+from hisparse_pd.transfer.plan import LayerWrites, RegionView
 from tests.faults.canaries import free_slots
+from tests.slot_plans import plan_slots
 from tests.waiting import wait_until
 
 NUM_BITS = 20
@@ -153,4 +154,4 @@ def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:
 
 def _of_next_tokens(part: LayerWrites) -> LayerWrites:
     src, dst = (ranges_to_slots(at, part.runs.length) for at in (part.runs.src_start, part.runs.dst_start))
-    return replace(part, runs=plan_writes(np.roll(src, -1), dst))
+    return replace(part, runs=plan_slots(np.roll(src, -1), dst))

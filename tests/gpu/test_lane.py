@@ -23,10 +23,10 @@ from hisparse_pd.transfer.plan import (
     LayerWrites,
     RegionView,
     SlicedWrites,
-    plan_writes,
 )
 from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
+from tests.slot_plans import plan_slots
 
 pytestmark = needs_gpu
 
@@ -124,7 +124,7 @@ def test_a_room_of_long_and_short_runs_lands_in_slices(writer: Writer, landed: d
     for where, base in (("host", writer.peer.host_addr), ("gpu", writer.peer.gpu_addr)):
         src = RegionView(writer.source.data_ptr(), NUM_BYTES, num_layers, num_slots, item_bytes)
         dst = RegionView(base, NUM_BYTES, num_layers, num_slots, item_bytes)
-        runs = plan_writes(src_slots, dst_slots)
+        runs = plan_slots(src_slots, dst_slots)
         for slice_ in SlicedWrites([LayerWrites(runs, src, dst, 0, num_layers)]):
             writer.lanes.write(SESSION, slice_)
         shape, size = (num_layers, num_slots, item_bytes), num_layers * num_slots * item_bytes

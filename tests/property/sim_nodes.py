@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.drafting import max_verifiable
@@ -42,6 +42,7 @@ from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
 from tests.property.sim_transport import SafetyViolation
+from tests.slot_plans import expand_pages
 from tests.unit.model.model_specs import make_spec
 
 PAGE_SIZE = 4

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hisparse_pd.core.paging.extents import SlotArray, expand_pages
+from hisparse_pd.core.paging.extents import SlotArray
 from hisparse_pd.transfer.engine import MAX_BATCH_DESCRIPTORS
-from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
+from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors
+from tests.slot_plans import expand_pages, plan_slots
 
 MAX_PAYLOAD_BYTES = 4096
 """Payload of an RDMA packet at the largest MTU that there is."""
@@ -45,7 +46,7 @@ class Pattern:
     def writes(self, src_base_addr: int, dst_base_addr: int) -> Descriptors:
         """Return the descriptors of the copy. ``*_base_addr``: where each side's memory begins."""
         src, dst = (self._region(addr + POOL_OFFSET) for addr in (src_base_addr, dst_base_addr))
-        return descriptors(plan_writes(self.src_slots, self.dst_slots), src, dst, range(self.num_layers))
+        return descriptors(plan_slots(self.src_slots, self.dst_slots), src, dst, range(self.num_layers))
 
     def expected(self, content: Bytes) -> Bytes:
         """Return the destination's memory afterwards, uint8 [MEMORY_BYTES]. ``content``: the source's."""

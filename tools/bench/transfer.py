@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from hisparse_pd.core.memory.host import allocate_host
 from hisparse_pd.core.paging.allocator import ExtentAllocator
-from hisparse_pd.core.paging.extents import SlotArray, expand_pages, extents_to_slots
+from hisparse_pd.core.paging.extents import SlotArray, SlotRanges, extents_to_slots, ranges_to_slots
 from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
@@ -42,6 +42,7 @@ from hisparse_pd.transfer.plan import (
     Descriptors,
     LayerWrites,
     RegionView,
+    RunPlan,
     SlicedWrites,
     descriptors,
     plan_writes,
@@ -84,7 +85,13 @@ class Zone:
     dst_slots: SlotArray
 
     def src_slots(self) -> SlotArray:
-        return expand_pages(self.page_ids, PAGE_SIZE, 0, self.dst_slots.size)
+        return ranges_to_slots(*self._src_ranges())
+
+    def runs(self) -> RunPlan:
+        return plan_writes(self._src_ranges(), SlotRanges.of_slots(self.dst_slots))
+
+    def _src_ranges(self) -> SlotRanges:
+        return SlotRanges.of_pages(self.page_ids, PAGE_SIZE, 0, self.dst_slots.size)
 
 
 def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
@@ -133,8 +140,7 @@ class Link:
     def send(self, zone: Zone, src: RegionView, dst: RegionView, session: str = "") -> None:
         """Send by the product's path: plan, descriptors, queue, write, completion. ``session``: empty for
         TCP."""
-        runs = plan_writes(zone.src_slots(), zone.dst_slots)
-        writes = SlicedWrites([LayerWrites(runs, src, dst, 0, src.num_layers)])
+        writes = SlicedWrites([LayerWrites(zone.runs(), src, dst, 0, src.num_layers)])
         self._num_rooms += 1
         self._done.clear()
         batch = WriteBatch(Room(self._num_rooms), "bench", writes, writes.num_bytes)
@@ -209,7 +215,7 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     )
     for session in ("", SHARED):
         check_landed(link, zone, src, dst, session)
-    writes = descriptors(plan_writes(zone.src_slots(), zone.dst_slots), src, dst, range(num_layers))
+    writes = descriptors(zone.runs(), src, dst, range(num_layers))
     num_bytes = writes.num_bytes
 
     runs: dict[str, Callable[[], None]] = {

@@ -1,15 +1,15 @@
 """Arithmetic on extents and token slots: pure functions, no state.
 
 Pools, messages and requests keep slots as extents, ``(start, length)`` of contiguous token slots in the order
-of positions. Transfers and kernels take the int64 array with one token slot for each position; pages expand
-to such an array, too.
+of positions. Transfers are planned over the same as arrays (``SlotRanges``), to which pages expand, too.
+Kernels take the int64 array with one token slot for each position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +18,52 @@ from hisparse_pd.protocol.messages import Extent
 
 SlotArray: TypeAlias = NDArray[np.int64]
 """Token slots, one for each position: int64 [num_tokens]."""
+
+
+class SlotRanges(NamedTuple):
+    """Token slots in the order of positions, as ranges: int64 [num_ranges] each, ``lengths[i]`` slots from
+    ``starts[i]`` on."""
+
+    starts: SlotArray
+    lengths: SlotArray
+
+    @classmethod
+    def of_slots(cls, slots: ArrayLike) -> SlotRanges:
+        """Return a range for each of ``slots``, integers [num_slots]."""
+        starts = as_slots(slots)
+        return cls(starts, np.ones_like(starts))
+
+    @classmethod
+    def of_extents(cls, extents: Sequence[Extent]) -> SlotRanges:
+        num_extents = len(extents)
+        return cls(
+            np.fromiter(map(attrgetter("start"), extents), np.int64, num_extents),
+            np.fromiter(map(attrgetter("length"), extents), np.int64, num_extents),
+        )
+
+    @classmethod
+    def of_pages(cls, page_ids: ArrayLike, page_size: int, start_token: int, stop_token: int) -> SlotRanges:
+        """Return a range for each page that positions ``[start_token, stop_token)`` of a request touch.
+
+        ``page_ids``: the request's pages, integers [num_pages], in position order; the first and the last
+        page may be partial. Raises ValueError when the range is reversed or reaches past the pages.
+        """
+        pages = as_slots(page_ids)
+        if page_size < 1:
+            raise ValueError(f"page_size {page_size} must be at least 1 token")
+        if not 0 <= start_token <= stop_token:
+            raise ValueError(f"positions [{start_token}, {stop_token}) are not a range from 0 on")
+        if stop_token > pages.size * page_size:
+            raise ValueError(
+                f"positions [{start_token}, {stop_token}) reach past {pages.size} pages of {page_size} tokens"
+            )
+        if start_token == stop_token:
+            return cls.of_slots([])
+        touched = slice(start_token // page_size, -(-stop_token // page_size))
+        first_positions = np.arange(pages.size, dtype=np.int64)[touched] * page_size
+        skipped = np.maximum(start_token - first_positions, 0)  # of each page, at its beginning
+        stops = np.minimum(stop_token - first_positions, page_size)
+        return cls(pages[touched] * page_size + skipped, stops - skipped)
 
 
 def total_length(extents: Iterable[Extent]) -> int:
@@ -31,10 +77,7 @@ def has_slot(extents: Iterable[Extent], slot: int) -> bool:
 
 def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
     """Return every token slot of ``extents``, in order: int64 [total_length]."""
-    num_extents = len(extents)
-    starts = np.fromiter(map(attrgetter("start"), extents), np.int64, num_extents)
-    lengths = np.fromiter(map(attrgetter("length"), extents), np.int64, num_extents)
-    return ranges_to_slots(starts, lengths)
+    return ranges_to_slots(*SlotRanges.of_extents(extents))
 
 
 def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
@@ -81,29 +124,6 @@ def slice_extents(extents: Iterable[Extent], start: int, stop: int) -> tuple[Ext
     if offset < stop:
         raise ValueError(f"positions [{start}, {stop}) reach past the {offset} token slots of the extents")
     return tuple(sliced)
-
-
-def expand_pages(page_ids: ArrayLike, page_size: int, start_token: int, stop_token: int) -> SlotArray:
-    """Return the token slots of positions ``[start_token, stop_token)`` of a request that owns ``page_ids``.
-
-    ``page_ids``: integers [num_pages], in position order; the first and the last page may be partial. Returns
-    int64 [stop_token - start_token]. Raises ValueError when the range is reversed or reaches past the pages.
-    """
-    pages = as_slots(page_ids)
-    if page_size < 1:
-        raise ValueError(f"page_size {page_size} must be at least 1 token")
-    if not 0 <= start_token <= stop_token:
-        raise ValueError(f"positions [{start_token}, {stop_token}) are not a range from 0 on")
-    if stop_token > pages.size * page_size:
-        raise ValueError(
-            f"positions [{start_token}, {stop_token}) reach past {pages.size} pages of {page_size} tokens"
-        )
-    first_page = start_token // page_size
-    last_page = -(-stop_token // page_size)
-    in_page = np.arange(page_size, dtype=np.int64)
-    slots = (pages[first_page:last_page, None] * page_size + in_page).reshape(-1)
-    skipped = start_token - first_page * page_size
-    return slots[skipped : skipped + stop_token - start_token]
 
 
 def as_slots(values: ArrayLike) -> SlotArray:

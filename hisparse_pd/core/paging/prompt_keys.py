@@ -41,7 +41,8 @@ def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[
     content, keys = bytes(content), []
     for start in range(0, len(content) - block_bytes + 1, block_bytes):
         block = content[start : start + block_bytes]
-        last = hashlib.blake2b(last + block, digest_size=KEY_BYTES).digest()
+        # SHA-256, for which servers' CPUs have instructions: BLAKE2 takes two to three times as long.
+        last = hashlib.sha256(last + block).digest()[:KEY_BYTES]
         keys.append(last)
     return keys
 

@@ -31,7 +31,8 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.protocol.messages import Extent, RegionKind
-from hisparse_pd.transfer.plan import RegionView, descriptors, plan_writes
+from hisparse_pd.transfer.plan import RegionView, descriptors
+from tests.slot_plans import plan_slots
 from tests.unit.model.model_specs import make_spec
 from tests.unit.transfer.fake_machine import GIB, FakeMachine
 
@@ -261,7 +262,7 @@ def test_scratch_pages_lie_behind_what_is_handed_out_and_peers_see_the_real_stri
         view = RegionView(region.base_addr, region.num_bytes, num_layers, region.num_slots, item_bytes)
         assert num_layers * region.num_slots * item_bytes == region.num_bytes
         source = RegionView(1 << 40, pool.nbytes, num_layers, num_slots, item_bytes)
-        writes = descriptors(plan_writes([0], [num_slots - 1]), source, view, range(num_layers))
+        writes = descriptors(plan_slots([0], [num_slots - 1]), source, view, range(num_layers))
         expected = [pool[layer, num_slots - 1].data_ptr() for layer in range(num_layers)]
         assert writes.dst_addrs.tolist() == expected
 

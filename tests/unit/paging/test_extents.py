@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hisparse_pd.core.paging.extents import (
     as_slots,
-    expand_pages,
     extents_to_slots,
     joined,
     ranges_to_slots,
@@ -17,6 +16,7 @@ from hisparse_pd.core.paging.extents import (
     total_length,
 )
 from hisparse_pd.protocol.messages import Extent
+from tests.slot_plans import expand_pages
 
 extent_lists = st.lists(st.builds(Extent, st.integers(0, 500), st.integers(1, 40)), max_size=12)
 quick = settings(derandomize=True, max_examples=100)

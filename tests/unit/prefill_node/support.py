@@ -30,7 +30,7 @@ from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
-from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
@@ -70,6 +70,7 @@ from hisparse_pd.transfer.aux_record import AuxLayout, AuxRecord
 from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
 from hisparse_pd.transfer.sender import Ready, WriteBatch
 from hisparse_pd.transfer.transport import TCP
+from tests.slot_plans import expand_pages
 from tests.unit.kept_engines import kept_engine, kept_engines
 from tests.unit.prefilled import Pools, prefilled
 from tests.waiting import WAIT_MS, WAIT_SECS, wait_until

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hisparse_pd.core.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Stage
 from hisparse_pd.prefill_node import push as push_module
 from hisparse_pd.prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
@@ -23,6 +23,7 @@ from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.protocol.messages import Extent, RegionKind, Room
 from hisparse_pd.transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors, plan_writes
 from hisparse_pd.transfer.sender import Ready, WriteBatch
+from tests.slot_plans import expand_pages
 from tests.unit.prefill_node.support import bootstrap_of, prompt
 
 PAGE_SIZE = 4

@@ -29,8 +29,9 @@ from hisparse_pd.transfer.lane import Lane
 from hisparse_pd.transfer.lane_copy import SHORT_BYTES, copy_ranges
 from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory, remove_stale
 from hisparse_pd.transfer.lane_memory import LaneError, Mapping
-from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites
 from hisparse_pd.transfer.sender import Sender, WriteBatch
+from tests.slot_plans import plan_slots
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, Pair, pair_of
 from tests.unit.transfer.lane_writer import LaneWriter
 from tests.waiting import WAIT_SECS, wait_until
@@ -57,7 +58,7 @@ def test_ranges_are_copied_and_nothing_else(data: st.DataObject) -> None:
     src_slots = data.draw(st.lists(slots, min_size=len(dst_slots), max_size=len(dst_slots)))
     if data.draw(st.booleans()):
         src_slots = list(range(len(dst_slots)))
-    runs = plan_writes(src_slots, sorted(dst_slots) if data.draw(st.booleans()) else dst_slots)
+    runs = plan_slots(src_slots, sorted(dst_slots) if data.draw(st.booleans()) else dst_slots)
     source = np.random.default_rng(1).integers(0, 256, num_slots * item_bytes, np.uint8)
     target = np.full(num_slots * item_bytes + 2, 7, np.uint8)
     expected = target.copy()
@@ -91,7 +92,7 @@ def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:
     src_slots, dst_slots = (rng.permutation(num_slots)[:150] for _ in range(2))
     src_slots[:40] = np.arange(40)
     dst_slots[:40] = np.setdiff1d(np.arange(num_slots), dst_slots[40:])[:40]
-    writes = SlicedWrites((LayerWrites(plan_writes(src_slots, dst_slots), src, dst, 0, num_layers),), 1 << 16)
+    writes = SlicedWrites((LayerWrites(plan_slots(src_slots, dst_slots), src, dst, 0, num_layers),), 1 << 16)
     sender = Sender(pair.lanes)
     sender.submit(SESSION, WriteBatch(1, "tag", writes, writes.num_bytes))  # type: ignore[arg-type]
     wait_until(sender.poll, "the batch has landed")

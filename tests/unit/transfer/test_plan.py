@@ -1,5 +1,6 @@
 """Write plans: exactly the right bytes, in few descriptors, and never outside the registered memory."""
 
+from dataclasses import astuple
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hisparse_pd.core.paging.extents import SlotRanges, ranges_to_slots
 from hisparse_pd.transfer import plan as plan_module
 from hisparse_pd.transfer.plan import (
     DESCRIPTOR_COST_BYTES,
@@ -24,6 +26,7 @@ from hisparse_pd.transfer.plan import (
     join_descriptors,
     plan_writes,
 )
+from tests.slot_plans import plan_slots
 
 SRC_BASE, DST_BASE = 1 << 20, 1 << 30
 
@@ -57,7 +60,7 @@ def carry_out(writes: Descriptors, memory_src: np.ndarray, memory_dst: np.ndarra
 def test_runs_are_contiguous_on_both_sides_and_as_long_as_can_be(
     src: list[int], dst: list[int], runs: list[tuple[int, int, int]]
 ) -> None:
-    plan = plan_writes(src, dst)
+    plan = plan_slots(src, dst)
     got = list(zip(plan.src_start.tolist(), plan.dst_start.tolist(), plan.length.tolist(), strict=True))
     assert got == runs
     assert (plan.num_runs, plan.num_tokens) == (len(runs), len(src))
@@ -81,7 +84,7 @@ def test_a_plan_moves_every_token_of_every_layer_and_no_other_byte(data: st.Data
     dst_region = region(DST_BASE, num_layers, num_slots_dst, item_bytes)
     memory_src = np.random.default_rng(0).integers(1, 256, src_region.num_bytes, dtype=np.uint8)
     memory_dst = np.zeros(dst_region.num_bytes, np.uint8)
-    writes = descriptors(plan_writes(src, dst), src_region, dst_region, layers)
+    writes = descriptors(plan_slots(src, dst), src_region, dst_region, layers)
     carry_out(writes, memory_src, memory_dst)
 
     items_src = memory_src.reshape(num_layers, num_slots_src, item_bytes)
@@ -95,13 +98,13 @@ def test_a_plan_moves_every_token_of_every_layer_and_no_other_byte(data: st.Data
 @pytest.mark.I8
 def test_fresh_pages_of_a_long_prompt_are_one_descriptor_a_layer() -> None:
     src, dst = region(SRC_BASE, 4, 1 << 16, 1152), region(DST_BASE, 4, 1 << 16, 1152)
-    writes = descriptors(plan_writes(np.arange(32768) + 64, np.arange(32768)), src, dst, range(4))
+    writes = descriptors(plan_slots(np.arange(32768) + 64, np.arange(32768)), src, dst, range(4))
     assert writes.lengths.tolist() == [32768 * 1152] * 4
 
 
 def test_different_numbers_of_slots_are_refused() -> None:
     with pytest.raises(PlanError, match="3 source slots for 2 destination slots"):
-        plan_writes([1, 2, 3], [1, 2])
+        plan_slots([1, 2, 3], [1, 2])
 
 
 def test_different_item_sizes_are_refused() -> None:
@@ -149,7 +152,7 @@ def test_a_region_that_is_smaller_than_its_shape_is_refused() -> None:
 @pytest.mark.I6
 def test_no_tokens_and_no_layers_are_no_descriptors() -> None:
     both = region(SRC_BASE, 2, 8, 16), region(DST_BASE, 2, 8, 16)
-    assert descriptors(plan_writes([], []), *both, [0, 1]).lengths.size == 0
+    assert descriptors(plan_slots([], []), *both, [0, 1]).lengths.size == 0
     assert descriptors(run(0, 0, 1), *both, []).lengths.size == 0
     assert join_descriptors([]).num_bytes == 0
 
@@ -179,7 +182,7 @@ def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) ->
         if data.draw(st.booleans()):
             slots = sorted(slots)
         first, stop = sorted(data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4))))
-        part = LayerWrites(plan_writes(slots, slots), *view, first, stop)
+        part = LayerWrites(plan_slots(slots, slots), *view, first, stop)
         part.check()
         parts.append(part)
         whole = descriptors(part.runs, *view, range(first, stop))
@@ -218,7 +221,7 @@ def test_of_a_long_prompt_only_one_slice_is_planned_at_a_time(monkeypatch: pytes
         return made
 
     monkeypatch.setattr(plan_module, "descriptors", counted)
-    part = LayerWrites(plan_writes(slots, slots), *both, 0, num_layers)
+    part = LayerWrites(plan_slots(slots, slots), *both, 0, num_layers)
     part.check()
     writes = SlicedWrites([part])
     slices = iter(writes)
@@ -235,3 +238,27 @@ def test_writes_that_leave_the_memory_are_refused_before_any_is_made() -> None:
         LayerWrites(run(0, 0, 1), three, two, 0, 3).check()
     with pytest.raises(PlanError, match="source run"):
         LayerWrites(run(7, 0, 2), three, two, 0, 2).check()
+
+
+ranges = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 9)), max_size=12)
+
+
+@pytest.mark.I1
+@given(ranges, ranges)
+def test_ranges_are_planned_like_their_slots_one_by_one(
+    src: list[tuple[int, int]], dst: list[tuple[int, int]]
+) -> None:
+    """Whatever the ranges on either side are cut into, empty ones included."""
+    num_slots = min(sum(length for _, length in side) for side in (src, dst))
+    src_ranges, dst_ranges = (_first_slots(side, num_slots) for side in (src, dst))
+    expected = plan_slots(ranges_to_slots(*src_ranges), ranges_to_slots(*dst_ranges))
+    found = plan_writes(src_ranges, dst_ranges)
+    assert [column.tolist() for column in astuple(found)] == [column.tolist() for column in astuple(expected)]
+
+
+def _first_slots(ranges: list[tuple[int, int]], num_slots: int) -> SlotRanges:
+    """Return ranges of 400 slots each, of which no two overlap, cut behind ``num_slots`` slots."""
+    starts = np.array([500 * number + start for number, (start, _) in enumerate(ranges)], np.int64)
+    lengths = np.array([length for _, length in ranges], np.int64)
+    before = np.cumsum(lengths) - lengths
+    return SlotRanges(starts, np.clip(num_slots - before, 0, lengths))
