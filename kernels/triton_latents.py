@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hisparse_pd.kernels.block_fp8 import BLOCK, SMALLEST_PEAK
 from hisparse_pd.kernels.fp8 import FP8_MAX
-from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding
+from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, padded, row_multiple
 from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
 from hisparse_pd.kernels.triton_fp8 import part_strides, round_blocks, sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options
@@ -46,8 +46,8 @@ def finish_latents_triton(
     # The results.
     item = torch.empty((num_tokens, item_dim), dtype=dtype, device=device)
     dense = torch.empty((num_tokens, q_rank * (1 + keeps_raw)), dtype=dtype, device=device)
-    rounded = None if rounding is None else Rounded.empty(num_tokens, q_rank, device)
-    num_rows = num_tokens if rounded is None else len(rounded.values)
+    num_rows = num_tokens if rounding is None else padded(num_tokens, row_multiple(num_tokens, device))
+    rounded = None if rounding is None else Rounded.empty(num_rows, q_rank, device)
     keys = weights = None
     if index_keys is not None:
         keys = torch.empty((num_tokens, index_keys.shape[2]), dtype=dtype, device=device)
