@@ -104,7 +104,7 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
     engine: Any = hisparse_pd.prefill_node.engine.PrefillEngine
     pusher: Any = hisparse_pd.prefill_node.push.Pusher
     runner: Any = hisparse_pd.prefill_node.compute.PromptRunner
-    plan, submit, run = engine.plan, pusher._submit, runner.run
+    plan, submit, run = engine.plan, pusher.submit, runner.run
     sender: Any = None  # the engine's, known from its first plan on
 
     def plan_behind_damage(self: Any) -> Any:
@@ -136,7 +136,7 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
             on_written = None
         return run(self, batch, on_written)
 
-    engine.plan, pusher._submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
+    engine.plan, pusher.submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
 
 
 def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:
