@@ -38,6 +38,7 @@ from hisparse_pd.decode_node.split_choice import (
     SPLITS,
     Secs,
     Split,
+    SplitChoice,
     TrialRequests,
     choose_splits,
     fastest,
@@ -183,7 +184,7 @@ class Forwards:
         for half in whole:
             of_kind = self.graphs.setdefault(_GraphKind(half.num_new, is_split=False), {})
             of_kind[half.num_reqs] = self._capture(half, stream)
-        measured = self._choose_split(sizes_to_split, stream)
+        measured = self._capture_split(sizes_to_split, stream)
         self.graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self.graphs.items()}
         log.info(
             "captured CUDA graphs of %s requests, with up to %d drafts, split from %d hisparse ones on%s, "
@@ -209,42 +210,48 @@ class Forwards:
             self._following[follow_key] = _CapturedFollow(following, results)
         return CapturedForward(graph, forward)
 
-    def _choose_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> dict[int, Secs]:
+    def _capture_split(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> dict[int, Secs]:
         """Capture a split step for each of ``sizes`` that is to be split, in the fastest way. Returns the
         measured times, by size."""
-        ranks = self._model.ranks
         tried: dict[tuple[int, Split], CapturedForward] = {}
 
         def measure(size: int) -> Secs | None:
-            """Time a step of each way to run; None if the pools of some rank are too small for a trial."""
-            requests = TrialRequests(self._tables, self._kernels, self._inputs, size)
-            try:
-                fits_here = int(requests.fits)
-                fits_by_rank = [(fits_here,)] if ranks is None else ranks.agree(fits_here)
-                if (0,) in fits_by_rank:
-                    return None
-                tried[size, Split.WHOLE] = self.graphs[_PLAIN_WHOLE][size]
-                for split in SPLITS:
-                    tried[size, split] = self._capture(_FirstHalf(size, 1, split), stream)
-                steps = {split: tried[size, split].graph.replay for split in (Split.WHOLE, *SPLITS)}
-                return time_by_turns(steps, requests, ranks)
-            finally:
-                requests.end()
+            return self._time_trial(size, stream, tried)
 
         if self._measures_split:
-            chosen, measured = choose_splits(sizes, measure)
-            self.min_split_reqs = min(chosen, default=self.min_split_reqs)
+            choice = choose_splits(sizes, measure)
+            self.min_split_reqs = min(choice.chosen, default=self.min_split_reqs)
         else:
-            found = {size: measure(size) for size in sizes}
-            measured = {size: secs for size, secs in found.items() if secs is not None}
-            chosen = {
-                size: UNMEASURED_SPLIT if secs is None else fastest(secs) for size, secs in found.items()
-            }
+            times = {size: measure(size) for size in sizes}
+            choice = SplitChoice(
+                {size: UNMEASURED_SPLIT if secs is None else fastest(secs) for size, secs in times.items()},
+                {size: secs for size, secs in times.items() if secs is not None},
+            )
         self.graphs[_PLAIN_SPLIT] = {
             size: tried.get((size, split)) or self._capture(_FirstHalf(size, 1, split), stream)
-            for size, split in chosen.items()
+            for size, split in choice.chosen.items()
         }
-        return measured
+        return choice.measured
+
+    def _time_trial(
+        self, size: int, stream: torch.cuda.Stream, tried: dict[tuple[int, Split], CapturedForward]
+    ) -> Secs | None:
+        """Time a step of ``size`` requests in each way to run; None if the pools of some rank are too small.
+        Adds the first halves that it captures to ``tried``."""
+        ranks = self._model.ranks
+        requests = TrialRequests(self._tables, self._kernels, self._inputs, size)
+        try:
+            fits_here = int(requests.fits)
+            fits_by_rank = [(fits_here,)] if ranks is None else ranks.agree(fits_here)
+            if (0,) in fits_by_rank:
+                return None
+            steps = {Split.WHOLE: self.graphs[_PLAIN_WHOLE][size].graph.replay}
+            for split in SPLITS:
+                captured = tried[size, split] = self._capture(_FirstHalf(size, 1, split), stream)
+                steps[split] = captured.graph.replay
+            return time_by_turns(steps, requests, ranks)
+        finally:
+            requests.end()
 
     def _warm_up(self, halves: Sequence[_FirstHalf]) -> None:
         for half in halves:

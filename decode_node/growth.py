@@ -42,7 +42,7 @@ def grow(draft: PlanDraft) -> bool:
         sits_out.append(request)
         return place.claim
 
-    draft.make_reserve(grown)  # the plan's first call, which calls ``grown`` for each running request
+    draft.grow_running(grown)
     return not sits_out
 
 

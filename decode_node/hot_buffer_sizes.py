@@ -58,11 +58,10 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
         if capacity > request.hot_capacity and request.has_next_step:
-            reserve = draft.make_reserve()
             is_spare = draft.spare_device() - gain.device >= draft.device_margin
-            if is_spare and draft.may_give(gain, reserve):
+            if is_spare and draft.may_give(gain, draft.reserve):
                 draft.exchanges[request] = Exchange(request, capacity)
-                draft.give(gain, reserve)
+                draft.give(gain, draft.reserve)
 
 
 def _admission_order(request: Request) -> int:

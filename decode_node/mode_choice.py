@@ -11,11 +11,11 @@ from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.held_matches import HeldMatch
 from hisparse_pd.decode_node.hot_buffer_sizes import shrink_hot_buffers, spare_capacity
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.reserve import HeldMatch
 from hisparse_pd.decode_node.step_plan import Admission
 
 
@@ -62,15 +62,14 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     min_capacity = draft.limits.min_capacity(request)
     held = draft.matches.find(request, Mode.HISPARSE)
     beside_device = _need(draft.limits, request, Mode.HISPARSE, num_tokens, held)
-    if not draft.may_land(request, Mode.HISPARSE, beside_device, held):
+    if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, 0), held):
         return False
     if not spare_capacity(draft, request):
         shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity))
     # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
     for capacity in (spare_capacity(draft, request), min_capacity):
         need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
-        if capacity and (reserve := draft.may_land(request, Mode.HISPARSE, need, held)):
-            draft.land(Admission(request, Mode.HISPARSE, need, capacity), held, reserve)
+        if capacity and draft.land(Admission(request, Mode.HISPARSE, need, capacity), held):
             return True
     return False
 
@@ -80,8 +79,7 @@ def _admit_dense(draft: PlanDraft, request: Request, lengths: Iterable[int]) -> 
     held = draft.matches.find(request, Mode.DENSE)
     for num_tokens in lengths:
         need = _need(draft.limits, request, Mode.DENSE, num_tokens, held)
-        if reserve := draft.may_land(request, Mode.DENSE, need, held):
-            draft.land(Admission(request, Mode.DENSE, need, 0), held, reserve)
+        if draft.land(Admission(request, Mode.DENSE, need, 0), held):
             return True
     return False
 

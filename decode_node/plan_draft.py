@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.reserve import Claim, HeldMatch, HeldMatches, Place, Reserve, slots_of
+from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Growth
-
-_NONE = SlotCounts()
 
 AUTO_DENSE_MARGIN = 0.25
 """Part of the device pool that must stay free for hot buffers if ``auto`` is to be dense."""
@@ -44,11 +44,8 @@ class PlanDraft:
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: dict[Request, Admission] = field(default_factory=dict)
-    kept_for_growth: SlotCounts = _NONE
-    """A page for each request that will grow; admissions leave it free. ``make_reserve`` sets it."""
     _reserve: Reserve | None = None
-    """What can be given away so that all can still end. None until there is something to give away, which in
-    most steps there is not."""
+    """See ``reserve``. None until there is something to give away, which in most steps there is not."""
     _changed: dict[Request, _Changed] = field(default_factory=dict)
     """The running requests that the plan grows or exchanges, as it leaves them."""
     _admitted_claims: list[Claim] = field(default_factory=list)
@@ -56,39 +53,44 @@ class PlanDraft:
 
     # --- the reserve ------------------------------------------------------------------------------
 
-    def make_reserve(self, grown: Callable[[Place, Reserve], Claim] | None = None) -> Reserve:
-        """Return the plan's reserve, which the first call makes.
-
-        ``grown``, of a first call, may give slots to each running request in turn, and returns its new claim:
-        a request's growth must be decided in its place of the reserve's order (``Reserve.keep_all``).
-        """
+    @property
+    def reserve(self) -> Reserve:
+        """What can be given away so that all requests can still end."""
         if self._reserve is None:
-            self._reserve = self._new_reserve(self.matches.pinned, grown)
-            growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
-            num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
-            num_hisparse = len(growing) - num_dense
-            self.kept_for_growth = SlotCounts(
-                host=num_hisparse * page,
-                device=num_dense * page,
-                index=len(growing) * page,
-                lookup=num_hisparse * page,
-            )
+            self._reserve = self._new_reserve(self.matches.pinned)
         return self._reserve
 
+    def grow_running(self, grown: Callable[[Place, Reserve], Claim]) -> None:
+        """Make the reserve, and let ``grown`` give slots to each running request in its place of the order
+        (``Reserve``). Nothing else may have been given away before."""
+        self._reserve = self._new_reserve(self.matches.pinned, grown)
+
     def _new_reserve(
-        self, pinned: Mapping[Prefix, int], grown: Callable[[Place, Reserve], Claim] | None = None
+        self,
+        pinned: Mapping[Prefix, int],
+        grown: Callable[[Place, Reserve], Claim] = lambda place, _: place.claim,
     ) -> Reserve:
         running = ((r, self._claim(r)) for r in self.running)
-        reserve = Reserve(self.available, running, pinned, self.limits.page_size)
+        order = order_ends(self.available, running, pinned, self.limits.page_size)
         landing = [self._claim(request) for request in self.landing]
-        reserve.keep_all(
-            landing + self._admitted_claims, None if grown is None else lambda place: grown(place, reserve)
-        )
-        return reserve
+        return Reserve(order, landing + self._admitted_claims, grown)
 
     def _claim(self, request: Request) -> Claim:
         mode, owned = self._changed.get(request, _Changed(request.mode, request.owned_slots))
         return self.limits.claim(request, mode, owned, request.num_shared_pages)
+
+    @cached_property
+    def _kept_for_growth(self) -> SlotCounts:
+        """A page for each request that will grow, which admissions leave free; ``land`` adds to it."""
+        growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
+        num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
+        num_hisparse = len(growing) - num_dense
+        return SlotCounts(
+            host=num_hisparse * page,
+            device=num_dense * page,
+            index=len(growing) * page,
+            lookup=num_hisparse * page,
+        )
 
     # --- running requests -------------------------------------------------------------------------
 
@@ -108,8 +110,7 @@ class PlanDraft:
 
     def spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""
-        self.make_reserve()
-        return max(0, self.available.device - self.kept_for_growth.device)
+        return max(0, self.available.device - self._kept_for_growth.device)
 
     @property
     def device_margin(self) -> float:
@@ -118,38 +119,47 @@ class PlanDraft:
 
     # --- admissions -------------------------------------------------------------------------------
 
-    def may_land(self, request: Request, mode: Mode, need: SlotCounts, held: HeldMatch) -> Reserve | None:
-        """Return the reserve to ``land`` the request in with ``need``; None if it may not have that.
+    def may_land(self, admission: Admission, held: HeldMatch) -> bool:
+        """Return whether the request may have what ``admission`` reserves. ``held``: the held pages that it
+        is to share."""
+        return self._reserve_for(admission, held) is not None
 
-        ``held``: the held pages that it is to share.
-        """
-        taken = need + held.taken
-        if not taken.fits_in(self.available):
-            return None
-        reserve = self.make_reserve()
-        if not (taken + self.kept_for_growth).fits_in(self.available):
-            return None
-        if self.matches.is_counted_on(held):
-            # The present order counts on these pages to be free in the end, so another one is needed.
-            reserve = self._new_reserve(self.matches.pinned_with(held))
-        return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
-
-    def land(self, admission: Admission, held: HeldMatch, reserve: Reserve) -> None:
-        """Add an admission that ``may_land`` has allowed, and take what it gets from what is left."""
-        request, mode, need = admission.request, admission.mode, admission.need
-        claim = self._landing_claim(request, mode, need, held)
+    def land(self, admission: Admission, held: HeldMatch) -> bool:
+        """Add the admission to the plan if the request ``may_land``. Returns whether it may."""
+        reserve = self._reserve_for(admission, held)
+        if reserve is None:
+            return False
+        claim = self._landing_claim(admission, held)
         reserve.give_landing(claim)
         self._reserve = reserve
         self._admitted_claims.append(claim)
+        request, need = admission.request, admission.need
         self.available -= need + held.taken
         self.matches.take(held)
         self.admissions[request] = replace(admission, num_shared_pages=held.num_pages)
         num_reserved = need.index + held.num_pages * self.limits.page_size
         if num_reserved < request.life_tokens:
-            self.kept_for_growth += self.limits.kv_slots(mode, 1)
+            self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)
+        return True
 
-    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: HeldMatch) -> Claim:
+    def _reserve_for(self, admission: Admission, held: HeldMatch) -> Reserve | None:
+        """Return the reserve that allows the admission; None if none does."""
+        taken = admission.need + held.taken
+        # Most requests that do not fit fail here, before the reserve and the pages for growth are worked out.
+        if not taken.fits_in(self.available):
+            return None
+        if not (taken + self._kept_for_growth).fits_in(self.available):
+            return None
+        if self.matches.is_counted_on(held):
+            # The present order counts on these pages to be free in the end, so another one is needed.
+            reserve = self._new_reserve(self.matches.pinned_with(held))
+        else:
+            reserve = self.reserve
+        return reserve if reserve.allows_landing(self._landing_claim(admission, held)) else None
+
+    def _landing_claim(self, admission: Admission, held: HeldMatch) -> Claim:
         """Return the request's claim. Held pages that were free count as its own: like its slots, they are
         taken from what is free, and nobody counts on them."""
-        claim = self.limits.claim(request, mode, need, held.num_pages)
+        need = admission.need
+        claim = self.limits.claim(admission.request, admission.mode, need, held.num_pages)
         return claim._replace(owned=slots_of(need + held.taken))

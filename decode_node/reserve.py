@@ -1,10 +1,11 @@
-"""Tells the scheduler which slots it can give away so that every admitted request can still end. Pure.
+"""Says which slots a plan can give away so that every admitted request can still end. Pure.
 
-``Reserve`` and ``HeldMatches`` live as long as one plan. Requests get slots step by step, and together they
-may need more than there are. Slots are therefore granted only while there is an order in which all requests
-can end, one after the other, if each asks for the most that it may need: it can use what is free then, which
-includes what the requests before it owned. This is the banker's algorithm, for the host, device, index and
-lookup pools together.
+``PlanDraft`` makes a ``Reserve`` for each plan that has something to give away. Requests get slots step by
+step, and together they may need more than there are. Slots are therefore given away only while there is an
+order in which all requests can end, one after the other, if each asks for the most that it may need: it can
+use what is free then, which includes what the requests before it owned. This is the banker's algorithm, for
+the host, device, index and lookup pools together. ``order_ends`` finds the order, and ``Reserve`` gives away
+within it.
 
 Example, with one pool: 10 slots are free, A owns 30 and lacks 5, B owns 10 and lacks 35. A can end first, and
 B then has 10 + 30 = 40. Up to 5 slots can be given to a third request: A still finds 5, and B 35.
@@ -14,7 +15,7 @@ B then has 10 + 30 = 40. Up to 5 slots can be given to a third request: A still 
 - A dense request can end in two ways: in device pages, or in a hot buffer with host slots for its whole life.
   A dense request that shares pages ends in device pages.
 - Shared pages are free when the last of their users has ended. Held pages without users count as free until a
-  plan lets a request share them (``HeldMatches``).
+  plan lets a request share them (``held_matches.py``).
 - Requests whose KV is on its way come last, and no other request counts on their slots: if the prefill node
   vanishes, these may never be free again. Slots in quarantine are not counted on either.
 """
@@ -25,11 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
-from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import Request
 
 _ANY = 1 << 60
 """More slots than any pool has."""
@@ -49,6 +48,13 @@ class Claim(NamedTuple):
     prefix: Prefix | None = None
     """The prefix that it shares."""
 
+    def can_end(self, available: _Slots) -> bool:
+        """Return whether the request finds what it lacks, in one of its ways, when ``available`` is free."""
+        return _fits(self.ways[0], available) or (len(self.ways) > 1 and _fits(self.ways[1], available))
+
+    def shared(self) -> Iterator[Prefix]:
+        return self.prefix.chain() if self.prefix else iter(())
+
 
 class Place(NamedTuple):
     """A request's place in the order in which all can end."""
@@ -59,80 +65,78 @@ class Place(NamedTuple):
     """What is free when all requests before it have ended."""
 
 
+class Order(NamedTuple):
+    """An order in which running requests can end, one after the other."""
+
+    places: list[Place]
+    left: _Slots
+    """What is free when all of them have ended."""
+    is_safe: bool
+    """Whether all can end. If not, those that cannot come last."""
+
+
+def order_ends(
+    free: SlotCounts, running: Iterable[tuple[Request, Claim]], pinned: Mapping[Prefix, int], page_size: int
+) -> Order:
+    """Return an order in which the requests can end, those that lack least first.
+
+    No choice is ever wrong: a request that ends leaves the others at least what they had. ``pinned``: pages
+    of shared prefixes that no end of a running request frees (``HeldMatches.pinned``).
+    """
+    available, places = slots_of(free), list[Place]()
+    pending = sorted(running, key=_lack)
+    num_users = Counter(part for _, claim in pending for part in claim.shared())
+    while pending:
+        blocked = []
+        for request, claim in pending:
+            if not claim.can_end(available):
+                blocked.append((request, claim))
+                continue
+            places.append(Place(request, claim, available))
+            available = _sum(available, claim.owned)
+            for part in claim.shared():
+                num_users[part] -= 1
+                if not num_users[part]:
+                    num_pages = len(part.keys) - pinned.get(part, 0)
+                    available = _sum(available, slots_of(SlotCounts.of(part.kinds, num_pages * page_size)))
+        if len(blocked) == len(pending):
+            break
+        pending = blocked
+    places += [Place(request, claim, available) for request, claim in pending]
+    return Order(places, available, is_safe=not pending)
+
+
 class Reserve:
-    """An order in which all running requests can end, and what can be given away without breaking it.
+    """What can be given away while all requests can end: the running ones in ``order``, and behind them each
+    of those whose KV is on its way.
 
     A slot that a request gets is missing only to those before it in the order: those behind it wait for its
-    end, and then the slot is free again. ``keep_all`` therefore lets each request grow just before it keeps
-    what that request needs. It is called once, before anything else is given away.
+    end, and then the slot is free again. While the reserve is made, ``grown`` is therefore called for each
+    running request when just the needs of those before it are kept. It may ``give`` slots to the request, and
+    returns the request's claim from then on.
     """
 
     def __init__(
         self,
-        free: SlotCounts,
-        running: Iterable[tuple[Request, Claim]],
-        pinned: Mapping[Prefix, int],
-        page_size: int,
+        order: Order,
+        landing: Iterable[Claim],
+        grown: Callable[[Place, Reserve], Claim] = lambda place, _: place.claim,
     ) -> None:
-        """``pinned``: see ``HeldMatches.pinned``."""
-        self._available = slots_of(free)
-        """Slots that are free when all requests in ``order`` have ended, once that is made."""
-        self._pinned = pinned
-        self._page_size = page_size
-        self.is_safe = True
-        """Whether such an order exists. If not, the requests that cannot end come last in ``order``."""
-        self.order = tuple(self._order(running))
+        """``landing``: claims of the requests whose KV is on its way."""
+        self._left = order.left
+        """What is free when all running requests have ended, without what later admissions own."""
         self._spare: _Slots | None = None
         """Slots that no kept request with one way to end needs; None if there are no such requests."""
         self._spare_by_way: list[list[_Slots]] = []
         """Slots that each way of a kept request with two ways to end leaves; negative where that way is
         closed."""
-
-    def _order(self, running: Iterable[tuple[Request, Claim]]) -> Iterator[Place]:
-        """Yield the requests in an order in which they can end, those that lack least first.
-
-        No choice is ever wrong: a request that ends leaves the others at least what they had.
-        """
-        pending = sorted(running, key=_lack)
-        num_users = Counter(part for _, claim in pending if claim.prefix for part in claim.prefix.chain())
-        while pending:
-            blocked = []
-            for request, claim in pending:
-                if self._can_end(claim):
-                    yield Place(request, claim, self._available)
-                    self._available = _sum(self._available, claim.owned)
-                    for part in claim.prefix.chain() if claim.prefix else ():
-                        num_users[part] -= 1
-                        if not num_users[part]:
-                            self._available = _sum(self._available, self._unpinned(part))
-                else:
-                    blocked.append((request, claim))
-            if len(blocked) == len(pending):
-                self.is_safe = False
-                yield from (Place(request, claim, self._available) for request, claim in blocked)
-                return
-            pending = blocked
-
-    def _unpinned(self, part: Prefix) -> _Slots:
-        """Return the slots of a prefix that are free when its last running user has ended."""
-        num_pages = len(part.keys) - self._pinned.get(part, 0)
-        return slots_of(SlotCounts.of(part.kinds, num_pages * self._page_size))
-
-    def _can_end(self, claim: Claim) -> bool:
-        ways = claim.ways
-        return _fits(ways[0], self._available) or (len(ways) > 1 and _fits(ways[1], self._available))
-
-    def keep_all(self, landing: Iterable[Claim], grown: Callable[[Place], Claim] | None = None) -> None:
-        """Keep what each request needs to end: the running ones in order, then those whose KV is on its way.
-
-        ``grown`` may ``give`` slots to a running request; it returns the request's new claim.
-        """
-        for place in self.order:
-            claim = grown(place) if grown is not None else place.claim
-            self._keep(claim, place.available)
+        self.is_safe = order.is_safe
+        """Whether all requests can end as things are."""
+        for place in order.places:
+            self._keep(grown(place, self), place.available)
         for claim in landing:
-            self.is_safe &= self._can_end(claim)
-            self._keep(claim, self._available)
+            self.is_safe &= claim.can_end(self._left)
+            self._keep(claim, self._left)
 
     def _keep(self, claim: Claim, available: _Slots) -> None:
         """Keep what a request needs to end when ``available`` is free."""
@@ -160,14 +164,14 @@ class Reserve:
     def allows_landing(self, claim: Claim) -> bool:
         """Return whether a request may be admitted: it takes what ``claim`` owns from what is free, and it
         and all kept requests can end."""
-        left = _difference(self._available, claim.owned)
-        return self.allows(SlotCounts(*claim.owned)) and any(_fits(way, left) for way in claim.ways)
+        left = _difference(self._left, claim.owned)
+        return self.allows(SlotCounts(*claim.owned)) and claim.can_end(left)
 
     def give_landing(self, claim: Claim) -> None:
         """Give an admitted request what ``claim`` owns, and keep what it needs to end."""
         self.give(SlotCounts(*claim.owned))
-        self._available = _difference(self._available, claim.owned)
-        self._keep(claim, self._available)
+        self._left = _difference(self._left, claim.owned)
+        self._keep(claim, self._left)
 
 
 def _lack(entry: tuple[Request, Claim]) -> int:
@@ -211,53 +215,3 @@ def _difference(one: _Slots, other: _Slots) -> _Slots:
 def _least(one: _Slots, other: _Slots) -> _Slots:
     host, device, index, lookup = map(min, one, other)
     return host, device, index, lookup
-
-
-class HeldMatch(NamedTuple):
-    """The pages of one prompt that are held."""
-
-    num_pages: int
-    parts: tuple[tuple[Prefix, int], ...]
-    """The prefixes that have these pages, each with the number of its pages that match."""
-    taken: SlotCounts
-    """The slots of those pages that count as free until the prompt's request shares them."""
-
-
-class HeldMatches:
-    """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
-
-    ``landing``: requests whose KV is on its way.
-    """
-
-    def __init__(self, held: PrefixTree, landing: Iterable[Request], page_size: int) -> None:
-        self._held = held
-        self._page_size = page_size
-        self.pinned: dict[Prefix, int] = {}
-        """Number of pages, from a prefix's start, that are shared by requests whose KV is on its way or that
-        the plan admits. Nobody counts on these pages."""
-        for request in landing:
-            for part in request.prefix.chain() if request.prefix else ():
-                self.pinned[part] = len(part.keys)
-
-    def find(self, request: Request, mode: Mode) -> HeldMatch:
-        """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
-        kinds = KV_POOLS[mode]
-        match = self._held.find(request.usable_keys, kinds)
-        if match is None:
-            return HeldMatch(0, (), SlotCounts())
-        parts = tuple(match.parts())
-        unused = (max(0, num - self.pinned.get(part, 0)) for part, num in parts if not part.num_users)
-        return HeldMatch(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
-
-    def is_counted_on(self, match: HeldMatch) -> bool:
-        """Return whether running requests use pages of ``match`` that are not pinned yet: an order counts on
-        them to be free in the end, which sharing them would prevent."""
-        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in match.parts)
-
-    def pinned_with(self, match: HeldMatch) -> dict[Prefix, int]:
-        """Return ``pinned`` as it would be if ``match`` were shared."""
-        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in match.parts}
-
-    def take(self, match: HeldMatch) -> None:
-        """Note that an admitted request shares ``match``."""
-        self.pinned = self.pinned_with(match)

@@ -32,6 +32,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
+from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
@@ -39,7 +40,6 @@ from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.reserve import HeldMatches
 from hisparse_pd.decode_node.step_plan import StepPlan
 
 MAX_LOOKED_AT = 256

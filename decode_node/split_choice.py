@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -56,9 +56,14 @@ Secs = Mapping[Split, float]
 """Seconds of a step of one size, by how it runs."""
 
 
-def choose_splits(
-    sizes: Sequence[int], measure: Callable[[int], Secs | None]
-) -> tuple[dict[int, Split], dict[int, Secs]]:
+class SplitChoice(NamedTuple):
+    """How batches are split, by their sizes."""
+
+    chosen: dict[int, Split]
+    measured: dict[int, Secs]
+
+
+def choose_splits(sizes: Sequence[int], measure: Callable[[int], Secs | None]) -> SplitChoice:
     """Return how to split batches of those ``sizes`` that gain by it, and what was measured.
 
     ``measure`` returns None for a size that cannot occur. Sizes are measured from the largest down, until one
@@ -75,7 +80,7 @@ def choose_splits(
         if secs[Split.WHOLE] < MIN_GAIN * secs[best]:
             break
         chosen[size] = best
-    return chosen, measured
+    return SplitChoice(chosen, measured)
 
 
 def fastest(secs: Secs) -> Split:

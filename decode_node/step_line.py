@@ -24,6 +24,7 @@ from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.step_masks import has_grammar
+from hisparse_pd.decode_node.step_results import StepResult
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 
 log = logging.getLogger(__name__)
@@ -116,12 +117,9 @@ class StepLine:
         running = self._requests.select(RequestState.RUNNING)
         if self._most_drafts and has_grammar(running):
             return False
-        # A request that is not in the step in flight goes on whatever the number of accepted drafts is there.
-        return launched.num_new == 1 or all(
-            request.is_plain_greedy and (request.is_sure_of_next or not request.num_in_flight)
-            for request in running
-            if request.has_next_step
-        )
+        if launched.num_new == 1:
+            return True
+        return all(_goes_on_unread(request) for request in running if request.has_next_step)
 
     def settle(self) -> None:
         """Commit the step in flight, if there is one. No step uses any request's memory then."""
@@ -193,23 +191,25 @@ class StepLine:
             request.row_counters = of_step.counters
             if of_step.has_wrong_row:
                 self._ends.row_is_wrong(request, now)
-                continue
-            if request.state is not RequestState.RUNNING:
-                continue  # it ended while the step ran
-            # A next step that is launched already has taken these drafts, on the device.
-            request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
-            # Tokens of the prompt that took the place of drawn ones: so much less of its tail is left.
-            request.num_tail_tokens -= of_step.num_known
-            request.num_drafted += of_step.num_drafted
-            if of_step.num_drafted:
-                self._ends.metrics.drafted(of_step.num_drafted)
-                self.draft_choice.note_verified(of_step.num_drafted, len(of_step.token_ids) - 1)
-            if of_step.error:
-                message = f"the hot buffer reported {of_step.error}"
-                self._ends.fail(request, 500, message, now)
-            elif of_step.token_ids:  # none while the prompt goes on
-                self._ends.emit(request, of_step.token_ids, of_step.logprobs, now)
+            elif request.state is RequestState.RUNNING:  # else it ended while the step ran
+                self._hand_out(request, of_step, now)
         self._ends.release_ended(now)
+
+    def _hand_out(self, request: Request, of_step: StepResult, now: float) -> None:
+        """Take what a step has for a running request into it, and send its tokens."""
+        # A next step that is launched already has taken these drafts, on the device.
+        request.draft_token_ids = [] if request.num_in_flight else of_step.drafts
+        # Tokens of the prompt that took the place of drawn ones: so much less of its tail is left.
+        request.num_tail_tokens -= of_step.num_known
+        request.num_drafted += of_step.num_drafted
+        if of_step.num_drafted:
+            self._ends.metrics.drafted(of_step.num_drafted)
+            self.draft_choice.note_verified(of_step.num_drafted, len(of_step.token_ids) - 1)
+        if of_step.error:
+            message = f"the hot buffer reported {of_step.error}"
+            self._ends.fail(request, 500, message, now)
+        elif of_step.token_ids:  # none while the prompt goes on
+            self._ends.emit(request, of_step.token_ids, of_step.logprobs, now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
         """Fail the requests of a step that nothing on the device runs any more."""
@@ -219,3 +219,10 @@ class StepLine:
             if request.state is RequestState.RUNNING:
                 self._ends.fail(request, 500, message, time.monotonic())
         self._ends.release_ended(time.monotonic())
+
+
+def _goes_on_unread(request: Request) -> bool:
+    """Return whether the request goes on with the likeliest token, however many drafts of the step in flight
+    are right. If it is not in that step, its next token is certain."""
+    is_sure = request.is_sure_of_next or not request.num_in_flight
+    return request.is_plain_greedy and is_sure

@@ -111,5 +111,5 @@ def gated(gate_up: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> Act
     if rounding is None:
         return Activations(gated_rows(gate_up, dtype))
     multiple = row_multiple(num_tokens, gate_up.device)
-    rounded = Rounded(*quantize_gated(gate_up, multiple, ue8m0=rounding.ue8m0))
+    rounded = quantize_gated(gate_up, multiple, ue8m0=rounding.ue8m0)
     return Activations(gate_up.new_empty((num_tokens, 0), dtype=dtype), rounded)

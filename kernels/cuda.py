@@ -51,7 +51,7 @@ from hisparse_pd.kernels.cuda_params import (
 from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import Pools
-from hisparse_pd.kernels.swap_in_blocks import NUM_PLANNERS, BlockSplit, round_up, workspace_of
+from hisparse_pd.kernels.swap_in_blocks import NUM_PLANNERS, BlockSplit, Workspace, round_up, workspace_of
 from hisparse_pd.kernels.warm_up import FilledLayer, WarmUp
 
 MAIN_SOURCE = "swap_in.cu"
@@ -140,21 +140,27 @@ def swap_in(
     if miss_plan is not None:
         parameters["plan"] = plan_of(miss_plan)
     parameters["pool"] = pool
-    if pools is not None and allows_wide and pools[1].shape[2] <= MAX_EARLY_ITEM_BYTES:
+    if pools is not None and allows_wide and pools.dev.shape[2] <= MAX_EARLY_ITEM_BYTES:
         parameters["max_early"] = MAX_EARLY
         parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD and num_new == 1
     if pools is not None:
         parameters["checks"] = checks_of(state, ReadAt.SWAP_IN)
     parameters["selected"] = selected.data_ptr()
     parameters["out"] = out.data_ptr()
+    parameters["num_selected"] = num_selected
+    parameters["layer"] = layer
+    parameters["hot_slots_in_shared"] = hot_slots_in_shared
+    _put_split(parameters, split, workspace)
+    launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
-    # The memory through which the blocks cooperate, and the split.
+
+def _put_split(parameters: npt.NDArray[Any], split: BlockSplit, workspace: Workspace) -> None:
+    """Set how the blocks share the work, and the memory through which they cooperate, in a SWAP_IN."""
     parameters["num_launches"] = workspace.num_launches.data_ptr()
     parameters["rounds"] = workspace.rounds.data_ptr()
     parameters["left"] = workspace.left(split.num_blocks * split.left_per_block).data_ptr()
     parameters["round_bytes"] = workspace.rounds.shape[1]
     parameters["left_per_block"] = split.left_per_block
-    parameters["num_selected"] = num_selected
     parameters["num_units"] = split.num_units
     parameters["num_slices"] = split.num_slices
     parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)  # for divisions without a division
@@ -162,9 +168,6 @@ def swap_in(
     parameters["slice_len"] = split.slice_len
     parameters["spreads"] = split.copies and split.num_slices < SLICES_THAT_FILL_PCIE
     parameters["keeps_place"] = split.keeps_place
-    parameters["layer"] = layer
-    parameters["hot_slots_in_shared"] = hot_slots_in_shared
-    launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 
 def _check_sizes(state: HotBufferState, num_reqs: int, num_new: int, top_k: int) -> None:
@@ -245,9 +248,9 @@ def start_row(
     # All that the kernel needs from the host goes to the device in one buffer, one part behind the other, in
     # the order in which FillParams (csrc/params.cuh) reads them.
     parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
-    host_staged = torch.empty(
-        sum(math.prod(part.shape) for part in parts), dtype=torch.int32, pin_memory=True
-    )  # torch keeps it alive until the copy from it is done
+    num_values = sum(math.prod(part.shape) for part in parts)
+    # torch keeps this alive until the copy from it is done.
+    host_staged = torch.empty(num_values, dtype=torch.int32, pin_memory=True)
     np.concatenate(
         [np.asarray(part).reshape(-1) for part in parts], out=host_staged.numpy(), casting="same_kind"
     )
@@ -280,7 +283,7 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
     """See ``kernels.swap_in.backup_newest``; one launch for all requests, positions and layers. Values of
     ``num_newest`` out of range are clamped to it.
     """
-    state, num_layers = requests.state, pools[1].shape[0]
+    state, num_layers = requests.state, pools.dev.shape[0]
     num_items = requests.num_reqs * num_layers * (1 if num_newest is None else state.max_new)
     if num_items == 0:
         return

@@ -13,7 +13,7 @@ they are rows 1 and 4 of expert 0, rows 0, 2 and 5 of expert 1, row 3 of expert 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
     return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 
 
+class RoutingTables(NamedTuple):
+    """The tensors of a ``Routing`` that depend on the experts' ids alone."""
+
+    order: Tensor
+    starts: Tensor
+    tile_starts: Tensor
+    tile_experts: Tensor
+
+
 @dataclass(frozen=True)
 class Routing:
     """The plan of one layer, the same for all ranks. A row is a token and one of its experts.
@@ -99,42 +108,40 @@ class Routing:
         ``is_rounded``: the result of ``rounds`` for the tokens and the experts' matrices. ``in_bfloat16``:
         both are bfloat16. Padding has the id ``num_experts``: its rows come after those of all experts.
         """
-        num_tokens, top_k = expert_ids.shape
-        num_rows = num_tokens * top_k
-        tile_rows = FEW_TILE_ROWS
-        if is_rounded or in_bfloat16:
-            if num_rows >= 2 * MANY_TILE_ROWS * num_experts:
-                tile_rows = MANY_TILE_ROWS
-        else:
-            # An expert's weights are read once for each of its tiles, so a tile has at least twice the rows
-            # of an average expert: most experts then have one tile. Larger tiles would only have more
-            # padding.
-            large_enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-            tile_rows = min(large_enough, default=TILE_ROWS[-1])
+        num_rows, top_k = expert_ids.numel(), expert_ids.shape[1]
+        tile_rows = _tile_rows(num_rows, num_experts, are_wide=is_rounded or in_bfloat16)
         num_tiles = most_tiles(num_rows, num_experts, tile_rows)
-        row_weights = weights.float().flatten()
         if expert_ids.device.type == "cuda" and 0 < num_rows <= FEW_ROWS:
             from hisparse_pd.kernels.triton_routing import plan_triton
 
             tables = plan_triton(expert_ids.contiguous(), num_experts, tile_rows, num_tiles)
-            return cls(*tables, row_weights, top_k, tile_rows, is_rounded)
-        sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
-        device = expert_ids.device
-        starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)
-        num_tiles_each = (starts.diff() + (tile_rows - 1)) // tile_rows
-        tile_starts = torch.nn.functional.pad(num_tiles_each.cumsum(0, dtype=torch.int32), (1, 0))
-        tiles = torch.arange(num_tiles, device=device, dtype=torch.int32)
-        tile_experts = torch.searchsorted(tile_starts[1:], tiles, right=True, out_int32=True)
-        return cls(
-            order.to(torch.int32),
-            starts,
-            tile_starts,
-            tile_experts,
-            row_weights,
-            top_k,
-            tile_rows,
-            is_rounded,
-        )
+        else:
+            tables = _sorted_tables(expert_ids, num_experts, tile_rows, num_tiles)
+        return cls(*tables, weights.float().flatten(), top_k, tile_rows, is_rounded)
+
+
+def _tile_rows(num_rows: int, num_experts: int, *, are_wide: bool) -> int:
+    """Return the rows of a tile. ``are_wide``: tensor cores take FEW_TILE_ROWS rows of these products at
+    once."""
+    if are_wide:
+        has_many = num_rows >= 2 * MANY_TILE_ROWS * num_experts
+        return MANY_TILE_ROWS if has_many else FEW_TILE_ROWS
+    # An expert's weights are read once for each of its tiles, so a tile has at least twice the rows of an
+    # average expert: most experts then have one tile. Larger tiles would only have more padding.
+    large_enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
+    return min(large_enough, default=TILE_ROWS[-1])
+
+
+def _sorted_tables(expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int) -> RoutingTables:
+    """Do ``plan_triton`` on any device, in several launches."""
+    device = expert_ids.device
+    sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
+    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)
+    num_tiles_each = (starts.diff() + (tile_rows - 1)) // tile_rows
+    tile_starts = torch.nn.functional.pad(num_tiles_each.cumsum(0, dtype=torch.int32), (1, 0))
+    tiles = torch.arange(num_tiles, device=device, dtype=torch.int32)
+    tile_experts = torch.searchsorted(tile_starts[1:], tiles, right=True, out_int32=True)
+    return RoutingTables(order.to(torch.int32), starts, tile_starts, tile_experts)
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:

@@ -10,7 +10,7 @@ with this ``scale_fmt``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +32,21 @@ class Rounding:
     ue8m0: bool = False
 
 
-@dataclass(frozen=True)
-class Rounded:
+class Rounded(NamedTuple):
     """Rows in fp8, which may be padded with rows of zeros."""
 
     values: Tensor
     """float8_e4m3fn [num_rows, columns]"""
     scales: Tensor
     """float32 [blocks across, num_rows]"""
+
+    @classmethod
+    def empty(cls, num_rows: int, columns: int, device: torch.device) -> Rounded:
+        """Return memory for rows that a kernel rounds."""
+        return cls(
+            torch.empty((num_rows, columns), dtype=DTYPE, device=device),
+            torch.empty((-(-columns // BLOCK), num_rows), dtype=torch.float32, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,36 +74,40 @@ def row_multiple(num_rows: int, device: torch.device) -> int:
     return 1 if are_few(num_rows, device) else ROW_MULTIPLE
 
 
+def padded(num_rows: int, multiple: int) -> int:
+    """Return the number of rows with padding."""
+    return -(-num_rows // multiple) * multiple
+
+
 def round_rows(x: Tensor, rounding: Rounding) -> Rounded:
     """Round ``x`` [num_tokens, columns] for a product, by ``quantize_rows``."""
-    return Rounded(*quantize_rows(x, row_multiple(len(x), x.device), ue8m0=rounding.ue8m0))
+    return quantize_rows(x, row_multiple(len(x), x.device), ue8m0=rounding.ue8m0)
 
 
-def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> Rounded:
     """Round ``x`` to fp8, in one launch on a GPU. A block's largest magnitude becomes 448, or with ``ue8m0``
     a number above 224.
 
     ``x``: [rows, columns] of any float dtype, each row contiguous, on any device. The number of rows is
-    rounded up to ``row_multiple`` with rows of zeros. Returns float8_e4m3fn [rows, columns] and float32
-    scales [blocks across, rows].
+    rounded up to ``row_multiple`` with rows of zeros.
     """
-    num_rows = -(-len(x) // row_multiple) * row_multiple
+    num_rows = padded(len(x), row_multiple)
     if x.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import quantize_rows_triton
 
         return quantize_rows_triton(x, num_rows, ue8m0=ue8m0)
     blocks = -(-x.shape[1] // BLOCK)
-    padded = x.new_zeros((num_rows, blocks * BLOCK), dtype=torch.float32)
-    padded[: len(x), : x.shape[1]] = x
-    peaks = padded.view(num_rows, blocks, BLOCK).abs().amax(dim=2)
+    whole = x.new_zeros((num_rows, blocks * BLOCK), dtype=torch.float32)
+    whole[: len(x), : x.shape[1]] = x
+    peaks = whole.view(num_rows, blocks, BLOCK).abs().amax(dim=2)
     scales = peaks.clamp(min=SMALLEST_PEAK) / FP8_MAX
     if ue8m0:
         scales = next_power_of_two(scales)
-    values = (padded.view(num_rows, blocks, BLOCK) / scales[:, :, None]).view_as(padded)[:, : x.shape[1]]
-    return values.to(DTYPE), scales.t().contiguous()
+    values = (whole.view(num_rows, blocks, BLOCK) / scales[:, :, None]).view_as(whole)[:, : x.shape[1]]
+    return Rounded(values.to(DTYPE), scales.t().contiguous())
 
 
-def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> Rounded:
     """Return ``quantize_rows`` of ``silu(gate) * up`` in float32, in one launch on a GPU.
 
     ``gate_up``: [parts, rows, 2 * columns], whose parts are added up in order; each row is contiguous.
@@ -104,8 +115,7 @@ def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = Fals
     if gate_up.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton
 
-        num_rows = -(-gate_up.shape[1] // row_multiple) * row_multiple
-        return quantize_gated_triton(gate_up, num_rows, ue8m0=ue8m0)
+        return quantize_gated_triton(gate_up, padded(gate_up.shape[1], row_multiple), ue8m0=ue8m0)
     gate, up = gate_up[0].float().chunk(2, dim=-1)  # on a CPU there is one part
     return quantize_rows(silu(gate) * up, row_multiple, ue8m0=ue8m0)
 

@@ -33,8 +33,13 @@ from hisparse_pd.kernels.hot_state import (
 )
 from hisparse_pd.kernels.reference_check import reference_checks
 
-Pools: TypeAlias = tuple[Tensor, Tensor]
-"""Host and device pool, each uint8 [num_layers, num_slots, item_bytes], contiguous."""
+
+class Pools(NamedTuple):
+    """The two pools, each uint8 [num_layers, num_slots, item_bytes], contiguous."""
+
+    host: Tensor
+    dev: Tensor
+
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]
@@ -242,11 +247,10 @@ def copy_items(
     pools: Pools, layer: int, copies: Copies, state: HotBufferState | None, read_at: ReadAt
 ) -> None:
     """Copy items of one layer from the host pool to the device pool, and verify the copied bytes."""
-    host, dev = pools
     if not len(copies.positions):
         return
-    items = host[layer].numpy()[copies.src_host_slots]
-    dev[layer].numpy()[copies.dst_device_slots] = items
+    items = pools.host[layer].numpy()[copies.src_host_slots]
+    pools.dev[layer].numpy()[copies.dst_device_slots] = items
     if state is not None and state.row_checks is not None:
         _verify(state, state.row_checks[layer], torch.from_numpy(items), layer, copies, read_at)
 

@@ -123,15 +123,19 @@ def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32
     return not torch.equal(row_checks_of(pool, slots, positions), row_checks[:, slots])
 
 
-def items_of_pages(
-    pages: npt.NDArray[np.int32], page_size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the slots and the positions, int64 [num_items] each, of the items that count in ``pages`` (int32
-    [n, 3], as in ``has_wrong_item``)."""
+class PageItems(NamedTuple):
+    """Slots and positions of items, int64 [num_items] each."""
+
+    slots: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
+def items_of_pages(pages: npt.NDArray[np.int32], page_size: int) -> PageItems:
+    """Return the items that count in ``pages`` (int32 [n, 3], as in ``has_wrong_item``)."""
     page_ids, first_positions, num_items = pages.astype(np.int64).T[:, :, None]
     in_page = np.arange(page_size)
     counts = in_page < num_items
-    return (page_ids * page_size + in_page)[counts], (first_positions + in_page)[counts]
+    return PageItems((page_ids * page_size + in_page)[counts], (first_positions + in_page)[counts])
 
 
 def check_in_place(

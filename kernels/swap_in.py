@@ -345,4 +345,4 @@ def _check_pools(k_host: Tensor, k_dev: Tensor, device: torch.device | None) -> 
     check_tensor("k_host", k_host, dtypes=(torch.uint8,), shape=shape)
     if k_host.device.type != "cpu":
         raise KernelArgumentError(f"k_host: expected a tensor in host memory, got device {k_host.device}")
-    return k_host, k_dev
+    return reference.Pools(k_host, k_dev)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -78,6 +78,22 @@ def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:
     if (widest := max(kv_format.kv_lora_rank, kv_format.rope_dim)) > MAX_DIM:
         return f"it holds latents and rotary keys of up to {MAX_DIM} numbers, not {widest}"
     return None
+
+
+class _PoolViews(NamedTuple):
+    """One layer's pool as numbers of each dtype that its items' parts have: [num_slots, numbers of an
+    item]."""
+
+    latents: Tensor
+    scales: Tensor
+    ropes: Tensor
+
+
+def _pool_views(kv_format: KvFormat, layer_pool: Tensor) -> _PoolViews:
+    if kv_format.name == FP8_E4M3:
+        return _PoolViews(layer_pool, layer_pool.view(torch.float32), layer_pool.view(torch.bfloat16))
+    numbers = layer_pool.view(kv_format.dtype)
+    return _PoolViews(numbers, numbers, numbers)
 
 
 @dataclass(frozen=True)
@@ -157,19 +173,14 @@ class TritonAttention:
             results = q.new_empty((num_tokens, num_splits, num_heads, rank), dtype=torch.float32)
             log_sums = q.new_empty((num_tokens, num_splits, num_heads), dtype=torch.float32)
 
-        # The pool as numbers of each part's dtype; only fp8 items have parts of different dtypes.
+        pool = _pool_views(kv_format, layer_pool)
         is_fp8 = kv_format.name == FP8_E4M3
-        latent = layer_pool if is_fp8 else layer_pool.view(kv_format.dtype)
-        scales = ropes = latent
-        if is_fp8:
-            scales, ropes = layer_pool.view(torch.float32), layer_pool.view(torch.bfloat16)
-
         block_rank = max(SMALLEST_DOT, triton.next_power_of_2(rank))
         attend_kernel[(num_tokens * num_head_tiles * num_splits,)](
             q,
-            latent,
-            scales,
-            ropes,
+            pool.latents,
+            pool.scales,
+            pool.ropes,
             device_slots,
             results,
             log_sums,
@@ -180,9 +191,9 @@ class TritonAttention:
             split_len,
             RANK=rank,
             ROPE=kv_format.rope_dim,
-            LATENT_ROW=latent.shape[1],
-            SCALES_ROW=scales.shape[1],
-            ROPE_ROW=ropes.shape[1],
+            LATENT_ROW=pool.latents.shape[1],
+            SCALES_ROW=pool.scales.shape[1],
+            ROPE_ROW=pool.ropes.shape[1],
             SCALES_AT=kv_format.scales_offset // 4 if is_fp8 else 0,
             ROPE_AT=kv_format.rope_offset // 2 if is_fp8 else rank,
             IS_FP8=is_fp8,

@@ -71,37 +71,39 @@ def run_experts_triton(
 ) -> Tensor:
     """See ``kernels.experts.run_experts``."""
     hidden = hidden.contiguous()
-    num_rows, inner_size = len(routing.order), gate_up.values.shape[2]
+    num_rows = len(routing.order)
     results = (hidden.new_zeros if has_others else hidden.new_empty)((num_rows, hidden.shape[1]))
-    x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
         if routing.is_rounded:
-            rounded = rounded or Rounded(*quantize_rows(hidden, ue8m0=gate_up.ue8m0))
-            gates_and_ups = hidden.new_empty((num_rows, 2 * inner_size))
-            in_groups = all(takes_groups(rounded.values, each, routing) for each in (gate_up, down))
-            if in_groups:
-                rows = gather_rows(rounded, routing, first_expert, len(gate_up.values))
-                multiply_rows(rows, gate_up, gates_and_ups, routing, first_expert, is_first=True)
-                del rows
-            else:
-                _launch(
-                    rounded.values,
-                    rounded.scales,
-                    gate_up,
-                    gates_and_ups,
-                    routing,
-                    first_expert,
-                    is_first=True,
-                )
-            inner, x_scales = quantize_gated(gates_and_ups[None], ue8m0=down.ue8m0)
-            if in_groups:
-                multiply_rows(Rounded(inner, x_scales), down, results, routing, first_expert, is_first=False)
-                return results.view(-1, routing.top_k, results.shape[1])
+            tokens = rounded or quantize_rows(hidden, ue8m0=gate_up.ue8m0)
+            _run_rounded(tokens, routing, gate_up, down, first_expert, results)
         else:
-            inner = hidden.new_empty((num_rows, inner_size))
+            inner = hidden.new_empty((num_rows, gate_up.values.shape[2]))
             _launch(hidden, None, gate_up, inner, routing, first_expert, is_first=True)
-        _launch(inner, x_scales, down, results, routing, first_expert, is_first=False)
+            _launch(inner, None, down, results, routing, first_expert, is_first=False)
     return results.view(-1, routing.top_k, results.shape[1])
+
+
+def _run_rounded(
+    tokens: Rounded,
+    routing: Routing,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    first_expert: int,
+    results: Tensor,
+) -> None:
+    """Write both products of ``tokens`` in fp8 to ``results``, [num_rows, hidden_size]."""
+    gates_and_ups = results.new_empty((len(results), 2 * gate_up.values.shape[2]))
+    if all(takes_groups(tokens.values, each, routing) for each in (gate_up, down)):
+        rows = gather_rows(tokens, routing, first_expert, len(gate_up.values))
+        multiply_rows(rows, gate_up, gates_and_ups, routing, first_expert, is_first=True)
+        del rows  # the rounded rows may take its memory
+        inner = quantize_gated(gates_and_ups[None], ue8m0=down.ue8m0)
+        multiply_rows(inner, down, results, routing, first_expert, is_first=False)
+    else:
+        _launch(*tokens, gate_up, gates_and_ups, routing, first_expert, is_first=True)
+        inner = quantize_gated(gates_and_ups[None], ue8m0=down.ue8m0)
+        _launch(*inner, down, results, routing, first_expert, is_first=False)
 
 
 def _launch(

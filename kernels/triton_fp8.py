@@ -9,15 +9,14 @@ take.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.block_fp8 import BLOCK, SMALLEST_PEAK
 from hisparse_pd.kernels.fp8 import FP8_MAX
+from hisparse_pd.kernels.fp8_rows import Rounded
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 MOST_PER_PROGRAM = 4
@@ -26,36 +25,30 @@ FEW_ROWS = 32
 """Up to this many rows, a program takes one block of one row, because a number may be a sum of many parts."""
 
 
-def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
+def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> Rounded:
     """See ``kernels.fp8_rows.quantize_rows``."""
-    return _launch(x[None], *_memory_for(x, x.shape[1], num_rows), is_gated=False, ue8m0=ue8m0)
+    rounded = Rounded.empty(num_rows, x.shape[1], x.device)
+    _launch(x[None], *rounded, is_gated=False, ue8m0=ue8m0)
+    return rounded
 
 
-def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
+def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> Rounded:
     """See ``kernels.fp8_rows.quantize_gated``."""
-    return _launch(
-        gate_up, *_memory_for(gate_up, gate_up.shape[2] // 2, num_rows), is_gated=True, ue8m0=ue8m0
-    )
+    rounded = Rounded.empty(num_rows, gate_up.shape[2] // 2, gate_up.device)
+    _launch(gate_up, *rounded, is_gated=True, ue8m0=ue8m0)
+    return rounded
 
 
 def gated_rows_triton(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """See ``kernels.fp8_rows.gated_rows``."""
     columns = gate_up.shape[2] // 2
     out = torch.empty((gate_up.shape[1], columns), dtype=dtype, device=gate_up.device)
-    return _launch(gate_up, out, None, is_gated=True, ue8m0=False)[0]
+    _launch(gate_up, out, None, is_gated=True, ue8m0=False)
+    return out
 
 
-def _memory_for(x: Tensor, columns: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return memory for fp8 values and for their scales."""
-    values = torch.empty((num_rows, columns), dtype=DTYPE, device=x.device)
-    scales = torch.empty((triton.cdiv(columns, BLOCK), num_rows), dtype=torch.float32, device=x.device)
-    return values, scales
-
-
-def _launch(
-    x: Tensor, values: Tensor, scales: Tensor | None, *, is_gated: bool, ue8m0: bool
-) -> tuple[Tensor, Any]:
-    """Fill ``values`` from ``x`` [parts, rows, columns], and ``scales`` if there are any. Returns both."""
+def _launch(x: Tensor, values: Tensor, scales: Tensor | None, *, is_gated: bool, ue8m0: bool) -> None:
+    """Fill ``values`` from ``x`` [parts, rows, columns], and ``scales`` if there are any."""
     num_rows, columns = values.shape
     num_blocks = triton.cdiv(columns, BLOCK)
     if num_rows and columns:
@@ -83,7 +76,6 @@ def _launch(
                 num_warps=each,
                 **launch_options(x.device),
             )
-    return values, scales
 
 
 @triton.jit(do_not_specialize=["num_given", "num_rows"])

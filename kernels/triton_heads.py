@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.block_fp8 import BLOCK, SMALLEST_PEAK
 from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding
 from hisparse_pd.kernels.latent_vectors import IndexVectors, Rotation
@@ -168,9 +168,8 @@ def lift_values_triton(
         out = scales = torch.empty((num_tokens, columns), dtype=attended.dtype, device=device)
         result = Activations(out)
     else:
-        out = torch.empty((num_tokens, columns), dtype=DTYPE, device=device)
-        scales = torch.empty((columns // BLOCK, num_tokens), dtype=torch.float32, device=device)
-        result = Activations(attended.new_empty((num_tokens, 0)), Rounded(out, scales))
+        out, scales = rounded = Rounded.empty(num_tokens, columns, device)
+        result = Activations(attended.new_empty((num_tokens, 0)), rounded)
     if num_tokens == 0:
         return result
     tile = tile_of(num_tokens)

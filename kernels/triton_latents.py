@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.block_fp8 import BLOCK, SMALLEST_PEAK
 from hisparse_pd.kernels.fp8 import FP8_MAX
-from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
+from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, padded, row_multiple
 from hisparse_pd.kernels.latent_vectors import IndexVectors, LatentNorms, Latents, Rotation
 from hisparse_pd.kernels.triton_fp8 import part_strides, round_blocks, sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options
@@ -42,17 +42,12 @@ def finish_latents_triton(
     latent, item_dim = 0, 2 * cos.shape[1]
     if kv_a is not None and norms.kv_weight is not None:
         latent, item_dim = len(norms.kv_weight), kv_a.shape[2]
-    multiple = row_multiple(num_tokens, device)
-    num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
-    q_blocks = triton.cdiv(q_rank, BLOCK)
 
     # The results.
     item = torch.empty((num_tokens, item_dim), dtype=dtype, device=device)
     dense = torch.empty((num_tokens, q_rank * (1 + keeps_raw)), dtype=dtype, device=device)
-    rounded = None
-    if rounding is not None:
-        values = torch.empty((num_rows, q_rank), dtype=DTYPE, device=device)
-        rounded = Rounded(values, torch.empty((q_blocks, num_rows), dtype=torch.float32, device=device))
+    num_rows = num_tokens if rounding is None else padded(num_tokens, row_multiple(num_tokens, device))
+    rounded = None if rounding is None else Rounded.empty(num_rows, q_rank, device)
     keys = weights = None
     if index_keys is not None:
         keys = torch.empty((num_tokens, index_keys.shape[2]), dtype=dtype, device=device)
@@ -115,7 +110,7 @@ def finish_latents_triton(
                 ROUNDS=rounding is not None,
                 UE8M0=rounding is not None and rounding.ue8m0,
                 BLOCK=BLOCK,
-                Q_BLOCKS=triton.next_power_of_2(max(q_blocks, 1)),
+                Q_BLOCKS=triton.next_power_of_2(max(triton.cdiv(q_rank, BLOCK), 1)),
                 BLOCK_LATENT=triton.next_power_of_2(max(latent, 1)),
                 BLOCK_HALF=triton.next_power_of_2((item_dim - latent) // 2),
                 BLOCK_KEY=triton.next_power_of_2(key_parts.shape[2]),

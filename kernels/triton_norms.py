@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse_pd.kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from hisparse_pd.kernels.block_fp8 import BLOCK, SMALLEST_PEAK
 from hisparse_pd.kernels.cuda_launch import num_multiprocessors
 from hisparse_pd.kernels.fp8 import FP8_MAX
-from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, row_multiple
+from hisparse_pd.kernels.fp8_rows import Activations, Rounded, Rounding, padded, row_multiple
 from hisparse_pd.kernels.triton_fp8 import part_strides, round_blocks, sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
@@ -52,20 +52,15 @@ def add_norm_triton(
     # The results.
     normed = torch.empty((num_tokens, size), dtype=weight.dtype, device=device)
     sums = hidden if hidden is not None and not added else torch.empty_like(normed)
-    multiple = row_multiple(num_tokens, device)
-    num_rows = num_tokens if rounding is None else -(-num_tokens // multiple) * multiple
-    blocks = triton.cdiv(size, BLOCK)
-    rounded = None
-    if rounding is not None:
-        values = torch.empty((num_rows, size), dtype=DTYPE, device=device)
-        rounded = Rounded(values, torch.empty((blocks, num_rows), dtype=torch.float32, device=device))
+    num_rows = num_tokens if rounding is None else padded(num_tokens, row_multiple(num_tokens, device))
+    rounded = None if rounding is None else Rounded.empty(num_rows, size, device)
 
     # A kernel takes no None: other tensors stand for absent ones, and constants say what is absent.
     before = sums if hidden is None else hidden
     first, second = (*added, before[None], before[None])[:2]
     down, up = (weight, weight) if gate is None else gate
     rank = 0 if gate is None else len(down)
-    padded = triton.next_power_of_2(blocks) * BLOCK
+    padded_size = triton.next_power_of_2(triton.cdiv(size, BLOCK)) * BLOCK
     num_programs = num_rows if gate is None else min(num_rows, _num_programs(device))
     if num_rows:
         with torch.cuda.device_of(weight):
@@ -87,10 +82,10 @@ def add_norm_triton(
                 **part_strides("second", second),
                 eps=eps,
                 SIZE=size,
-                PADDED=padded,
+                PADDED=padded_size,
                 RANK=rank,
                 # Rows of a gate's matrices that a program holds at a time: all RANK of them, if they fit.
-                RANK_STEP=max(1, min(triton.next_power_of_2(max(1, rank)), GATE_NUMBERS // padded)),
+                RANK_STEP=max(1, min(triton.next_power_of_2(max(1, rank)), GATE_NUMBERS // padded_size)),
                 HAS_HIDDEN=hidden is not None,
                 FIRST_PARTS=len(first) if added else 0,
                 SECOND_PARTS=len(second) if len(added) > 1 else 0,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse_pd.kernels.expert_routing import RoutingTables
 from hisparse_pd.kernels.triton_fp8 import sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
@@ -273,10 +274,8 @@ def choose_kernel(
     tl.store(ids + at, chosen_ids.to(tl.int64), mask=k < num_chosen)
 
 
-def plan_triton(
-    expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``order``, ``starts``, ``tile_starts`` and ``tile_experts`` of a ``Routing``.
+def plan_triton(expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int) -> RoutingTables:
+    """Return the tables of a ``Routing``.
 
     ``expert_ids``: int [num_tokens, top_k], contiguous and few, because each program holds all of them.
     ``num_tiles``: the most tiles that there can be.
@@ -305,7 +304,7 @@ def plan_triton(
             num_warps=4,
             **launch_options(device),
         )
-    return order, starts, tile_starts, tile_experts
+    return RoutingTables(order, starts, tile_starts, tile_experts)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])

@@ -80,10 +80,16 @@ class PromptRunner:
         )
         self.short = ShortForwards(model, memory, page_size, self.kernels)
 
-    def run(self, batch: Batch, on_written: LayerWritten | None = None) -> Computed:
+    def run(
+        self,
+        batch: Batch,
+        on_written: LayerWritten | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Computed:
         """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called layer by
-        layer during the forward. Raises whatever the model or ``on_written`` raises, out of memory included;
-        the chunks then count as not computed."""
+        layer during the forward, and ``meanwhile`` when all is launched and the device computes. Raises
+        whatever the model or the functions raise, out of memory included; the chunks then count as not
+        computed."""
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
         paged = [self._paged(request, chunk) for request, chunk in batch]
         kv = PagedKv(
@@ -112,6 +118,7 @@ class PromptRunner:
             next_ids = _token_ids(batch, ahead=1).to(self._model.device)
             self._model.draft(next_ids, hidden, kv.positions, kv, no_logits)
 
+        meanwhile()
         self._wait()
         all_hints = kv.hints.cpu()
         hints = {

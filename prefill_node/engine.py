@@ -15,6 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
@@ -29,6 +30,7 @@ from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
@@ -148,6 +150,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             # A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
+        self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
+        """Messages that were read during a forward: the sender, the message, and the keys of a Bootstrap's
+        prompt."""
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
         kv = {PoolKind.DEVICE: self.memory.kv}
         self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
@@ -224,13 +229,30 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             peer, lane = self.peers.of_session(session), self.lanes.lane(session)
             if peer is not None and lane is not None:
                 self._answer_registration(peer, lane)
+        early, self._early = self._early, []
+        for identity, message, keys in early:
+            self._on_control(identity, message, now, keys)
         for identity, message in self.control.receive():
             self._on_control(identity, message, now)
         self._receive_from_fronts(now)
         self._fail_silent(now)
         self.life.fail_expired(now)
 
-    def _on_control(self, identity: bytes, message: ToPrefill, now_secs: float) -> None:
+    def _read_ahead(self) -> None:
+        """Read what decode nodes have sent, a burst at most, and compute the keys of prompts while the device
+        computes others. The messages are handled after the forward, whose requests they may end."""
+        for identity, message in self.control.receive():
+            keys = self.life.page_keys(message) if isinstance(message, Bootstrap) else None
+            self._early.append((identity, message, keys))
+
+    def _on_control(
+        self,
+        identity: bytes,
+        message: ToPrefill,
+        now_secs: float,
+        keys: Sequence[PageKey] | None = None,
+    ) -> None:
+        """Handle a message. ``keys``: those of a Bootstrap's prompt, if they have been computed."""
         peer = self.peers.heard(identity, now_secs)
         if isinstance(message, Register):
             self._register(identity, message, now_secs)
@@ -244,7 +266,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             case Heartbeat():
                 self.control.send(identity, HeartbeatAck(message.seq, self.instance_id))
             case Bootstrap():
-                self.life.bootstrap(peer, message, now_secs)
+                self.life.bootstrap(peer, message, now_secs, keys)
             case AbortRoom():
                 self.life.abort_room(peer, message, now_secs)
             case _:
@@ -334,7 +356,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             self._pusher.layer_written(pushes, layer, ready)
 
         try:
-            computed = self.runner.run(batch, layer_written)
+            computed = self.runner.run(batch, layer_written, self._read_ahead)
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
             if self._lockstep.ends_engine(error):
                 raise

@@ -138,9 +138,8 @@ class Pusher:
         submitted yet."""
         peer, bootstrap = request.peer, request.bootstrap
         num_held = bootstrap.num_held_tokens
-        start = min(
-            max(start, num_held), stop
-        )  # equal to ``stop`` when the decode node holds the whole chunk
+        # ``start`` becomes ``stop`` when the decode node holds the whole chunk.
+        start = min(max(start, num_held), stop)
         src_slots = SlotRanges.of_pages(request.page_ids, self._page_size, start, stop)
 
         def all_layers(src: RegionView, dst: RegionView, extents: tuple[Extent, ...]) -> LayerWrites:
@@ -217,7 +216,25 @@ class Pusher:
             plan_writes(SlotRanges.of_slots([0]), SlotRanges.of_slots([bootstrap.aux_slot])), slot, dst, 0, 1
         )
         writes.check()
-        self._submit(request, "aux record", (writes,), None)
+        self.submit(request, "aux record", (writes,), None)
+
+    def submit(
+        self, request: PrefillRequest, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
+    ) -> None:
+        """Submit one batch for the request's decode node. ``tag`` names it in errors."""
+        session = request.peer.session
+        writes = SlicedWrites(parts, self._slice_bytes(session))
+        batch = WriteBatch(
+            request.room,
+            tag,
+            writes,
+            writes.num_bytes,
+            request.deadline_secs,
+            self.write_timeout_secs,
+            ready,
+        )
+        self.sender.submit(session, batch)
+        request.num_writes_pending += 1
 
     def cancel(self, request: PrefillRequest) -> None:
         """Keep the request's waiting batches from starting; each still gets its completion."""
@@ -247,23 +264,5 @@ class Pusher:
         if push.row_checks is not None:
             parts.append(push.row_checks.of_layers(firsts.kv_layers, stops.kv_layers))
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
-        self._submit(push.request, tag, parts, ready)
+        self.submit(push.request, tag, parts, ready)
         push.num_layers_submitted = stop
-
-    def _submit(
-        self, request: PrefillRequest, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
-    ) -> None:
-        """Submit one batch for the request's decode node. ``tag`` names it in errors."""
-        session = request.peer.session
-        writes = SlicedWrites(parts, self._slice_bytes(session))
-        batch = WriteBatch(
-            request.room,
-            tag,
-            writes,
-            writes.num_bytes,
-            request.deadline_secs,
-            self.write_timeout_secs,
-            ready,
-        )
-        self.sender.submit(session, batch)
-        request.num_writes_pending += 1

@@ -39,7 +39,6 @@ from hisparse_pd.prefill_node.requests import (
 from hisparse_pd.prefill_node.scheduler import Running, StepLimits, Waiting
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
-    TOKEN_BYTES,
     AbortRoom,
     Bootstrap,
     PrefillTimes,
@@ -120,9 +119,18 @@ class PrefillLife:
 
     # --- arrival -------------------------------------------------------------------------------------
 
-    def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
+    def page_keys(self, message: Bootstrap) -> Sequence[PageKey]:
+        """Return the keys of all whole pages of a Bootstrap's prompt; none without a prefix cache."""
+        if not self._use_prefix_cache:
+            return ()
+        return page_keys(message.root, message.prompt, self._limits.page_size)
+
+    def bootstrap(
+        self, peer: Peer, message: Bootstrap, now_secs: float, keys: Sequence[PageKey] | None = None
+    ) -> None:
         """Open the request of a Bootstrap, or answer how it ended or why it is refused. A refused Bootstrap
-        opens no request, so a correct one may follow."""
+        opens no request, so a correct one may follow. ``keys``: what ``page_keys`` returns, if that was
+        called already."""
         room = Room(message.room)
         request = self.requests.get(room)
         if request is not None:
@@ -137,13 +145,11 @@ class PrefillLife:
         if (error := self._why_full(message)) is not None:
             self._refuse(peer, room, 429, error)
             return
-        keys: tuple[PageKey, ...] = ()
-        if self._use_prefix_cache:
-            first = first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, peer.page_size)
-            shared = message.prompt[: first * TOKEN_BYTES]
-            keys = tuple(page_keys(message.root, shared, self._limits.page_size))
+        keys = self.page_keys(message) if keys is None else keys
+        first = first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, peer.page_size)
+        shared = tuple(keys[: first // self._limits.page_size])  # stepped tokens share nothing
         deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
-        self.requests.open(PrefillRequest(peer, message, now_secs, deadline_secs, keys))
+        self.requests.open(PrefillRequest(peer, message, now_secs, deadline_secs, shared))
 
     def _answer_repeated(self, request: PrefillRequest, peer: Peer, message: Bootstrap) -> None:
         """Answer a Bootstrap for a live request. If the request has failed, one that repeats its own gets the

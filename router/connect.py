@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-import sys
 from urllib.parse import urlsplit
 
 import h11
@@ -63,7 +62,7 @@ class Call(asyncio.Protocol):
         self._lost: Exception | None = None
         """Why the connection has ended; None while it is open."""
         self._is_closed = False
-        self._body: _Body | None = None
+        self._body: _PlainBody | _ChunkedBody | None = None
         """The answer's body, once its head is here."""
         self._first: bytes | None = None
         """First bytes of the body, which ``begin`` keeps for ``read``."""
@@ -116,7 +115,7 @@ class Call(asyncio.Protocol):
             if not isinstance(event, h11.InformationalResponse):
                 raise ConnectionError("it closed the connection without an answer")
         self.status, self.headers = event.status_code, list(event.headers)
-        self._body = _Body(self.headers, self._http.trailing_data[0])
+        self._body = _body_of(self.headers, self._http.trailing_data[0])
 
     async def begin(self) -> None:
         """Wait for the first bytes of the body, or its end, and keep them for ``read``. Raises OSError."""
@@ -209,25 +208,50 @@ def _note_failure(connecting: asyncio.Task[None]) -> None:
         connecting.exception()
 
 
-class _Body:
-    """Reads the body of an answer, framed by chunks, by a length, or by the end of the connection.
+class _PlainBody:
+    """A body in one piece, which ends after its length, or with the connection."""
+
+    def __init__(self, num_bytes: int | None, data: bytes) -> None:
+        """``num_bytes``: the length; None where the body ends with the connection."""
+        self._num_left = num_bytes
+        self._data = data
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return self._num_left is None
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_left == 0
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def take(self) -> bytes:
+        """Return all content that has come."""
+        data, self._data = self._data, b""
+        if self._num_left is not None:
+            data = data[: self._num_left]
+            self._num_left -= len(data)
+        return data
+
+
+class _ChunkedBody:
+    """A body in chunks, each behind a head with its length: ``5\\r\\nhello\\r\\n0\\r\\n\\r\\n`` is "hello".
 
     h11, with its rules for each chunk, would take half of the router's time for a token.
     """
 
-    def __init__(self, headers: RawHeaders, data: bytes) -> None:
-        """``headers`` were checked by h11; ``data``: the part of the body that came with them."""
-        named = dict(headers)
+    ends_with_connection = False
+
+    def __init__(self, data: bytes) -> None:
         self._data = data
-        self._is_chunked = b"transfer-encoding" in named
-        self.ends_with_connection = not self._is_chunked and b"content-length" not in named
-        length = sys.maxsize if self.ends_with_connection else int(named.get(b"content-length", 0))
-        self._num_left = 0 if self._is_chunked else length
-        """Bytes that are to come of the chunk, or of a body without chunks."""
-        self.is_over = not self._is_chunked and length == 0
+        self._num_left = 0
+        """Bytes that are to come of the present chunk."""
+        self.is_over = False
 
     def feed(self, data: bytes) -> None:
-        self._data = self._data + data if self._data else data
+        self._data += data
 
     def take(self) -> bytes:
         """Return all content that has come. Raises ConnectionError."""
@@ -236,10 +260,7 @@ class _Body:
         while at < len(data) and not self.is_over:
             if not self._num_left:
                 if (head := _CHUNK_HEAD.match(data, at)) is None:
-                    # More may come, unless a line is complete already, or too long. The first two bytes may
-                    # be the line break that ends the chunk before.
-                    if len(data) - at > _MAX_CHUNK_HEAD_BYTES or b"\n" in data[at + 2 :]:
-                        raise ConnectionError(f"it says {data[at : at + 20]!r}, which begins no chunk")
+                    _check_partial_head(data[at:])
                     break
                 at = head.end()
                 self._num_left = int(head[1], 16)
@@ -248,7 +269,21 @@ class _Body:
             parts.append(part)
             at += len(part)
             self._num_left -= len(part)
-            # A body with a length is over after its last byte; for chunks, the last head has told.
-            self.is_over = self.is_over or not (self._num_left or self._is_chunked)
         self._data = data[at:]
         return b"".join(parts)
+
+
+def _check_partial_head(data: bytes) -> None:
+    """Raise ConnectionError if ``data``, which is no whole head of a chunk, cannot become one: a line is
+    complete already, or too long. The first two bytes may be the line break that ends the chunk before."""
+    if len(data) > _MAX_CHUNK_HEAD_BYTES or b"\n" in data[2:]:
+        raise ConnectionError(f"it says {data[:20]!r}, which begins no chunk")
+
+
+def _body_of(headers: RawHeaders, data: bytes) -> _PlainBody | _ChunkedBody:
+    """Return the body behind ``headers``, which h11 has checked. ``data``: the part that came with them."""
+    named = dict(headers)
+    if b"transfer-encoding" in named:
+        return _ChunkedBody(data)
+    length = named.get(b"content-length")
+    return _PlainBody(None if length is None else int(length), data)

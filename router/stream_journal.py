@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec import Raw
 
@@ -77,10 +78,7 @@ class StreamJournal:
         """False once it was given up for lack of room; the stream cannot resume then."""
         self.is_over = False
         """Whether the client has the end of the stream."""
-        self._unshown = bytearray()
-        """What the present node sent after its last line."""
-        self._num_searched = 0
-        """Bytes of ``_unshown``, from its start, at which no ``_LINE`` begins."""
+        self._unshown = _Unshown()
         self.is_leaving = False
         """Whether the present node said that it shuts down."""
         self._grow(num_body_bytes)
@@ -94,12 +92,11 @@ class StreamJournal:
     @property
     def unshown(self) -> bytes:
         """What the present node sent after its last line. If it ends there, this is its error."""
-        return bytes(self._unshown)
+        return bytes(self._unshown.data)
 
     def next_node(self) -> None:
         """Continue with another node. What the old one sent after its last line is never shown."""
-        self._unshown.clear()
-        self._num_searched = 0
+        self._unshown = _Unshown()
         self.is_leaving = False
 
     def feed(self, chunk: bytes) -> bytes:
@@ -107,31 +104,18 @@ class StreamJournal:
         now."""
         if self.is_over:
             return b""
-        data = self._unshown
-        data += chunk
+        self._unshown.add(chunk)
         shown = bytearray()
-        start, searched = 0, self._num_searched
-        # Each whole line shows the events before it.
-        while (mark := _next_line(data, start, searched)) >= 0 and (end := data.find(b"\n\n", mark)) >= 0:
-            content = bytes(data[mark + len(MARK) : end])
-            shown += data[start:mark]
-            start = searched = end + 2
-            if content == OVER:
+        while (line := self._unshown.take_line()) is not None:
+            shown += line.events_before
+            if line.content == OVER:
                 self.is_over = True
                 break
-            if content == LEAVING:
+            if line.content == LEAVING:
                 self.is_leaving = True
-            elif content.startswith(b"["):  # a record; other lines are of a later release
-                self._add(content)
-        if mark < 0:
-            searched = max(searched, len(data) - len(_LINE) + 1)  # the bytes behind may begin one
-        del data[:start]  # cheap: a bytearray drops its front without moving the rest
-        self._num_searched = searched - start
-        # A ping has no line after it.
-        if len(data) <= _MAX_PING_BYTES and bytes(data) in _PINGS:
-            shown += data
-            data.clear()
-            self._num_searched = 0
+            elif line.content.startswith(b"["):  # a record; other lines are of a later release
+                self._add(line.content)
+        shown += self._unshown.take_ping()
         return bytes(shown)
 
     def _add(self, record: bytes) -> None:
@@ -174,12 +158,48 @@ class StreamJournal:
         return True
 
 
-def _next_line(data: bytearray, start: int, searched: int) -> int:
-    """Return where the next line of the journal begins, or -1.
+class _Line(NamedTuple):
+    """A whole line of the journal."""
 
-    ``start``: where an event or a line begins. ``searched``: no ``_LINE`` begins between ``start`` and here.
-    """
-    if data.startswith(MARK, start):
-        return start
-    before = data.find(_LINE, searched)
-    return before + 1 if before >= 0 else -1
+    events_before: bytes
+    content: bytes
+    """What stands between ``MARK`` and the empty line."""
+
+
+class _Unshown:
+    """What a node sent after its last line. It begins where an event or a line begins, and may end
+    anywhere."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._num_searched = 0
+        """Bytes, from the start, at which no ``_LINE`` begins."""
+
+    def add(self, chunk: bytes) -> None:
+        self.data += chunk
+
+    def take_line(self) -> _Line | None:
+        """Take off the next line and the events before it; None if no line is whole."""
+        data = self.data
+        if data.startswith(MARK):
+            mark = 0
+        elif (before := data.find(_LINE, self._num_searched)) >= 0:
+            mark = before + 1
+        else:
+            self._num_searched = max(self._num_searched, len(data) - len(_LINE) + 1)  # the rest may begin one
+            return None
+        if (end := data.find(b"\n\n", mark)) < 0:
+            return None
+        line = _Line(bytes(data[:mark]), bytes(data[mark + len(MARK) : end]))
+        del data[: end + 2]  # cheap: a bytearray drops its front without moving the rest
+        self._num_searched = 0
+        return line
+
+    def take_ping(self) -> bytes:
+        """Take off all that is left if it is a ping, which has no line after it."""
+        if len(self.data) > _MAX_PING_BYTES or bytes(self.data) not in _PINGS:
+            return b""
+        ping = bytes(self.data)
+        self.data.clear()
+        self._num_searched = 0
+        return ping

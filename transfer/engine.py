@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,6 +47,13 @@ class HasMemory(Protocol):
     def is_contiguous(self) -> bool: ...
 
 
+class _Registered(NamedTuple):
+    """Registered memory, up to the address ``end``; ``memory`` is kept alive by it."""
+
+    end: int
+    memory: HasMemory
+
+
 def quiet_mooncake_logs() -> None:
     """Limit Mooncake's log to errors, unless the environment sets a level. Call before Mooncake is imported,
     which is when it reads the level."""
@@ -72,22 +79,27 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}
         """The name under which Mooncake knows each session that was written to; see ``renew``."""
-        self.registered: dict[int, tuple[int, HasMemory]] = {}
-        """Registered memory by its first address: its end, and its tensor, which this keeps alive."""
+        self.registered: dict[int, _Registered] = {}
+        """Registered memory by its first address."""
         self.fault = ""
         """Why nothing can be written over a network; empty if it can."""
+        self.mooncake: Any = self._start_mooncake(host, needs_network=needs_network)
+        self.session = f"{in_url(host)}:{self.mooncake.get_rpc_port()}"
+        self._check_session(host)
+
+    def _start_mooncake(self, host: str, *, needs_network: bool) -> Any:
+        """Return a started engine of Mooncake, or what replaces it. Raises TransferSetupError."""
+        transport = self.transport
         with _environment(_mooncake_settings(transport, host)):
             try:
-                self.mooncake = new_mooncake_engine()
+                mooncake = new_mooncake_engine()
             except TransferSetupError as error:
                 if needs_network or transport.protocol != "tcp" or not is_loopback(host):
                     raise
                 self.fault = f"KV can only go to nodes of this machine, through shared memory: {error}"
                 log.warning("%s", self.fault)
-                self.mooncake = _NoMooncake()
-            code = self.mooncake.initialize(
-                host, "P2PHANDSHAKE", transport.protocol, ",".join(transport.devices)
-            )
+                mooncake = _NoMooncake()
+            code = mooncake.initialize(host, "P2PHANDSHAKE", transport.protocol, ",".join(transport.devices))
         if code != 0:
             raise TransferSetupError(
                 f"Mooncake cannot start on host {host!r} with protocol {transport.protocol}"
@@ -95,8 +107,7 @@ class TransferEngine:
                 f"`hisparse-pd doctor --transfer-protocol {transport.protocol}` says what is missing, and "
                 "Mooncake's log with MC_LOG_LEVEL=INFO in the environment why"
             )
-        self.session = f"{in_url(host)}:{self.mooncake.get_rpc_port()}"
-        self._check_session(host)
+        return mooncake
 
     def register(self, memory: HasMemory) -> int:
         """Open memory to the transport, for reading and for peers' writes; returns its address.
@@ -110,11 +121,11 @@ class TransferEngine:
                 f"{num_bytes} bytes at {addr:#x} are empty or not contiguous; register a copy"
             )
         with self._lock:
-            for start, (end, _) in self.registered.items():
-                if start < addr + num_bytes and addr < end:
+            for start, other in self.registered.items():
+                if start < addr + num_bytes and addr < other.end:
                     raise TransferError(
                         f"memory [{addr:#x}, {addr + num_bytes:#x}) overlaps the registered "
-                        f"[{start:#x}, {end:#x}); unregister that first"
+                        f"[{start:#x}, {other.end:#x}); unregister that first"
                     )
             code = self.mooncake.register_memory(addr, num_bytes)
             if code != 0:
@@ -122,7 +133,7 @@ class TransferEngine:
                     f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: code {code}; "
                     "for RDMA raise the locked-memory limit (ulimit -l)"
                 )
-            self.registered[addr] = addr + num_bytes, memory
+            self.registered[addr] = _Registered(addr + num_bytes, memory)
         return addr
 
     def unregister(self, addr: int) -> None:
@@ -172,7 +183,7 @@ class TransferEngine:
     def check_sources(self, writes: Descriptors) -> None:
         """Raise TransferError unless all sources lie in registered memory."""
         with self._lock:
-            pieces = sorted((start, end) for start, (end, _) in self.registered.items())
+            pieces = sorted((start, memory.end) for start, memory in self.registered.items())
         starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
         src, _, num_bytes = writes
         bad = ranges_around(starts, ends, src, num_bytes) < 0

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.transfer.engine import TransferEngine
@@ -70,6 +70,16 @@ class _Pair:
     """The decode node's memory, for shm only."""
     is_sole: bool = False
     """Whether all writes go through ``mapping`` and are made by a CPU."""
+
+
+class _Opened(NamedTuple):
+    """What came of opening a decode node's memory."""
+
+    lane: Lane
+    mapping: Mapping | None
+    """None if the memory cannot be opened. It may be mapped though the lane is the network's."""
+    covers_all: bool
+    """Whether all that the decode node registered is mapped."""
 
 
 @dataclass
@@ -124,11 +134,8 @@ class Lanes:
     def slice_bytes(self, session: str) -> int:
         """Return the highest cost (``plan.cost``) of one write to a session."""
         lane = self.lane(session)
-        return (
-            GPU_SLICE_BYTES
-            if self.gpu is not None and lane is not None and lane.kind == "shm"
-            else SLICE_BYTES
-        )
+        is_copied_by_gpu = self.gpu is not None and lane is not None and lane.kind == "shm"
+        return GPU_SLICE_BYTES if is_copied_by_gpu else SLICE_BYTES
 
     def take_decided(self) -> list[str]:
         """Return the sessions whose lane was chosen since the last call, after ``register`` returned None."""
@@ -186,7 +193,22 @@ class Lanes:
         log.info("decode node at %s: lane %s (%s)", session, kind, lane.refusal or lane.reason)
 
     def _open(self, session: str, pair: _Pair, offer: LaneOffer, regions: Sequence[tuple[int, int]]) -> None:
-        """Open the decode node's memory, and unmap it when that node has ended."""
+        """Open the decode node's memory, and unmap it when that node has ended: the life of a thread."""
+        opened = self._try_mapping(session, offer, regions)
+        is_in_time = self._take(session, pair, opened)
+        if is_in_time:
+            self.on_decided()
+        if opened.mapping is None:
+            return
+        if is_in_time:
+            opened.mapping.wait_for_end()
+            with self._lock:
+                if self.pairs.get(session) is pair:
+                    del self.pairs[session]
+        opened.mapping.close()  # while it is mapped here, the memory outlives its node
+
+    def _try_mapping(self, session: str, offer: LaneOffer, regions: Sequence[tuple[int, int]]) -> _Opened:
+        """Map the decode node's memory. Returns the network's lane where that fails."""
         mapping: Mapping | None = None
         covers_all = False
         try:
@@ -201,24 +223,17 @@ class Lanes:
         except Exception as error:
             log.exception("the lane to session %s", session)
             lane = self.over_network(f"{type(error).__name__}: {error}")
+        return _Opened(lane, mapping, covers_all)
 
+    def _take(self, session: str, pair: _Pair, opened: _Opened) -> bool:
+        """Decide the pair's lane. Returns False, and changes nothing, where that comes too late."""
         with self._lock:
-            # Too late if the node has registered anew, or if its pair fell back to the network meanwhile.
-            is_late = self.pairs.get(session) is not pair or pair.lane is not None
-            if not is_late:
-                pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None
-                if mapping is not None and pair.is_sole:
-                    mapping.promise_sole()
-                self._decide(session, pair, lane)
-                self._decided.append(session)
-        if not is_late:
-            self.on_decided()
-
-        # The rest of this thread's life: wait for the decode node's end, and let go of its memory.
-        if mapping is not None:
-            if not is_late:
-                mapping.wait_for_end()
-                with self._lock:
-                    if self.pairs.get(session) is pair:
-                        del self.pairs[session]
-            mapping.close()  # while it is mapped here, the memory outlives its node
+            # The node has registered anew, or its pair fell back to the network meanwhile.
+            if self.pairs.get(session) is not pair or pair.lane is not None:
+                return False
+            pair.mapping, pair.is_sole = opened.mapping, opened.covers_all and self.gpu is None
+            if opened.mapping is not None and pair.is_sole:
+                opened.mapping.promise_sole()
+            self._decide(session, pair, opened.lane)
+            self._decided.append(session)
+            return True

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -70,6 +70,13 @@ class LaneError(Exception):
     """A decode node's memory cannot be opened."""
 
 
+class _OpenWindow(NamedTuple):
+    """A window that is open in this process, where it begins at ``start_here``."""
+
+    window: Window
+    start_here: int
+
+
 class Mapping:
     """Memory of a decode node, mapped into this process and registered with its ``gpu``. Raises LaneError.
 
@@ -91,7 +98,7 @@ class Mapping:
         try:
             windows, descriptors = _introduce(self._connection, LaneHello(offer.token, instance_id))
             try:
-                opened, starts_here = self._open(_checked(windows, descriptors), descriptors)
+                opened = list(self._open(_checked(windows, descriptors), descriptors))
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -99,21 +106,19 @@ class Mapping:
             self._unmap()
             raise
         # The windows, by number: where each begins and ends in the decode node, and where it begins here.
-        self._starts = np.array([window.base_addr for window in opened], np.int64)
-        self._ends = np.array([window.base_addr + window.num_bytes for window in opened], np.int64)
-        self._starts_here = np.array(starts_here, np.int64)
-        self._is_on_gpu = np.array([bool(window.cuda_handle) for window in opened], np.bool_)
+        self._starts = np.array([each.window.base_addr for each in opened], np.int64)
+        self._ends = self._starts + np.array([each.window.num_bytes for each in opened], np.int64)
+        self._starts_here = np.array([each.start_here for each in opened], np.int64)
+        self._is_on_gpu = np.array([bool(each.window.cuda_handle) for each in opened], np.bool_)
 
-    def _open(self, windows: Sequence[Window], descriptors: Sequence[int]) -> tuple[list[Window], list[int]]:
-        """Return the windows that can be opened, and where each begins in this process. Raises LaneError."""
-        opened: list[Window] = []
-        starts_here: list[int] = []
+    def _open(self, windows: Sequence[Window], descriptors: Sequence[int]) -> Iterator[_OpenWindow]:
+        """Open the windows that can be opened, and yield them. Raises LaneError."""
         for window in windows:
             if not window.cuda_handle:
                 self.maps.append(_map(window, descriptors[window.descriptor]))
-                starts_here.append(int(np.frombuffer(self.maps[-1], np.uint8).ctypes.data))
-                self._register(starts_here[-1], window.num_bytes)
-                opened.append(window)
+                start_here = int(np.frombuffer(self.maps[-1], np.uint8).ctypes.data)
+                self._register(start_here, window.num_bytes)
+                yield _OpenWindow(window, start_here)
             elif self._gpu is not None:
                 try:
                     base = self._gpu.open(window.cuda_handle)
@@ -121,9 +126,7 @@ class Mapping:
                     log.warning("memory of the decode node's GPU cannot be opened here: %s", error)
                     continue
                 self._undo.append(partial(self._gpu.close, base))
-                starts_here.append(base + window.cuda_offset)
-                opened.append(window)
-        return opened, starts_here
+                yield _OpenWindow(window, base + window.cuda_offset)
 
     def _register(self, addr: int, num_bytes: int) -> None:
         """Let this node's GPU, if it has one, write to mapped main memory. Raises LaneError."""
@@ -344,8 +347,8 @@ def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...
 
 
 def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[Window, ...]:
-    """Return the windows sorted by address. Raises LaneError for windows that overlap, and unless each file
-    is long enough and sealed against shrinking."""
+    """Return the windows sorted by address. Raises LaneError for windows that overlap, and as ``_check_file``
+    does."""
     windows = tuple(sorted(windows, key=lambda window: window.base_addr))
     for window, after in zip(windows, (*windows[1:], None), strict=True):
         end = window.base_addr + window.num_bytes
@@ -353,20 +356,24 @@ def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[W
             raise LaneError(
                 f"memory of {window.num_bytes} bytes at {window.base_addr:#x} overlaps other memory"
             )
-        if window.cuda_handle:
-            continue
-        if window.descriptor >= len(descriptors):
-            raise LaneError(f"descriptor {window.descriptor} of {len(descriptors)} is missing")
-        descriptor = descriptors[window.descriptor]
-        size = os.fstat(descriptor).st_size
-        if size < window.num_bytes:
-            raise LaneError(f"a file of {size} bytes is said to be {window.num_bytes} bytes of memory")
-        seals = 0
-        with contextlib.suppress(OSError):  # a kind of file without seals
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK:
-            raise LaneError("the decode node's memory is not sealed: it could be taken away in a write")
+        if not window.cuda_handle:
+            _check_file(window, descriptors)
     return windows
+
+
+def _check_file(window: Window, descriptors: Sequence[int]) -> None:
+    """Raise LaneError unless the window's file is there, long enough, and sealed against shrinking."""
+    if window.descriptor >= len(descriptors):
+        raise LaneError(f"descriptor {window.descriptor} of {len(descriptors)} is missing")
+    descriptor = descriptors[window.descriptor]
+    size = os.fstat(descriptor).st_size
+    if size < window.num_bytes:
+        raise LaneError(f"a file of {size} bytes is said to be {window.num_bytes} bytes of memory")
+    seals = 0
+    with contextlib.suppress(OSError):  # a kind of file without seals
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise LaneError("the decode node's memory is not sealed: it could be taken away in a write")
 
 
 def _map(window: Window, descriptor: int) -> mmap.mmap:

@@ -43,9 +43,21 @@ _SOURCE_OFFSET = {4: 12, 6: 8}
 """Offset of the source address in the header, by IP version."""
 _ACCEPT = 0xFFFFFFFF
 _DROP = 0
+_INSTRUCTION = "HBBI"
 
-_Instruction = tuple[int, int, int, int]
-"""Code, instructions to skip if true, instructions to skip if false, operand."""
+
+class _Instruction(NamedTuple):
+    """An instruction of the filter, as the kernel reads it."""
+
+    code: int
+    operand: int
+    num_skipped_if_true: int = 0
+    num_skipped_if_false: int = 0
+
+    def packed(self) -> bytes:
+        return struct.pack(
+            _INSTRUCTION, self.code, self.num_skipped_if_true, self.num_skipped_if_false, self.operand
+        )
 
 
 class _WordTest(NamedTuple):
@@ -112,7 +124,7 @@ def _listening() -> Iterator[tuple[int, int]]:
 def attach(descriptor: int, program: bytes) -> None:
     """Attach a packet filter to a socket of this process. Raises OSError."""
     instructions = ctypes.create_string_buffer(program, len(program))
-    num_instructions = len(program) // struct.calcsize("HBBI")
+    num_instructions = len(program) // struct.calcsize(_INSTRUCTION)
     with socket.socket(fileno=os.dup(descriptor)) as sock:
         sock.setsockopt(
             socket.SOL_SOCKET,
@@ -132,19 +144,19 @@ def _program(allowed: PeerList) -> bytes:
     for network in allowed.networks:
         tests[network.version] += _accept_from(network)
     for version in tests:
-        tests[version].append((_RETURN, 0, 0, _DROP))
+        tests[version].append(_Instruction(_RETURN, _DROP))
     # A socket for both IP versions sees IPv4 packets with IPv4 headers. A conditional jump skips 255
     # instructions at most, so an unconditional one leads to the tests of IPv6.
     program: list[_Instruction] = [
-        (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
-        (_SHIFT_RIGHT, 0, 0, 4),  # the version
-        (_JUMP_IF_EQUAL, 0, 1, 4),
-        (_JUMP, 0, 0, 1),  # IPv4: skip the next jump
-        (_JUMP, 0, 0, len(tests[4])),
+        _Instruction(_LOAD_BYTE, _NETWORK_HEADER),
+        _Instruction(_SHIFT_RIGHT, 4),  # the version
+        _Instruction(_JUMP_IF_EQUAL, 4, num_skipped_if_false=1),
+        _Instruction(_JUMP, 1),  # IPv4: skip the next jump
+        _Instruction(_JUMP, len(tests[4])),
         *tests[4],
         *tests[6],
     ]
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    return b"".join(instruction.packed() for instruction in program)
 
 
 def _accept_from(network: Network) -> list[_Instruction]:
@@ -163,8 +175,8 @@ def _accept_from(network: Network) -> list[_Instruction]:
     for number, (offset, word_mask, wanted) in enumerate(words):
         num_to_skip = 3 * (len(words) - number - 1) + 1  # the tests of the words that follow, and the return
         instructions += [
-            (_LOAD_WORD, 0, 0, offset),
-            (_AND, 0, 0, word_mask),
-            (_JUMP_IF_EQUAL, 0, num_to_skip, wanted),
+            _Instruction(_LOAD_WORD, offset),
+            _Instruction(_AND, word_mask),
+            _Instruction(_JUMP_IF_EQUAL, wanted, num_skipped_if_false=num_to_skip),
         ]
-    return [*instructions, (_RETURN, 0, 0, _ACCEPT)]
+    return [*instructions, _Instruction(_RETURN, _ACCEPT)]

@@ -224,17 +224,20 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
     cost_left = max_cost
     for block in blocks:
         block = cut_long(block, MAX_DESCRIPTOR_BYTES)
-        costs_up_to = np.cumsum(np.maximum(block.lengths, DESCRIPTOR_COST_BYTES))
-        first = taken_cost = 0  # the first range of the block that is in no slice, and the cost before it
-        while first < costs_up_to.size:
-            stop = int(np.searchsorted(costs_up_to, taken_cost + cost_left, side="right"))
-            stop = max(stop, first if parts else first + 1)  # an empty slice takes any range
+        num_ranges = block.lengths.size
+        cost_before = np.zeros(num_ranges + 1, np.int64)  # by the number of a range
+        np.cumsum(np.maximum(block.lengths, DESCRIPTOR_COST_BYTES), out=cost_before[1:])
+        first = 0  # the first range of the block that is in no slice
+        while first < num_ranges:
+            stop = int(np.searchsorted(cost_before, cost_before[first] + cost_left, side="right")) - 1
+            if not parts:
+                stop = max(stop, first + 1)  # an empty slice takes any range
             if stop > first:
                 parts.append(block.at(slice(first, stop)))
-                cost_left -= int(costs_up_to[stop - 1]) - taken_cost
-                first, taken_cost = stop, int(costs_up_to[stop - 1])
+                cost_left -= int(cost_before[stop] - cost_before[first])
+                first = stop
             is_full = cost_left < DESCRIPTOR_COST_BYTES
-            if first < costs_up_to.size or is_full:
+            if first < num_ranges or is_full:
                 yield join_descriptors(parts)
                 parts, cost_left = [], max_cost
     if parts:

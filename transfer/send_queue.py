@@ -122,28 +122,35 @@ class Slice:
 
 
 @dataclass(eq=False)
+class _InFlight:
+    """A room's slice in flight."""
+
+    slice: Slice
+    progress: _Progress
+    """The slice's batch, which is not among the waiting ones meanwhile."""
+    is_overdue_reported: bool = False
+    """Whether ``overdue`` has named the room for this slice."""
+
+
+@dataclass(eq=False)
 class _RoomQueue:
     """A room's batches, while one of them waits or is in flight or its completion was not taken yet."""
 
+    room: Room
     session: str
     waiting: deque[_Progress] = field(default_factory=deque)
     """Batches in order; the first may be written in part."""
-    writing: _Progress | None = None
-    """The batch with a slice in flight, which is not in ``waiting`` meanwhile."""
-    slice: Slice | None = None
-    """The slice of ``writing`` that is in flight."""
+    in_flight: _InFlight | None = None
     credit: int = 0
     """Cost that the room's turn has left; below 0 after a slice that costs more than a whole turn."""
     refusal: str = ""
     """Why no slice of the room may start any more; empty until something failed."""
     num_untaken: int = 0
     """Completions that ``take_completions`` has not returned yet."""
-    is_overdue_reported: bool = False
-    """Whether ``overdue`` has named the room for the slice in flight."""
 
     @property
     def is_over(self) -> bool:
-        return not self.waiting and self.writing is None and not self.num_untaken
+        return not self.waiting and self.in_flight is None and not self.num_untaken
 
 
 @dataclass(eq=False)
@@ -175,7 +182,7 @@ class SendQueue:
         cancelled. Raises ValueError when the room still has batches for another session."""
         queue = self._rooms.get(batch.room)
         if queue is None:
-            queue = self._rooms[batch.room] = _RoomQueue(session)
+            queue = self._rooms[batch.room] = _RoomQueue(batch.room, session)
             self._peers.setdefault(session, _Peer()).num_rooms += 1
         if queue.session != session:
             raise ValueError(f"room {batch.room} writes to session {queue.session}, not to {session}")
@@ -187,7 +194,7 @@ class SendQueue:
         peer = self._peers[session]
         peer.num_bytes += batch.num_bytes
         queue.waiting.append(progress)
-        if len(queue.waiting) == 1 and queue.writing is None:
+        if len(queue.waiting) == 1 and queue.in_flight is None:
             queue.credit = self._turn_bytes
             peer.line.append(batch.room)
 
@@ -201,14 +208,15 @@ class SendQueue:
             if not self._cut(queue):
                 continue  # the room has left the line
             peer.line.remove(room)
-            progress = queue.writing = queue.waiting.popleft()
+            progress = queue.waiting.popleft()
             assert progress.head is not None
             ready = None if progress.is_started else progress.batch.ready
             progress.is_started = True
             queue.credit -= cost(progress.head)
-            queue.slice = Slice(progress.batch, progress.head, ready)
-            queue.slice.start(now)
-            return queue.slice
+            taken = Slice(progress.batch, progress.head, ready)
+            taken.start(now)
+            queue.in_flight = _InFlight(taken, progress)
+            return taken
         return None
 
     def why_stop(self, in_flight: Slice, now: float) -> str:
@@ -219,12 +227,9 @@ class SendQueue:
     def finish(self, written: Slice, outcome: Outcome) -> None:
         """Note that a slice came back from the transport. An error fails its batch and all behind it;
         otherwise the room goes on with its next slice, in this turn or in its next one."""
-        room = written.batch.room
-        queue = self._rooms[room]
-        progress = queue.writing
-        assert progress is not None
-        queue.writing = queue.slice = None
-        queue.is_overdue_reported = False
+        queue = self._rooms[written.batch.room]
+        assert queue.in_flight is not None
+        progress, queue.in_flight = queue.in_flight.progress, None
 
         num_bytes = written.writes.num_bytes  # these no longer wait, whether they have landed or not
         self._peers[queue.session].num_bytes -= num_bytes
@@ -243,17 +248,17 @@ class SendQueue:
         if has_more and queue.refusal:
             self._fail_waiting(queue)
         elif has_more:
-            self._rejoin_line(room, queue)
+            self._rejoin_line(queue)
 
-    def _rejoin_line(self, room: Room, queue: _RoomQueue) -> None:
+    def _rejoin_line(self, queue: _RoomQueue) -> None:
         """Put a room whose next slice is cut into the line: first while its turn goes on, else last."""
         line = self._peers[queue.session].line
         head = queue.waiting[0].head
         if head is not None and cost(head) <= queue.credit:
-            line.appendleft(room)
+            line.appendleft(queue.room)
         else:
             queue.credit = self._turn_bytes
-            line.append(room)
+            line.append(queue.room)
 
     def take_completions(self, now: float) -> list[Completion]:
         """Return the completions since the last call, in order."""
@@ -271,10 +276,12 @@ class SendQueue:
         behind it starts any more; its own completion comes when the transport returns."""
         overdue = []
         for room, queue in self._rooms.items():
-            if queue.slice is not None and queue.slice.deadline < now and not queue.is_overdue_reported:
-                queue.is_overdue_reported = True
-                self._refuse(queue, "a write of the room passed its deadline in flight")
-                overdue.append(room)
+            in_flight = queue.in_flight
+            if in_flight is None or in_flight.is_overdue_reported or in_flight.slice.deadline >= now:
+                continue
+            in_flight.is_overdue_reported = True
+            self._refuse(queue, "a write of the room passed its deadline in flight")
+            overdue.append(room)
         return overdue
 
     @property
@@ -285,7 +292,7 @@ class SendQueue:
     def num_pending(self, room: Room) -> int:
         """Return the number of batches of ``room`` that wait or are in flight."""
         queue = self._rooms.get(room)
-        return 0 if queue is None else len(queue.waiting) + (queue.writing is not None)
+        return 0 if queue is None else len(queue.waiting) + (queue.in_flight is not None)
 
     def num_bytes_pending(self, session: str) -> int:
         """Return the bytes of all rooms that wait or are in flight to a peer."""
@@ -298,7 +305,7 @@ class SendQueue:
         if queue is None:
             return False
         self._refuse(queue, "the room was cancelled")
-        return queue.writing is not None
+        return queue.in_flight is not None
 
     def refuse_all(self, reason: str) -> None:
         """Fail the batches of all rooms that have not started."""
@@ -329,20 +336,20 @@ class SendQueue:
                 progress.head = next(progress.remaining, None)
             except Exception as error:  # a bad batch must not end the thread, which serves the whole peer
                 queue.waiting.popleft()
-                self._leave_line(progress.batch.room, queue)
+                self._leave_line(queue)
                 self._fail(progress, queue, f"{type(error).__name__}: {error}")
                 return False
             if progress.head is None:
                 queue.waiting.popleft()
                 if not queue.waiting:
-                    self._leave_line(progress.batch.room, queue)
+                    self._leave_line(queue)
                 self._complete(progress, queue, "")
         return False
 
-    def _leave_line(self, room: Room, queue: _RoomQueue) -> None:
+    def _leave_line(self, queue: _RoomQueue) -> None:
         line = self._peers[queue.session].line
-        if room in line:
-            line.remove(room)
+        if queue.room in line:
+            line.remove(queue.room)
 
     def _fail(self, progress: _Progress, queue: _RoomQueue, error: str) -> None:
         """Fail a batch and all batches behind it."""
@@ -358,7 +365,7 @@ class SendQueue:
     def _fail_waiting(self, queue: _RoomQueue) -> None:
         """Fail the waiting batches of a room that has a refusal."""
         if queue.waiting:
-            self._leave_line(queue.waiting[0].batch.room, queue)
+            self._leave_line(queue)
         while queue.waiting:
             self._complete(queue.waiting.popleft(), queue, queue.refusal)
 

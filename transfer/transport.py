@@ -12,9 +12,9 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hisparse_pd.base.access import parse_address
 from hisparse_pd.base.settings import TransportSettings
@@ -130,29 +130,10 @@ def select_devices(
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
 
-    advertised = addresses_of(host)
     names, topology_fault = wanted_devices(ib_device, machine)
     if topology_fault is not None:
         return DeviceSelection((), (topology_fault,))
-
-    # Try each candidate.
-    usable: list[str] = []
-    faults: list[Fault] = []
-    notes: list[str] = []
-    for name in names or devices:
-        device = devices.get(name)
-        if device is None:
-            faults.append(missing_device_fault(name, devices, machine))
-            continue
-        fault = device_fault(device, machine)
-        grade, note = _reach(device, host, advertised)
-        if fault is None and only_sure and grade < GidGrade.ROUTABLE:
-            fault = Fault(note, "give its interface an address, or ask for rdma")
-        if fault is not None:
-            faults.append(fault)
-            continue
-        usable.append(name)
-        notes += [note] if note else []
+    usable, faults, notes = _try_devices(names or tuple(devices), devices, host, machine, only_sure=only_sure)
     # Of devices that the operator named, all must work; of others, one is enough.
     if not usable or (names and faults):
         return DeviceSelection((), tuple(faults))
@@ -167,6 +148,37 @@ def select_devices(
     if len(link_layers) > 1:
         notes.append(f"{' and '.join(sorted(link_layers))} do not reach each other, name devices of one kind")
     return DeviceSelection(tuple(usable), (), tuple(notes))
+
+
+class _Tried(NamedTuple):
+    """The devices that can be used, why others cannot, and oddities of the former."""
+
+    usable: list[str]
+    faults: list[Fault]
+    notes: list[str]
+
+
+def _try_devices(
+    names: Iterable[str], devices: Mapping[str, RdmaDevice], host: str, machine: Machine, *, only_sure: bool
+) -> _Tried:
+    """Look whether each of ``names`` is a device that can be used."""
+    advertised = addresses_of(host)
+    tried = _Tried([], [], [])
+    for name in names:
+        device = devices.get(name)
+        if device is None:
+            tried.faults.append(missing_device_fault(name, devices, machine))
+            continue
+        fault = device_fault(device, machine)
+        grade, note = _reach(device, host, advertised)
+        if fault is None and only_sure and grade < GidGrade.ROUTABLE:
+            fault = Fault(note, "give its interface an address, or ask for rdma")
+        if fault is not None:
+            tried.faults.append(fault)
+            continue
+        tried.usable.append(name)
+        tried.notes.extend([note] if note else [])
+    return tried
 
 
 def environment_fault(machine: Machine) -> Fault | None:

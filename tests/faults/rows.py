@@ -104,7 +104,7 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
     engine: Any = hisparse_pd.prefill_node.engine.PrefillEngine
     pusher: Any = hisparse_pd.prefill_node.push.Pusher
     runner: Any = hisparse_pd.prefill_node.compute.PromptRunner
-    plan, submit, run = engine.plan, pusher._submit, runner.run
+    plan, submit, run = engine.plan, pusher.submit, runner.run
     sender: Any = None  # the engine's, known from its first plan on
 
     def plan_behind_damage(self: Any) -> Any:
@@ -128,15 +128,15 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
                 submit(self, record, tag, parts, ready)
         submit(self, record, tag, parts, ready)
 
-    def run_behind_the_writes(self: Any, batch: Any, on_written: Any = None) -> Any:
+    def run_behind_the_writes(self: Any, batch: Any, on_written: Any, meanwhile: Any) -> Any:
         if on_written is not None and faults.is_due("early"):
             for layer in range(self._model.spec.num_kv_layers):
                 on_written(layer, None)
             wait_until(lambda: not any(sender.num_pending(record.room) for record, _ in batch), "the writes")
             on_written = None
-        return run(self, batch, on_written)
+        return run(self, batch, on_written, meanwhile)
 
-    engine.plan, pusher._submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
+    engine.plan, pusher.submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
 
 
 def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:

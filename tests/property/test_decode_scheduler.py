@@ -30,7 +30,7 @@ from hisparse_pd.decode_node.plan_draft import AUTO_DENSE_MARGIN
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.reserve import Claim, Reserve
+from hisparse_pd.decode_node.reserve import Claim, Reserve, order_ends
 from hisparse_pd.decode_node.step_plan import StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
@@ -397,9 +397,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         free = self.rooms.available + self.rooms.pools.owned_by(returning)
         shared = [request.prefix for request in self.landing() if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
-        reserve = Reserve(free, [(request, claim(request)) for request in running] + ends, pinned, PAGE_SIZE)
-        reserve.keep_all(claim(request) for request in self.landing())
-        assert reserve.is_safe
+        claims = [(request, claim(request)) for request in running] + ends
+        order = order_ends(free, claims, pinned, PAGE_SIZE)
+        assert Reserve(order, [claim(request) for request in self.landing()]).is_safe
 
     @invariant()
     def what_may_be_written_is_nobody_elses(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.reserve import Claim, Reserve
+from hisparse_pd.decode_node.reserve import Claim, Order, Reserve, order_ends
 from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I2]
@@ -38,12 +38,10 @@ def ends(order: Sequence[Claim], landing: Sequence[Claim], available: Sequence[i
     return all(any(fits(way, available) for way in claim.ways) for claim in landing)
 
 
-def kept(free: Slots, running: Sequence[Claim], landing: Sequence[Claim] = ()) -> Reserve:
-    """Return a reserve that keeps all claims. A number stands for each request: nothing looks at it."""
+def ordered(free: Slots, running: Sequence[Claim]) -> Order:
+    """Return the order of all claims. A number stands for each request: nothing looks at it."""
     numbered = [(cast(Request, number), claim) for number, claim in enumerate(running)]
-    reserve = Reserve(SlotCounts(*free), numbered, {}, page_size=1)
-    reserve.keep_all(landing)
-    return reserve
+    return order_ends(SlotCounts(*free), numbered, {}, page_size=1)
 
 
 def rest_of(available: Slots, taken: Slots) -> Slots | None:
@@ -57,8 +55,8 @@ def rest_of(available: Slots, taken: Slots) -> Slots | None:
 def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
     free: Slots, running: list[Claim], landing: list[Claim], asked: list[Slots]
 ) -> None:
-    reserve = kept(free, running, landing)
-    order = [place.claim for place in reserve.order]
+    found = ordered(free, running)
+    reserve, order = Reserve(found, landing), [place.claim for place in found.places]
     assert Counter(order) == Counter(running)
     assert reserve.is_safe == any(ends(way, landing, free) for way in permutations(running))
     if not reserve.is_safe:
@@ -76,10 +74,11 @@ def test_what_may_be_given_away_leaves_everybody_a_way_to_end(
 @given(pools, st.lists(claims, max_size=3), st.lists(claims, max_size=4))
 @settings(derandomize=True, max_examples=num_examples(80, 800))
 def test_whoever_is_admitted_can_end_as_well(free: Slots, running: list[Claim], asked: list[Claim]) -> None:
-    reserve = kept(free, running)
-    if not reserve.is_safe:
+    found = ordered(free, running)
+    if not found.is_safe:
         return
-    order, landing, left = [place.claim for place in reserve.order], list[Claim](), free
+    reserve, landing, left = Reserve(found, []), list[Claim](), free
+    order = [place.claim for place in found.places]
     for claim in asked:
         if (rest := rest_of(left, claim.owned)) is None:
             continue

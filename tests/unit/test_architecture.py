@@ -71,12 +71,14 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 PURE = (
     *(f"decode_node/{name}.py" for name in ("scheduler", "growth", "mode_choice", "hot_buffer_sizes")),
-    *(f"decode_node/{name}.py" for name in ("plan_draft", "step_plan", "limits", "next_plan", "reserve")),
+    *(f"decode_node/{name}.py" for name in ("plan_draft", "step_plan", "limits", "next_plan")),
     *(
+        "decode_node/held_matches.py",
         "decode_node/live_requests.py",
         "decode_node/quarantine.py",
         "decode_node/request.py",
         "decode_node/request_states.py",
+        "decode_node/reserve.py",
     ),
     *("prefill_node/scheduler.py", "prefill_node/requests.py"),
     *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),

@@ -2,7 +2,16 @@
 
 Selections by random weights have next to no locality. As in ``tools.checkpoints.make_synthetic``, a constant
 channel of the hidden state gives every indexer query a part that all tokens share, and the other part is
-jitter. The shared part's size is a norm's weight, which can be set between two measurements.
+jitter. The shared part's size is a norm's weight, which can be set between two measurements:
+
+- Channel 0 of the hidden state is CONSTANT: embeddings write it, and what layers add is small.
+- The norm before indexer queries, or the query latent before it, makes element 0 of it; this element's weight
+is
+  the size of the shared part.
+- Column 0 of the indexer's query matrix is the query that all tokens share; the other columns give the
+jitter.
+- Heads come in pairs of opposite sign, whose weights have these signs, too.
+
 ``tools.bench.whole_node`` loads its model with ``draw_weight``, and calls ``set_jitter`` before each cell.
 """
 
@@ -33,7 +42,8 @@ class DummyLocality:
         self.num_bytes = 0
         """Bytes of all drawn weights, by their shapes."""
         self._query_norms: list[tuple[Tensor, float]] = []
-        """Weights of the norms before indexer queries, each with the value of element 0 before the norm."""
+        """Weights of the norms before indexer queries, each with what element 0 is when it enters the
+        norm."""
 
     def set_jitter(self, jitter: float) -> None:
         """Set the share of the variance of indexer scores that depends on the newest token alone.
@@ -41,12 +51,12 @@ class DummyLocality:
         ``jitter`` is above 0 and below 1; 1 - jitter is the correlation of consecutive scores.
         """
         num_pairs = self._spec.index_num_heads // 2
-        # The pairs' mean query has a shared part of norm ``shared_norm``, which is element 0 behind the norm,
-        # and a jitter part: jitter = own / (own + shared_norm**2), where own is the latter's squared norm.
-        own = self._spec.index_head_dim / num_pairs
-        shared_norm = math.sqrt(own * (1 - jitter) / jitter)
+        # The pairs' mean query is a sum of the shared part and the jitter's part, whose squared lengths are
+        # to satisfy jitter = own_squared / (own_squared + shared_squared).
+        own_squared = self._spec.index_head_dim / num_pairs
+        shared_squared = own_squared * (1 - jitter) / jitter
         for weight, constant in self._query_norms:
-            weight[0] = shared_norm / constant
+            weight[0] = math.sqrt(shared_squared) / constant
 
     def draw_weight(self, name: str, target: Tensor) -> None:
         """Draw a dummy weight for ``load_model``, changed as locality needs it."""

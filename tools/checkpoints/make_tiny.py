@@ -57,7 +57,7 @@ INDEX_DIM = 32
 SHARED = INDEX_DIM - ROPE
 """Key dimensions without rope that attention and indexer have in common."""
 NUM_KEPT = HIDDEN * 3 // 8
-"""Hidden channels that carry a token unchanged through the layers of an index group but the last."""
+"""The first hidden channels, which carry a token unchanged through an index group's layers but the last."""
 NUM_EXPERTS = 8
 EXPERT_DIM = 32
 DENSE_DIM = 192
@@ -187,16 +187,14 @@ class _Directions:
 
 
 class _Maker:
-    """Draws the weights of one checkpoint in a fixed order."""
+    """Draws the weights of one checkpoint: ``_write_weights`` and ``_layers`` call it in a fixed order, on
+    which all values depend."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.RandomState(seed)
-        self._directions: _Directions
-        """The directions of the present index group; see ``begin_group``."""
-        self._group_layers_left = 0
-        """Layers of the present index group that are not drawn yet."""
-        self._keeps_channels = False
-        """Whether the present layer must not write to the kept channels."""
+        self.keeps_channels = False
+        """Whether the layer that is drawn next must not write to the kept channels: others of its index group
+        come behind it."""
 
     def matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Array:
         """Return a matrix that turns inputs of unit variance into outputs of standard deviation ``gain``."""
@@ -210,11 +208,11 @@ class _Maker:
         return drawn
 
     def to_hidden(self, num_in: int, gain: float) -> Array:
-        """Return a ``matrix`` that does not write to the constant channel, nor to kept ones while they are
-        kept."""
+        """Return a ``matrix`` that does not write to the constant channel, nor to kept ones if the layer
+        ``keeps_channels``."""
         drawn = self.matrix(HIDDEN, num_in, gain)
         drawn[0] = 0
-        if self._keeps_channels:
+        if self.keeps_channels:
             drawn[:NUM_KEPT] = 0
             drawn *= np.sqrt(HIDDEN / (HIDDEN - NUM_KEPT))
         return drawn
@@ -247,13 +245,12 @@ class _Maker:
         ones = {f"{name}.weight": np.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
         return {"eh_proj.weight": join} | ones
 
-    def begin_group(self, num_layers: int) -> None:
-        """Draw the directions that the layers of an index group have in common.
+    def directions(self, num_layers: int) -> _Directions:
+        """Return the directions that the layers of an index group have in common.
 
         With several layers, the directions read only hidden channels that no layer of the group but the last
         writes to, so that each layer attends by the very scores that selected its positions.
         """
-        self._group_layers_left = num_layers
         half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
         shared_key = self.matrix(SHARED, KV_LORA)
         common_query = self.matrix(SHARED + ROPE, Q_LORA, QUERY_GAIN)
@@ -262,7 +259,7 @@ class _Maker:
             common_query[:, half_query:] = 0
             shared_key *= np.sqrt(2)
             common_query *= np.sqrt(2)
-        self._directions = _Directions(
+        return _Directions(
             latent=self.from_kept(KV_LORA, half_latent),
             k_rope=self.from_kept(ROPE, ROPE if num_layers > 1 else 0),
             shared_key=shared_key,
@@ -271,10 +268,8 @@ class _Maker:
             common_rope=common_query[SHARED:],
         )
 
-    def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
-        """Return the attention of the group's next layer, and its indexer if it has one."""
-        directions = self._directions
-        self._begin_layer()
+    def attention(self, variant: str, directions: _Directions, has_indexer: bool) -> dict[str, Array]:
+        """Return a layer's attention, and its indexer if it has one. ``directions``: those of its group."""
         shared_key, common_nope = directions.shared_key, directions.common_nope
         common_rope = directions.common_rope
         q_b, kv_b = [], []
@@ -306,15 +301,15 @@ class _Maker:
             heads = [sign * (query + self.matrix(INDEX_DIM, Q_LORA, noise)) for sign in INDEX_SIGNS]
             weights |= {
                 "indexer.wq_b.weight": np.concatenate(heads),
-                **self._indexer_keys(directions.k_rope[order]),
+                **self._indexer_keys(directions, directions.k_rope[order]),
             }
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
-    def _indexer_keys(self, k_rope: Array) -> dict[str, Array]:
+    def _indexer_keys(self, directions: _Directions, k_rope: Array) -> dict[str, Array]:
         """Return the indexer's key projection, and the heads' weights, each with a fixed sign."""
         head_weights = self.from_hidden(INDEX_HEADS, 0.1)
         head_weights[:, 0] = np.array(INDEX_SIGNS) / CONSTANT
-        shared = self._directions.shared_key @ self._directions.latent
+        shared = directions.shared_key @ directions.latent
         return {
             "indexer.wk.weight": np.concatenate((k_rope, shared)),
             "indexer.k_norm.weight": np.ones(INDEX_DIM),
@@ -322,23 +317,16 @@ class _Maker:
             "indexer.weights_proj.weight": head_weights,
         }
 
-    def _begin_layer(self) -> None:
-        """Make the group's next layer the present one. Its last layer may write to the kept channels."""
-        self._group_layers_left -= 1
-        self._keeps_channels = self._group_layers_left > 0
-
     def direct_query(self) -> Array:
         """Return the part that the queries of all heads and layers without a latent query share: SHARED rows,
         then ROPE."""
         return self.from_kept(SHARED + ROPE, SHARED + ROPE) * QUERY_GAIN
 
     def direct_attention(
-        self, query: Array, *, has_rope: bool, has_kv: bool, has_indexer: bool
+        self, directions: _Directions, query: Array, *, has_rope: bool, has_kv: bool, has_indexer: bool
     ) -> dict[str, Array]:
         """Return attention as Mistral-Large-4 has it: queries come from the hidden state, and a layer without
         rope has as many more dimensions of the other kind. ``query``: from ``direct_query``."""
-        directions = self._directions
-        self._begin_layer()
         num_own = NOPE - SHARED + (0 if has_rope else ROPE)
         noise = QUERY_GAIN * HEAD_NOISE
         queries, kv_b = [], []
@@ -366,7 +354,7 @@ class _Maker:
                 "indexer.q_input_norm.weight": np.ones(HIDDEN),
                 "indexer.q_input_norm.bias": np.zeros(HIDDEN),
                 "indexer.wq_b.weight": np.concatenate(heads),
-                **self._indexer_keys(keys),
+                **self._indexer_keys(directions, keys),
                 **self._position_scaling("indexer.softmax_scaling", INDEX_HEADS),
             }
         return {f"self_attn.{name}": value for name, value in weights.items()}
@@ -435,26 +423,29 @@ def _layers(maker: _Maker, variant: str, config: dict[str, Any]) -> dict[str, Ar
     """Return the weights of all layers, and of what they share."""
     weights: dict[str, Array] = {}
     num_layers = config["num_hidden_layers"]
-    indexer_types = config.get("indexer_types", ["full"] * num_layers)
-    # An index group is a layer with an indexer and the layers behind it that share its selections.
-    starts = [number for number in range(num_layers) if indexer_types[number] == "full"]
-    group_sizes = dict(zip(starts, np.diff([*starts, num_layers]).tolist(), strict=True))
-    if variant == "mistral":  # its index groups share KV, and so their directions
-        maker.begin_group(num_layers)
-        query = maker.direct_query()
-        weights["model.rotary_emb.alpha"] = maker.matrix(1, ROPE // 2, 0.2)[0]
+    has_indexer = [kind == "full" for kind in config.get("indexer_types", ["full"] * num_layers)]
+    # An index group is a layer with an indexer and the layers behind it that share its selections. Mistral's
+    # share KV across them, and so have the same directions.
+    starts = [0] if variant == "mistral" else [n for n in range(num_layers) if has_indexer[n]]
+    group_ends = dict(zip(starts, [*starts[1:], num_layers], strict=True))
     for number in range(num_layers):
+        if number in group_ends:
+            group_end = group_ends[number]
+            directions = maker.directions(group_end - number)
+            if variant == "mistral":
+                query = maker.direct_query()
+                weights["model.rotary_emb.alpha"] = maker.matrix(1, ROPE // 2, 0.2)[0]
+        maker.keeps_channels = number + 1 < group_end
         if variant == "mistral":
             layer = maker.direct_attention(
+                directions,
                 query,
                 has_rope=config["no_rope_layers"][number] == 1,
                 has_kv=config["kv_source_layers"][number] == number,
-                has_indexer=number in group_sizes,
+                has_indexer=has_indexer[number],
             )
         else:
-            if number in group_sizes:
-                maker.begin_group(group_sizes[number])
-            layer = maker.attention(variant, number in group_sizes)
+            layer = maker.attention(variant, directions, has_indexer[number])
         is_dense = number < config["first_k_dense_replace"]
         layer |= maker.mlp("mlp", DENSE_DIM, MLP_OUT_GAIN) if is_dense else maker.moe()
         has_gates = variant == "axk2"

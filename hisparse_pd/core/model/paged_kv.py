@@ -81,17 +81,7 @@ class PagedRows:
     def of(cls, requests: Sequence[PagedRequest], page_size: int, device: torch.device) -> PagedRows:
         """Return the rows of ``requests``. Raises ValueError for a request without new tokens, or with more
         than its pages hold."""
-        for number, request in enumerate(requests):
-            if request.num_new_tokens < 1 or request.prefix_len < 0:
-                raise ValueError(
-                    f"request {number}: prefix_len {request.prefix_len} and num_new_tokens "
-                    f"{request.num_new_tokens}; expected at least 0 and 1"
-                )
-            if request.seq_len > request.page_ids.shape[0] * page_size:
-                raise ValueError(
-                    f"request {number}: {request.seq_len} tokens do not fit in {request.page_ids.shape[0]} "
-                    f"pages of {page_size}"
-                )
+        _check(requests, page_size)
         # All is made on the host: on a GPU each of these small operations would be a launch.
         max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
         page_table = torch.zeros((len(requests), max_pages), dtype=torch.int32)
@@ -175,6 +165,20 @@ class PagedRows:
         self.num_tokens.copy_(others.num_tokens)
 
 
+def _check(requests: Sequence[PagedRequest], page_size: int) -> None:
+    for number, request in enumerate(requests):
+        if request.num_new_tokens < 1 or request.prefix_len < 0:
+            raise ValueError(
+                f"request {number}: prefix_len {request.prefix_len} and num_new_tokens "
+                f"{request.num_new_tokens}; expected at least 0 and 1"
+            )
+        if request.seq_len > request.page_ids.shape[0] * page_size:
+            raise ValueError(
+                f"request {number}: {request.seq_len} tokens do not fit in {request.page_ids.shape[0]} "
+                f"pages of {page_size}"
+            )
+
+
 class PagedKv:
     """The ``KvAccess`` of one forward over some requests.
 
@@ -182,8 +186,10 @@ class PagedKv:
     uint8 [num_index_groups, num_slots, index_item_bytes], and of ``row_checks``, int32 [num_kv_layers,
     num_slots], if they are given.
 
-    ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
-    written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
+    ``requests``: those of the forward, or, where a CUDA graph is captured, the rows of padding that are
+    filled before each replay. ``on_written(layer)`` is called in the forward, layer after layer, once the
+    layer's rows in both pools are written: on the CPU the bytes are there, on a GPU the kernels that store
+    them are in the current stream.
     """
 
     def __init__(
@@ -299,8 +305,8 @@ class PagedKv:
             return None
         rows, page_size = self.rows, self._page_size
         results = []
-        for tokens, pages in contexts.groups:  # tokens of the forward, and pages in ``contexts.page_ids``
-            page_ids = contexts.page_ids[pages]
+        for group in contexts.groups:
+            tokens, page_ids = group.tokens, contexts.page_ids[group.pages]
             self._kernels.index_format.unpack(
                 keys, page_ids, page_size, unpacked.keys.keys, unpacked.keys.scales
             )
@@ -339,8 +345,8 @@ class PagedKv:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
         slots = self._slots_in(contexts.page_table, positions)
         results = []
-        for tokens, pages in contexts.groups:  # tokens of the forward, and pages in ``contexts.page_ids``
-            page_ids = contexts.page_ids[pages]
+        for group in contexts.groups:
+            tokens, page_ids = group.tokens, contexts.page_ids[group.pages]
             self._kernels.kv_format.unpack(items, page_ids, self._page_size, unpacked.items)
             pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns[tokens]
             results.append(attention.attend(q[tokens], pool, slots[tokens], scale, num_columns))
@@ -361,8 +367,7 @@ class PagedKv:
 def _context_pages(
     requests: Sequence[PagedRequest] | PagedRows, rows: PagedRows, page_size: int, most_pages: int
 ) -> ContextPages:
-    """Return the pages that the forward unpacks. ``requests``: PagedRows of padding where a CUDA graph is
-    captured, before whose replays the pages are filled."""
+    """Return the pages that the forward unpacks; for PagedRows, padding to be filled before each replay."""
     num_requests, max_pages = rows.page_table.shape
     device = rows.page_table.device
     if isinstance(requests, PagedRows):

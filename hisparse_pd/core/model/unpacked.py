@@ -77,6 +77,21 @@ class Group(NamedTuple):
     tokens: slice
     pages: slice
 
+    @property
+    def num_pages(self) -> int:
+        return int(self.pages.stop - self.pages.start)
+
+    def with_request(self, num_tokens: int, num_pages: int) -> Group:
+        """Return the group with one more request at its end."""
+        tokens, pages = self.tokens, self.pages
+        return Group(
+            slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + num_pages)
+        )
+
+    def next(self) -> Group:
+        """Return an empty group behind this one."""
+        return Group(slice(self.tokens.stop, self.tokens.stop), slice(self.pages.stop, self.pages.stop))
+
 
 class ContextPages:
     """Which pages are unpacked for a forward, and where their rows lie then."""
@@ -107,15 +122,10 @@ class ContextPages:
         page_table = np.zeros((len(page_ids), max_pages), np.int32)
         groups = [Group(slice(0, 0), slice(0, 0))]
         for row, ids, num_tokens in zip(page_table, page_ids, num_new_tokens, strict=True):
-            tokens, pages = groups[-1]
-            if pages.stop - pages.start + len(ids) > most_pages:  # the request begins another group
-                tokens, pages = slice(tokens.stop, tokens.stop), slice(pages.stop, pages.stop)
-                groups.append(Group(tokens, pages))
-            num_before = pages.stop - pages.start  # pages of earlier requests in the group
-            row[: len(ids)] = num_before + np.arange(len(ids))
-            groups[-1] = Group(
-                slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + len(ids))
-            )
+            if groups[-1].num_pages + len(ids) > most_pages:
+                groups.append(groups[-1].next())
+            row[: len(ids)] = groups[-1].num_pages + np.arange(len(ids))  # behind those of earlier requests
+            groups[-1] = groups[-1].with_request(num_tokens, len(ids))
         all_ids = torch.cat([ids.to(torch.int32) for ids in page_ids]).to(device)
         return cls(all_ids, torch.from_numpy(page_table).to(device), groups)
 

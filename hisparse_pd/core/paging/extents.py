@@ -82,7 +82,8 @@ def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
 
 def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
     """Return the pages of ``extents``, in order; the extents must be whole pages."""
-    pages: list[int] = (extents_to_slots(extents)[::page_size] // page_size).tolist()
+    starts, lengths = SlotRanges.of_extents(extents)
+    pages: list[int] = ranges_to_slots(starts // page_size, lengths // page_size).tolist()
     return pages
 
 

@@ -36,33 +36,19 @@ Message = dict[str, object]
 
 def parse_messages(body: AnthropicConversation) -> ChatPrompt:
     """Read the conversation of ``body``. Raises ApiError 400."""
-    messages: list[Message] = []
-    if body.system is not None:
-        system = body.system
-        text = system if isinstance(system, str) else "".join(block.text for block in system)
-        messages.append({"role": "system", "content": text})
     items = message_items("messages", body.messages)
-    decoded = list(limit_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
-    last_answer_index = max(
-        (i for i, item in enumerate(decoded) if isinstance(item, parts.AssistantMessage)), default=0
-    )
-    first_thinking = _first_thinking(decoded, body.context_management)
-    for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):
-        messages += _messages_of(
-            name, item, is_answered=index < last_answer_index, keeps_thinking=index >= first_thinking
-        )
-    last = messages[-1]
-    is_continued = last["role"] == "assistant"
-    if is_continued and "tool_calls" in last:
+    messages = (*_system_message(body), *_conversation(items, body.context_management))
+    is_continued = messages[-1]["role"] == "assistant"
+    if is_continued and "tool_calls" in messages[-1]:
         rule = "must not end with a tool_use, but with its tool_result"
         raise InvalidField("messages", items, rule)
     may_call = body.tool_choice is None or body.tool_choice.type != "none"
     # Tools that Anthropic's servers would run are left out beside others, and refused alone.
-    described, left_out = without_hosted(tool_items("tools", body.tools))
-    refuse_hosted_alone(left_out, are_alone=not described)
-    tools = tuple(_tool(name, item) for name, item in described)
+    usable, left_out = without_hosted(tool_items("tools", body.tools))
+    refuse_hosted_alone(left_out, are_alone=not usable)
+    tools = tuple(_tool(name, item) for name, item in usable)
     return ChatPrompt(
-        tuple(messages),
+        messages,
         _template_arguments(body),
         continue_final_message=is_continued,
         tools=tools if may_call else (),
@@ -70,6 +56,27 @@ def parse_messages(body: AnthropicConversation) -> ChatPrompt:
         add_generation_prompt=not is_continued,
         left_out=left_out,
     )
+
+
+def _system_message(body: AnthropicConversation) -> Iterator[Message]:
+    if (system := body.system) is not None:
+        text = system if isinstance(system, str) else "".join(block.text for block in system)
+        yield {"role": "system", "content": text}
+
+
+def _conversation(
+    items: Sequence[tuple[str, Raw]], asked: parts.ContextManagement | None
+) -> Iterator[Message]:
+    """Yield the chat messages of all ``items``, each a message with its name. ``asked``: see
+    ``_first_thinking``."""
+    decoded = list(limit_values(decode(parts.AnthropicMessage, item, name) for name, item in items))
+    last_answer = max(
+        (i for i, each in enumerate(decoded) if isinstance(each, parts.AssistantMessage)), default=0
+    )
+    first_thinking = _first_thinking(decoded, asked)
+    for index, ((name, _), message) in enumerate(zip(items, decoded, strict=True)):
+        is_answered, keeps_thinking = index < last_answer, index >= first_thinking
+        yield from _messages_of(name, message, is_answered=is_answered, keeps_thinking=keeps_thinking)
 
 
 def _first_thinking(items: Sequence[parts.AnthropicMessage], asked: parts.ContextManagement | None) -> int:

@@ -167,7 +167,14 @@ class SchemaReader:
         if not isinstance(schema, dict):
             raise NotWritable("is no JSON schema")
         keywords = self._value_keywords(schema)
-        # The values themselves are listed.
+        return (
+            self._forms_of_listed(schema, keywords)
+            or self._forms_of_combined(schema, keywords, depth)
+            or self._forms_of_types(schema, keywords)
+        )
+
+    def _forms_of_listed(self, schema: Mapping[str, object], keywords: frozenset[str]) -> Forms | None:
+        """Return the forms of a schema that lists its values; None for another one."""
         if "const" in schema and (keywords <= {"const", "type"} or self._is_lenient):
             return _forms_of_values([schema["const"]], schema)
         if isinstance(enum := schema.get("enum"), list) and (
@@ -175,7 +182,12 @@ class SchemaReader:
         ):
             self._steps.spend(1 + len(enum) // _VALUES_A_STEP)
             return _forms_of_values(enum, schema)
-        # Other schemas are combined.
+        return None
+
+    def _forms_of_combined(
+        self, schema: Mapping[str, object], keywords: frozenset[str], depth: int
+    ) -> Forms | None:
+        """Return the forms of a schema that combines others; None for another one."""
         for combiner in _COMBINERS:
             branches = as_list(schema.get(combiner))
             if branches and (keywords == {combiner} or self._is_lenient):
@@ -183,7 +195,10 @@ class SchemaReader:
                 # Where branches allow any string, the schema's own types say more.
                 if keywords == {combiner} or ANY_STRING not in combined.strings or not types_of(schema):
                     return combined
-        # The schema is about types, of which strings are split from the others.
+        return None
+
+    def _forms_of_types(self, schema: Mapping[str, object], keywords: frozenset[str]) -> Forms:
+        """Return the forms of a schema of types, of which strings are split from the others."""
         types = types_of(schema)
         known = {"type", "nullable"} | _STRING_KEYWORDS | _OTHER_KEYWORDS
         if not self._is_lenient and (not types or ("string" in types and not keywords <= known)):
@@ -207,9 +222,10 @@ class SchemaReader:
         all_forms = [self.forms(branch, depth + 1) for branch in branches]
         num_with_strings = sum(bool(forms.texts or forms.strings) for forms in all_forms)
         is_one_of = combiner == "oneOf"
-        # Splitting such branches into strings and schemas would lose which values came from one branch.
-        overlaps = num_with_strings > 1 or any(len(forms.schemas) > 1 for forms in all_forms)
-        if any(forms.whole is not None for forms in all_forms) or (is_one_of and overlaps):
+        # One list of strings and one of schemas no longer say which of their values are of the same branch,
+        # on which ``oneOf`` depends.
+        has_several = num_with_strings > 1 or any(len(forms.schemas) > 1 for forms in all_forms)
+        if any(forms.whole is not None for forms in all_forms) or (is_one_of and has_several):
             if not self._is_lenient:
                 return Forms(whole=schema)
             is_one_of = False
@@ -243,8 +259,8 @@ class SchemaReader:
         return list(dict.fromkeys(map(self._string_regex, forms.strings)))
 
     def _string_regex(self, schema: Mapping[str, object]) -> str:
-        """Return the regular expression of one schema of strings: its lengths, pattern and format
-        together."""
+        """Return the regular expression of one schema of strings: its lengths, pattern and format together,
+        as in ``ANY & /(?s:.){0,3}/ & (pattern)``."""
         parts: list[str] = []
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         is_bounded = is_integer(high) and is_integer(low) and high >= low

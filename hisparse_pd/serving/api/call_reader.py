@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,9 +28,28 @@ from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 T = TypeVar("T")
 Marks = tuple[str, ...]
-Reading: TypeAlias = Generator[Marks, tuple[str, bool], T]
-"""A generator that yields the marks to look for, and is sent what comes next: either one of these marks and
-True, or a text without any of them and False. A text may come in any number of pieces."""
+
+
+class Piece(NamedTuple):
+    """A part of an answer: one of the marks that were looked for, or text without any of them."""
+
+    text: str
+    is_mark: bool = False
+
+
+Reading: TypeAlias = Generator[Marks, Piece, T]
+"""A generator that yields the marks to look for, and is sent the next piece. Between two marks the text may
+come in any number of pieces."""
+
+
+class CallsEnd(NamedTuple):
+    """How the reading of calls ended."""
+
+    is_whole: bool
+    """Whether the calls were read to their end. If not, the unshown text is no call."""
+    mark: str
+    """The mark that the caller has to read next, such as another opening; "" if there is none."""
+
 
 _MAX_NAME_CHARS = 512
 """Longest name with the white space around it; a tool's name has 256 characters at most."""
@@ -50,30 +69,25 @@ class CallReader:
         self._blocks = blocks
         self._unshown = [opening]
         """Text and marks that are read and not shown yet; they may turn out to be no call."""
-        self._shows_end = False
-        """Whether text before the closing mark was content, so that the closing mark is content, too."""
+        self._shows_closing = False
+        """Whether text between the marks was shown as content, so that the closing mark is content, too."""
         self.num_calls = 0
         self.is_in_call = False
         """Whether a call has begun and not ended."""
-        self.is_over = False
-        """Whether the calls have ended. If it is false after ``read``, the unshown text is no call."""
 
     @property
     def unshown(self) -> str:
         """The text that is read and not shown, with the opening unless a call followed it."""
         return "".join(self._unshown)
 
-    def read(self, marks_beside_name: Marks) -> Reading[str]:
-        """Read the calls to their end. Returns the mark that ended them if the caller has to read it.
-
-        Such a mark is another opening, or one of ``marks_beside_name``, which show that what looked like a
-        name is none.
-        """
+    def read(self, foreign: Marks) -> Reading[CallsEnd]:
+        """Read the calls to their end. ``foreign``: marks that end no call, such as that of reasoning, but
+        show in the place of a name that there is none."""
         if self._markup.call:
-            return (yield from self._read_list(marks_beside_name))
-        return (yield from self._read_only_call(marks_beside_name))
+            return (yield from self._read_list(foreign))
+        return (yield from self._read_only_call(foreign))
 
-    def _read_list(self, marks_beside_name: Marks) -> Reading[str]:
+    def _read_list(self, foreign: Marks) -> Reading[CallsEnd]:
         """Do ``read`` for markup in which calls with marks of their own stand between opening and closing."""
         markup, mark = self._markup, ""
         while mark != markup.closing:  # which ends an open call, too
@@ -81,41 +95,39 @@ class CallReader:
             if mark == markup.closing:
                 break
             self._unshown.append(mark)
-            marks = (markup.end_of_name, *self._ends, *marks_beside_name)
+            marks = (markup.end_of_name, *self._ends, *foreign)
             name, mark = yield from self._collect(marks, self._is_too_long_for_name)
-            if mark in marks_beside_name:
-                return mark
+            if mark in foreign:
+                return CallsEnd(False, mark)
             if mark == markup.end_of_name and (name := name.strip()):
                 mark = yield from self._read_call(name, mark)
             else:
                 mark = yield from self._read_no_call(mark)
-        self.is_over = True
-        return ""
+        return CallsEnd(True, "")
 
-    def _read_only_call(self, marks_beside_name: Marks) -> Reading[str]:
+    def _read_only_call(self, foreign: Marks) -> Reading[CallsEnd]:
         """Do ``read`` for markup in which opening and closing are those of one call."""
         markup = self._markup
-        marks = (markup.end_of_name or markup.key, *self._ends, *markup.openings, *marks_beside_name)
+        marks = (markup.end_of_name or markup.key, *self._ends, *markup.openings, *foreign)
         text, mark = yield from self._collect(tuple(filter(None, marks)), self._is_too_long_for_name)
-        text = text.strip()
-        if not mark or mark in (*marks_beside_name, *markup.openings):
-            return mark  # no call followed, so that the opening is shown by the caller, as text
+        text = text.strip()  # the name, or the whole call where it is JSON
+        if not mark or mark in (*foreign, *markup.openings):
+            return CallsEnd(False, mark)
         if markup.is_json:
             self._show_json_call(text, mark)
         elif text:
             mark = yield from self._read_call(text, mark)
         elif mark != markup.closing:
             mark = yield from self._read_no_call(mark)
-        self.is_over = True
-        return mark if mark in markup.openings else ""
+        return CallsEnd(True, mark if mark in markup.openings else "")
 
     def _collect(
         self, marks: Marks, is_enough: Callable[[str, int], bool] = lambda text, num_chars: False
     ) -> Reading[tuple[str, str]]:
         """Read up to the next of ``marks``. Returns the text before it, which stays unshown, and the mark.
 
-        ``is_enough``: called with each piece of text and the number of all characters so far; if it returns
-        true, reading ends without a mark ("").
+        ``is_enough``: called with each piece of text and the number of all characters so far. If it returns
+        true, the piece's text is the last, and the mark is "".
         """
         parts: list[str] = []
         num_chars = 0
@@ -135,13 +147,13 @@ class CallReader:
         return num_chars > _MAX_NAME_CHARS and not self._markup.is_json
 
     def _read_gap(self, marks: Marks) -> Reading[str]:
-        """Read up to the next call. Text before it is content unless it is white space, and the closing
-        behind such text is content, too."""
+        """Read up to the next of ``marks``, which open a call or close the list. Text before it is content
+        unless it is white space."""
         _, mark = yield from self._collect(marks, _is_text)
         if not mark:
             self._show_content()
             mark = yield from self._read_content(marks)
-        if mark == self._markup.closing and self._shows_end:
+        if mark == self._markup.closing and self._shows_closing:
             self._show_content(mark)
         return mark
 
@@ -154,8 +166,9 @@ class CallReader:
             self._blocks.add(BlockKind.TEXT, text)
 
     def _read_no_call(self, mark: str) -> Reading[str]:
-        """Show what turned out to be no call as content: the unshown text, ``mark``, and all up to one of the
-        marks that end calls. Returns that one, which is shown, too, unless it opens the next call."""
+        """Show what has no name, and so is no call, as content: the unshown text, ``mark`` behind it, and all
+        up to one of the marks that end calls. Returns that one, which is shown, too, unless it opens a
+        call."""
         self._show_content(mark)
         if mark not in self._ends:
             mark = yield from self._read_content(self._ends)
@@ -175,13 +188,13 @@ class CallReader:
         """Show the unshown text, and ``mark``, as content."""
         self._blocks.add(BlockKind.TEXT, self.unshown + mark)
         self._unshown.clear()
-        self._shows_end = True
+        self._shows_closing = True
 
     # --- a call: each method reads up to the mark that ends the call, and returns it ----------------------
 
     def _read_call(self, name: str, mark: str) -> Reading[str]:
         """Read a call behind its name and the ``mark`` after it, which may be the first argument's."""
-        markup, keys = self._markup, set[str]()  # keys shown so far; "{" comes before the first one
+        markup, keys = self._markup, set[str]()  # the keys shown so far
         self._begin_call(name)
         if mark in self._ends:
             return self._end_call("{}", mark)
@@ -221,12 +234,14 @@ class CallReader:
                 return (yield from self._read_fault())
             if mark != markup.value:
                 return self._end_early(mark)
-        self._show(("{" if not keys else ", ") + f"{_string(key)}: ")
+        self._show((", " if keys else "{") + f"{_string(key)}: ")
         keys.add(key)
         return (yield from self._read_value(tool, key, is_string=declared == "true"))
 
     def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
-        """Read an argument's value. ``is_string``: whether it is certain already that it is a string."""
+        """Read an argument's value, which is a string or JSON. ``is_string``: whether it is certain already
+        that it is a string. Such a value is shown as it comes; any other one is withheld until it is certain
+        that it is none that may be JSON, or until its end."""
         markup, head = self._markup, ""
         if is_string:
             self._show('"')
@@ -234,14 +249,14 @@ class CallReader:
         text, is_mark = "", False
         while not is_mark:  # at first with an empty text: some parameters take nothing but strings
             if is_string:
-                self._show(_string(text)[1:-1])  # between the quotes
+                self._show(_inside_string(text))
             else:
                 self._unshown.append(text)
                 head = (head + text).lstrip()[:_HEAD_CHARS]
                 # Where the markup says that the value is JSON, only the end tells whether it is.
-                if not markup.says_type and not self._schemas.may_be_json(tool, key, head):
-                    is_string = True
-                    self._show(_string(self.unshown)[:-1])  # with the opening quote
+                is_string = not (markup.says_type or self._schemas.may_be_json(tool, key, head))
+                if is_string:
+                    self._show('"' + _inside_string(self.unshown))
             text, is_mark = yield marks
         if text == markup.end_of_value:
             self._show('"' if is_string else self._as_json(tool, key))
@@ -334,3 +349,8 @@ def _is_text(text: str, num_chars: int) -> bool:
 
 def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _inside_string(text: str) -> str:
+    """Return the text as it stands between the quotes of a JSON string."""
+    return _string(text)[1:-1]

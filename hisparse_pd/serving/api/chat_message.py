@@ -15,7 +15,7 @@ from functools import cache
 
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind, BlockList
-from hisparse_pd.serving.api.call_reader import CallReader, Marks, Reading
+from hisparse_pd.serving.api.call_reader import CallReader, Marks, Piece, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
 from hisparse_pd.serving.api.detokenizer import overlap
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
@@ -83,17 +83,19 @@ class MessageParser:
         """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
         this reason."""
         text, self._withheld = self._withheld + text, ""
+        is_cut = finish is FinishReason.LENGTH
         unread = self._read_start(text) if self._is_at_start else text
         if unread is not None:
             self._read(unread)
         if finish is not None:
-            self._finish(is_cut=finish is FinishReason.LENGTH)
-            self._blocks.end(is_cut=finish is FinishReason.LENGTH)
+            self._finish(is_cut=is_cut)
+            self._blocks.end(is_cut=is_cut)
         return self._blocks.take()
 
     def _read_start(self, text: str) -> str | None:
-        """Read ``text`` at the answer's start. Returns the text to read as its message; None while a mark of
-        reasoning may still come."""
+        """Read ``text`` at the answer's start, up to the first text that is neither white space nor an
+        opening mark of reasoning. Returns what is to be read as the message; None while there is no such
+        text."""
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
@@ -132,7 +134,7 @@ class MessageParser:
 
     def _send(self, text: str, *, is_mark: bool = False) -> None:
         if text:
-            self._marks = self._reading.send((text, is_mark))
+            self._marks = self._reading.send(Piece(text, is_mark))
 
     def _read_message(self) -> Reading[None]:
         """Read the message as a generator of the marks to look for: reasoning, text, and calls by a
@@ -154,15 +156,15 @@ class MessageParser:
         empty string."""
         calls = self._calls = CallReader(markup, self._schemas, opening, self._blocks)
         is_closed = self._reasoning is _Reasoning.CLOSED
-        mark = yield from calls.read(() if is_closed else (self._think.closing,))
-        if calls.is_over:
-            self._skips_space = True
-            self._calls = None
-            if not is_closed:
-                self._reasoning = _Reasoning.INTERRUPTED
-        else:
+        end = yield from calls.read(() if is_closed else (self._think.closing,))
+        if not end.is_whole:
             self._show_as_text(calls)
-        return mark
+            return end.mark
+        self._skips_space = True
+        self._calls = None
+        if not is_closed:
+            self._reasoning = _Reasoning.INTERRUPTED
+        return end.mark
 
     def _message_marks(self) -> Marks:
         """Return the marks to look for outside of calls."""
@@ -195,19 +197,18 @@ class MessageParser:
     def _finish(self, *, is_cut: bool) -> None:
         """Show the withheld text unless it is markup. Where the answer ``is_cut``, a possible beginning of
         markup is taken for markup."""
+        markup, calls = self._markup, self._calls
         withheld, self._withheld = self._withheld, ""
         if self._is_at_start:
-            withheld = self._leave_start() + withheld
-        elif self._calls is not None:
-            if is_cut or self._calls.is_in_call:
-                # In some markup the answer's end is the last call's, too.
-                if self._markup is not None and self._markup.ends_with_answer and not is_cut:
-                    self._send(self._markup.call_end, is_mark=True)
-                return
-            self._show_as_text(self._calls)
-        elif is_cut and self._markup is not None and self._markup.sign in withheld:
-            return
-        self._show(withheld)
+            self._show(self._leave_start() + withheld)
+        elif markup is None or calls is None:
+            if not (is_cut and markup is not None and markup.sign in withheld):
+                self._show(withheld)
+        elif not is_cut and not calls.is_in_call:  # no call followed the opening
+            self._show_as_text(calls)
+            self._show(withheld)
+        elif not is_cut and markup.ends_with_answer:
+            self._send(markup.call_end, is_mark=True)
 
 
 def _match_openings(text: str, think: ThinkMarks) -> str:

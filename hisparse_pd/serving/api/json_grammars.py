@@ -11,7 +11,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from hisparse_pd.serving.api.argument_forms import SchemaReader
 from hisparse_pd.serving.api.exact_numbers import (
@@ -83,7 +83,8 @@ def _by_llguidance(schema: Schema, is_lenient: bool) -> str:
 class _Writer:
     """Writes the schemas that contain a number to be spelled (``SchemaNumbers.concern``), each as one rule.
 
-    Rules and expansions are texts in Lark's notation. A ``place`` is a path in the document, for errors.
+    ``rule_of`` writes a schema's rule, and calls itself for the schemas within it. Rules and expansions are
+    texts in Lark's notation. A ``place`` is a path in the document, for errors.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class _Writer:
     def _values(self, schema: Schema) -> str:
         """Return the expansion of a ``const`` or an ``enum``: all its values as literals."""
         values = as_list(schema.get("enum")) if "enum" in schema else [schema["const"]]
-        if "enum" in schema and "const" in schema:
+        if "enum" in schema and "const" in schema:  # a value has to satisfy both
             values = [value for value in values if _value_key(value) == _value_key(schema["const"])]
         types = types_of(schema) if "type" in schema else list(_TYPES)
         values = [value for value in values if _has_type(value, types)]
@@ -278,9 +279,7 @@ class _Writer:
                 begin = f"({first} | {begin})" if begin else f"({first})?"
                 behind = sequence(f"({self._comma} {member})?", behind)
             # Both contain the former ``behind``: as texts, not names of rules, they would double each time.
-            begin, behind = (
-                self._lark.rule(alternative) if alternative else "" for alternative in (begin, behind)
-            )
+            begin, behind = (self._lark.rule(text) if text else "" for text in (begin, behind))
         return sequence(literal("{"), self._gap, begin, self._gap, literal("}"))
 
     def _extra_member(self, members: Mapping[str, object], others: object, place: str) -> str:
@@ -295,16 +294,12 @@ class _Writer:
         return self._lark.rule(sequence(self._lark.terminal(name), self._gap, literal(":"), self._gap, value))
 
     def _array(self, schema: Schema, place: str) -> str:
-        """Return the expansion of the arrays that ``schema`` describes."""
-        prefix, items = schema.get("prefixItems", []), schema.get("items", True)
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if not isinstance(prefix, list) or isinstance(items, list) or not is_number(least):
-            raise NotWritable(f"has an array at {place:.200} of another form than prefixItems and items")
-        least, most = int(least), int(most) if is_number(most) else None
-        if items is False:
-            most = len(prefix) if most is None else min(most, len(prefix))
-        if most is not None and most < least:
-            raise NotWritable(f"has an array at {place:.200} of at least {least} and at most {most} items")
+        """Return the expansion of the arrays that ``schema`` describes.
+
+        With at least one item, of which the first is ``a``, the second ``b`` and all others ``c``, that is
+        ``"[" a ("," b ("," c){0,})? "]"``, apart from white space.
+        """
+        prefix, items, least, most = _array_form(schema, place)
         firsts = [self.rule_of(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix[:most])]
         # Built from the last item to the first, as for objects: ``behind`` is what may follow an item.
         behind = ""
@@ -320,6 +315,30 @@ class _Writer:
         begin = sequence(firsts[0], behind) if firsts else ""
         begin = begin if least or not begin else f"({begin})?"
         return sequence(literal("["), self._gap, begin, self._gap, literal("]"))
+
+
+class _ArrayForm(NamedTuple):
+    """What a schema says about an array."""
+
+    prefix: list[object]
+    """Schemas of the first items."""
+    items: object
+    """The schema of all items behind those."""
+    least: int
+    most: int | None
+
+
+def _array_form(schema: Schema, place: str) -> _ArrayForm:
+    prefix, items = schema.get("prefixItems", []), schema.get("items", True)
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if not isinstance(prefix, list) or isinstance(items, list) or not is_number(least):
+        raise NotWritable(f"has an array at {place:.200} of another form than prefixItems and items")
+    least, most = int(least), int(most) if is_number(most) else None
+    if items is False:
+        most = len(prefix) if most is None else min(most, len(prefix))
+    if most is not None and most < least:
+        raise NotWritable(f"has an array at {place:.200} of at least {least} and at most {most} items")
+    return _ArrayForm(prefix, items, least, most)
 
 
 def required_names(schema: Schema) -> Sequence[str]:

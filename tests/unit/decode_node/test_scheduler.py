@@ -11,13 +11,14 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.reserve import Claim, HeldMatches, Reserve
+from hisparse_pd.decode_node.reserve import Claim, order_ends
 from hisparse_pd.decode_node.scheduler import plan_step
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
@@ -502,11 +503,11 @@ def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
     sharing = Claim(own, ((0, 0, 0, 0),), prefix)
     claims = [sharing, sharing, Claim(own, ((100, 0, 100, 0),))]
     for pinned, num_host in (({}, 16 + 16 + 160), ({prefix: 4}, 16 + 16 + 96)):
-        reserve = Reserve(SlotCounts(), list(zip(requests, claims, strict=True)), pinned, 16)
-        assert reserve.is_safe
-        assert [place.available[0] for place in reserve.order] == [0, 16, num_host]
+        order = order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16)
+        assert order.is_safe
+        assert [place.available[0] for place in order.places] == [0, 16, num_host]
     pinned = {prefix: 10}
-    assert not Reserve(SlotCounts(), list(zip(requests, claims, strict=True)), pinned, 16).is_safe
+    assert not order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16).is_safe
 
 
 def test_a_dense_request_that_shares_pages_keeps_them() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from hisparse_pd.kernels import cuda, cuda_params
 from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.reference import Pools
 from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
 NUM_GROUPS, PAGE_SIZE = 61, 64
@@ -52,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         torch.arange(2) + 7,
         plan_warm_up(NUM_GROUPS, capacity, 1, num_tokens, hints),
         [FilledLayer(group, group, 1) for group in range(NUM_GROUPS)],
-        (pool, pool),
+        Pools(pool, pool),
     )
     return launches, staged
 

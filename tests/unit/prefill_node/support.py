@@ -180,7 +180,9 @@ class EngineThread(Listener):
             run, submit = self.engine.runner.run, self.engine.sender.submit
 
             def observed(
-                batch: Sequence[tuple[PrefillRequest, Chunk]], on_written: LayerWritten | None = None
+                batch: Sequence[tuple[PrefillRequest, Chunk]],
+                on_written: LayerWritten | None = None,
+                meanwhile: Callable[[], None] = lambda: None,
             ) -> Computed:
                 def layer_written(layer: int, ready: Ready | None) -> None:
                     if on_written is not None:
@@ -190,7 +192,7 @@ class EngineThread(Listener):
                 for request, _ in batch:
                     self.page_ids[request.room] = list(request.page_ids)
                 self.before_run(batch)
-                result = run(batch, layer_written)
+                result = run(batch, layer_written, meanwhile)
                 for request, chunk in batch:
                     self.computed.setdefault(request.room, []).append((chunk.start, chunk.stop))
                 return result

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.prefill_node.compute import layer_hook
-from hisparse_pd.protocol.messages import RoomFailed, RoomQuiet
+from hisparse_pd.protocol.messages import Bootstrap, Extent, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -135,3 +138,35 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     engine.after_layer = lambda layer: None
     done = deliver(engine, peer, next_room(), prompt(8, 40))
     assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
+
+
+def test_prompts_that_arrive_during_a_forward_are_read_meanwhile(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """Their keys are computed while the device is busy, and they are computed after it."""
+    room, other = next_room(), next_room()
+    has_begun = threading.Event()
+    read_during: list[bool] = []
+
+    def hold(layer: int) -> None:
+        if not has_begun.is_set():
+            has_begun.set()
+            assert engine.engine.control.socket.poll(int(1e3 * WAIT_SECS)), "no message has come"
+
+    def keys_of(message: Bootstrap) -> Sequence[PageKey]:
+        if message.room == other:
+            read_during.append(room not in engine.computed)
+        return page_keys(message)
+
+    page_keys = engine.life.page_keys
+    engine.after_layer = hold
+    with patch.object(engine.life, "page_keys", keys_of):
+        sent = [peer.bootstrap(room, prompt(21, 40))]
+        assert has_begun.wait(WAIT_SECS)
+        engine.after_layer = lambda layer: None
+        sent.append(
+            peer.bootstrap(other, prompt(22, 50), kv=(Extent(512, 49),), index=(Extent(512, 49),), aux_slot=1)
+        )
+        assert [peer.expect(RoomDone).room for _ in sent] == [room, other]
+    assert read_during == [True]
+    peer.assert_has(sent[1])  # the other's last page may have gone to this one

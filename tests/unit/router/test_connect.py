@@ -127,6 +127,45 @@ async def test_what_nobody_reads_is_not_taken_in() -> None:
         assert received == content
 
 
+class PausableTransport(asyncio.Transport):
+    """A connection into which the test puts what the node sends."""
+
+    is_paused = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+
+@pytest.mark.I8
+async def test_a_call_stops_reading_from_its_socket_until_what_came_is_read() -> None:
+    call, transport, piece = Call("http://node", WAIT_SECS), PausableTransport(), bytes(1 << 17)
+    call.connection_made(transport)
+    with closing(call):
+        asking = asyncio.create_task(call.ask("GET", "/", []))
+        await asyncio.sleep(0)
+        call.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
+        await asking
+        call.data_received(piece)
+        assert not transport.is_paused
+        call.data_received(piece)
+        assert transport.is_paused
+        assert await call.read() == 2 * piece
+        reading = asyncio.create_task(call.read())
+        await asyncio.sleep(0)
+        assert not transport.is_paused
+        call.data_received(piece)
+        assert await reading == piece
+
+
 async def test_connections_end_with_their_answers(tls: TlsFiles | None) -> None:
     async with node_and_url(tls) as (node, url):
         async with aclosing(chunks(url, tls)) as body:  # type: ignore[type-var]

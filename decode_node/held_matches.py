@@ -1,0 +1,66 @@
+"""Finds the held pages that the prompts of one plan's admissions can share, and notes which are taken. Pure.
+
+``scheduler.py`` makes one ``HeldMatches`` for each plan. ``mode_choice.py`` looks prompts up in it, and
+``PlanDraft`` notes there which matches the plan lets requests share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+
+
+class HeldMatch(NamedTuple):
+    """The pages of one prompt that are held."""
+
+    num_pages: int
+    parts: tuple[tuple[Prefix, int], ...]
+    """The prefixes that have these pages, each with the number of its pages that match."""
+    taken: SlotCounts
+    """The slots of those pages that count as free until the prompt's request shares them."""
+
+
+class HeldMatches:
+    """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
+
+    ``landing``: requests whose KV is on its way.
+    """
+
+    def __init__(self, held: PrefixTree, landing: Iterable[Request], page_size: int) -> None:
+        self._held = held
+        self._page_size = page_size
+        self.pinned: dict[Prefix, int] = {}
+        """Number of pages, from a prefix's start, that are shared by requests whose KV is on its way or that
+        the plan admits. Nobody counts on these pages."""
+        for request in landing:
+            for part in request.prefix.chain() if request.prefix else ():
+                self.pinned[part] = len(part.keys)
+
+    def find(self, request: Request, mode: Mode) -> HeldMatch:
+        """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
+        kinds = KV_POOLS[mode]
+        match = self._held.find(request.usable_keys, kinds)
+        if match is None:
+            return HeldMatch(0, (), SlotCounts())
+        parts = tuple(match.parts())
+        unused = (max(0, num - self.pinned.get(part, 0)) for part, num in parts if not part.num_users)
+        return HeldMatch(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
+
+    def is_counted_on(self, match: HeldMatch) -> bool:
+        """Return whether running requests use pages of ``match`` that are not pinned yet: an order counts on
+        them to be free in the end, which sharing them would prevent."""
+        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in match.parts)
+
+    def pinned_with(self, match: HeldMatch) -> dict[Prefix, int]:
+        """Return ``pinned`` as it would be if ``match`` were shared."""
+        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in match.parts}
+
+    def take(self, match: HeldMatch) -> None:
+        """Note that an admitted request shares ``match``."""
+        self.pinned = self.pinned_with(match)
