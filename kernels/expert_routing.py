@@ -13,12 +13,13 @@ they are rows 1 and 4 of expert 0, rows 0, 2 and 5 of expert 1, row 3 of expert 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.block_fp8 import dequantize
+from hisparse_pd.kernels.routing_tables import RoutingTables
 
 TILE_ROWS: Final = (16, 32, 64)
 """Sizes of a tile for products that are neither fp8 with fp8 nor bfloat16."""
@@ -59,15 +60,6 @@ def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
     products (``hisparse_pd.core.model.loader.keeps_fp8``).
     """
     return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
-
-
-class RoutingTables(NamedTuple):
-    """The tensors of a ``Routing`` that depend on the experts' ids alone."""
-
-    order: Tensor
-    starts: Tensor
-    tile_starts: Tensor
-    tile_experts: Tensor
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,9 @@ def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> R
     if x.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import quantize_rows_triton
 
-        return quantize_rows_triton(x, num_rows, ue8m0=ue8m0)
+        rounded = Rounded.empty(num_rows, x.shape[1], x.device)
+        quantize_rows_triton(x, *rounded, ue8m0=ue8m0)
+        return rounded
     blocks = -(-x.shape[1] // BLOCK)
     whole = x.new_zeros((num_rows, blocks * BLOCK), dtype=torch.float32)
     whole[: len(x), : x.shape[1]] = x
@@ -115,7 +117,10 @@ def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = Fals
     if gate_up.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton
 
-        return quantize_gated_triton(gate_up, padded(gate_up.shape[1], row_multiple), ue8m0=ue8m0)
+        num_rows = padded(gate_up.shape[1], row_multiple)
+        rounded = Rounded.empty(num_rows, gate_up.shape[2] // 2, gate_up.device)
+        quantize_gated_triton(gate_up, *rounded, ue8m0=ue8m0)
+        return rounded
     gate, up = gate_up[0].float().chunk(2, dim=-1)  # on a CPU there is one part
     return quantize_rows(silu(gate) * up, row_multiple, ue8m0=ue8m0)
 

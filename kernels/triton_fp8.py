@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hisparse_pd.kernels.block_fp8 import BLOCK, SMALLEST_PEAK
 from hisparse_pd.kernels.fp8 import FP8_MAX
-from hisparse_pd.kernels.fp8_rows import Rounded
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 MOST_PER_PROGRAM = 4
@@ -25,18 +24,14 @@ FEW_ROWS = 32
 """Up to this many rows, a program takes one block of one row, because a number may be a sum of many parts."""
 
 
-def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> Rounded:
-    """See ``kernels.fp8_rows.quantize_rows``."""
-    rounded = Rounded.empty(num_rows, x.shape[1], x.device)
-    _launch(x[None], *rounded, is_gated=False, ue8m0=ue8m0)
-    return rounded
+def quantize_rows_triton(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool) -> None:
+    """Do ``kernels.fp8_rows.quantize_rows`` into ``values`` and ``scales``, those of a ``Rounded``."""
+    _launch(x[None], values, scales, is_gated=False, ue8m0=ue8m0)
 
 
-def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> Rounded:
-    """See ``kernels.fp8_rows.quantize_gated``."""
-    rounded = Rounded.empty(num_rows, gate_up.shape[2] // 2, gate_up.device)
-    _launch(gate_up, *rounded, is_gated=True, ue8m0=ue8m0)
-    return rounded
+def quantize_gated_triton(gate_up: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool) -> None:
+    """Do ``kernels.fp8_rows.quantize_gated`` in the same way."""
+    _launch(gate_up, values, scales, is_gated=True, ue8m0=ue8m0)
 
 
 def gated_rows_triton(gate_up: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse_pd.kernels.expert_routing import RoutingTables
+from hisparse_pd.kernels.routing_tables import RoutingTables
 from hisparse_pd.kernels.triton_fp8 import sum_parts
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 

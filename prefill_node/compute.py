@@ -118,9 +118,11 @@ class PromptRunner:
             next_ids = _token_ids(batch, ahead=1).to(self._model.device)
             self._model.draft(next_ids, hidden, kv.positions, kv, no_logits)
 
+        is_on_gpu = self._model.device.type == "cuda"
+        all_hints = torch.empty(kv.hints.shape, dtype=kv.hints.dtype, pin_memory=is_on_gpu)
+        all_hints.copy_(kv.hints, non_blocking=True)
         meanwhile()
         self._wait()
-        all_hints = kv.hints.cpu()
         hints = {
             request.room: all_hints[number]
             for number, (request, chunk) in enumerate(batch)

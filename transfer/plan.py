@@ -124,8 +124,8 @@ def plan_writes(src: SlotRanges, dst: SlotRanges) -> RunPlan:
         return RunPlan(nothing, nothing, nothing)
 
     # Pieces end where a range ends on either side; neighbours that continue on both sides are one run.
-    stop = np.union1d(src_ends, dst_ends)
-    stop = stop[stop > 0]  # a first range may be empty
+    ends = np.sort(np.concatenate(([0], src_ends, dst_ends)))
+    stop = ends[1:][ends[1:] != ends[:-1]]
     start = np.concatenate(([0], stop[:-1]))
     src_start, dst_start = _slots_at(start, src, src_ends), _slots_at(start, dst, dst_ends)
     is_first = np.ones(start.size, np.bool_)  # of its run

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from hisparse_pd.base.node_settings import NodeSettings
-from hisparse_pd.base.process import die_with_parent, setup_logging
+from hisparse_pd.base.process import die_with_parent, setup_logging, share_interpreter
 from hisparse_pd.base.settings import STARTUP_TIMEOUT_SECS
 from hisparse_pd.base.vocabulary import VERSION, RankPlace
 from hisparse_pd.core.memory.device import check_devices, use_device
@@ -83,6 +83,7 @@ def _prepare_process(role: str, settings: NodeSettings, place: RankPlace) -> Pla
     rank = f" rank {place.rank}" if place.size > 1 else ""
     setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
     quiet_mooncake_logs()
+    share_interpreter()  # with the threads that send and receive
     placements = place_ranks(settings.numa, settings.devices_here(place.rank), Machine())
     placement = placements[settings.ranks_here.index(place.rank)]
     bind_threads(placement)  # early: later threads inherit the CPUs, and pools' pages follow the threads

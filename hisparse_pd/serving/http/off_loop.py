@@ -9,7 +9,6 @@ interpreter. Calls that keep it are wrapped in ``taking_interpreter``.
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
+
+from hisparse_pd.base.process import share_interpreter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,10 +33,6 @@ _MAX_PARSING_SECS = 0.02
 _MAX_PAUSE_SECS = 0.25
 """Longest pause of a thread after a call that kept the interpreter."""
 
-_SWITCH_SECS = 0.0005
-"""Time for which a thread keeps the interpreter while the loop waits for it. The loop gives it up in each
-system call, some ten times a request, and would wait for Python's 5 ms each time."""
-
 
 class _Thread(threading.local):
     is_beside_loop = False
@@ -49,7 +46,7 @@ _interpreter_lock = threading.Lock()
 
 def _begin_thread() -> None:
     _thread.is_beside_loop = True
-    sys.setswitchinterval(_SWITCH_SECS)  # of the whole process, where threads now compete with the loop
+    share_interpreter()
 
 
 _executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_begin_thread)

@@ -104,10 +104,12 @@ def norms_and_roundings() -> None:
             gated = add_norm_triton(*inputs, None, (gate.down, gate.up.t().contiguous()))[1]
             is_close(gated.dense, add_norm(*inputs, None, gate)[1].dense)
         for ue8m0 in (False, True):
-            found = quantize_rows_triton(hidden, num_rows + 2, ue8m0=ue8m0)
-            is_rounded(Activations(hidden, Rounded(*found)), hidden, Rounding(ue8m0))
+            found = Rounded.empty(num_rows + 2, size, hidden.device)
+            quantize_rows_triton(hidden, *found, ue8m0=ue8m0)
+            is_rounded(Activations(hidden, found), hidden, Rounding(ue8m0))
             gate_up = draw(1, num_rows, 2 * size)
-            values, scales = quantize_gated_triton(gate_up, num_rows, ue8m0=ue8m0)
+            values, scales = Rounded.empty(num_rows, size, hidden.device)
+            quantize_gated_triton(gate_up, values, scales, ue8m0=ue8m0)
             of_reference, expected_scales = quantize_gated(gate_up, ue8m0=ue8m0)
             is_close(scales, expected_scales)
             nearly_all_equal(values.view(torch.uint8), of_reference.view(torch.uint8))
@@ -325,8 +327,9 @@ def compile_a_layer() -> None:
         out = some(5, HEADS, LATENT + ROPE)
         angles(some(5, dtype=torch.int64), wide(ROPE // 2), 1.0)
         rotate(out[..., LATENT:], *rotation, True, out[..., LATENT:])
-        quantize_rows_triton(some(5, HIDDEN), 16, ue8m0=False)
-        quantize_gated_triton(wide(4, 5, 2 * 2048), 5, ue8m0=True)
+        rows, of_gate = some(5, HIDDEN), wide(4, 5, 2 * 2048)
+        quantize_rows_triton(rows, *Rounded.empty(16, HIDDEN, rows.device), ue8m0=False)
+        quantize_gated_triton(of_gate, *Rounded.empty(5, 2048, rows.device), ue8m0=True)
         for num_tokens in (5, 17, 33):
             q = some(1, num_tokens, HEADS, 128 + ROPE)
             angles_of = wide(num_tokens, ROPE // 2), wide(num_tokens, ROPE // 2)
