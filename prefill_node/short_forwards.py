@@ -83,7 +83,7 @@ class ShortForwards:
         fitting = (
             captured
             for size, captured in self._captured.items()
-            if _fits(size, num_tokens, num_stepped) and captured.kv.fits(kv)
+            if size.takes(num_tokens, num_stepped) and captured.kv.fits(kv)
         )
         if (captured := next(fitting, None)) is None:
             return None
@@ -113,11 +113,3 @@ class ShortForwards:
         pools = memory.kv, memory.index, self._page_size
         kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks, most_pages)
         return torch.zeros(size.num_tokens, dtype=torch.int64, device=self._model.device), kv
-
-
-def _fits(size: GraphSize, num_tokens: int, num_stepped: int) -> bool:
-    """Return whether a graph can compute so many tokens. One with tokens of both kinds attends to at least
-    one as in steps: if none is stepped, to one of padding."""
-    if size.num_stepped == size.num_tokens:
-        return num_stepped == num_tokens <= size.num_tokens
-    return num_stepped <= size.num_stepped and num_tokens + (num_stepped == 0) <= size.num_tokens

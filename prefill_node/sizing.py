@@ -25,7 +25,19 @@ class GraphSize(NamedTuple):
 
     num_tokens: int
     num_stepped: int
-    """Stepped tokens among them; where this is ``num_tokens``, all are stepped."""
+    """Stepped tokens among them."""
+
+    @property
+    def is_all_stepped(self) -> bool:
+        """Whether it takes nothing but stepped tokens."""
+        return self.num_stepped == self.num_tokens
+
+    def takes(self, num_tokens: int, num_stepped: int) -> bool:
+        """Return whether it has room for so many tokens. A graph with tokens of both kinds attends to at
+        least one as in steps: if none is stepped, to one of padding."""
+        if self.is_all_stepped:
+            return num_stepped == num_tokens <= self.num_tokens
+        return num_stepped <= self.num_stepped and num_tokens + (num_stepped == 0) <= self.num_tokens
 
 
 GRAPH_SIZES: Final = (
