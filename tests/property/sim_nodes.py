@@ -122,7 +122,12 @@ class SimPromptRunner:
         self._fails_at = fails_at
         self._memory = memory
 
-    def run(self, batch: Sequence[tuple[PrefillRequest, Chunk]], on_written: LayerWritten) -> Computed:
+    def run(
+        self,
+        batch: Sequence[tuple[PrefillRequest, Chunk]],
+        on_written: LayerWritten,
+        meanwhile: Callable[[], None],
+    ) -> Computed:
         rows = []
         for record, chunk in batch:
             said = (record.bootstrap.root, *record.token_ids.tolist())
@@ -136,6 +141,7 @@ class SimPromptRunner:
                 if SPEC.layers_of_group[group][0] == layer:
                     self._memory.index.numpy()[group, slots] = _tags(contents, 100 + group)
             on_written(layer, None)
+        meanwhile()
         hint = torch.full((SPEC.num_index_layers, SPEC.index_topk), -1, dtype=torch.int32)
         hints = {record.room: hint for record, chunk in batch if chunk.stop == record.num_computed_tokens}
         return Computed(hints, {})
