@@ -1,5 +1,7 @@
-"""What the first half of a step leaves on the device: for the draws, and for the second half
-(``Forwards``)."""
+"""What the first half of a decode step, the model's forward, leaves on the device (``forwards.py``).
+
+The draws read it, and so does the second half, which accepts drafts, backs up KV and makes the next drafts.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ class Forward:
     logits: Tensor
     """float32 [num_reqs * num_new, vocab_size]: a request's new positions are next to each other."""
     token_ids: Tensor
-    """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; the prompt's own where it
-    goes on."""
+    """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; where steps compute a
+    prompt's tail, the prompt's own next tokens."""
     results: Tensor | None = None
-    """What the host reads after a step without drafts (``join_plain``); ``token_ids`` is a column of it.
-    None in steps that verify drafts."""
+    """What the host reads after a step without drafts, int64 [num_reqs, columns of ``step_results.py``];
+    ``token_ids`` is its last column. None in steps that verify drafts."""
     verified: Verified | None = None
     """None in steps without drafts."""
 
@@ -37,6 +39,7 @@ class Verified:
     """What acceptance needs of a forward that verifies drafts."""
 
     access: DeviceStep
+    """The pools as the forward saw them."""
     seq_lens: Tensor
     """int64 [num_reqs]: lengths before the step, the newest token included."""
     drafts: DraftsToVerify
@@ -44,9 +47,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class KeptResults:
-    """Results of a forward that a step's second half reads, one row for each new position of each request.
+    """Copies of a forward's results, one row for each new position of each request.
 
-    They have the same addresses in steps of all sizes. Only nodes that draft have them.
+    They are at the same addresses in steps of all sizes, so that a captured second half finds them, whichever
+    first half has run. Only nodes that draft have them.
     """
 
     logits: Tensor

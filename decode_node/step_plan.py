@@ -1,4 +1,7 @@
-"""The orders that a step's plan has: what the scheduler decides, and ``PlanMoves.carry_out`` does. Pure."""
+"""The orders of a step's plan: ``next_plan.py`` makes one before each step, ``PlanMoves.carry_out`` does it.
+
+These are data: nothing here touches a pool or a device.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ class Admission:
     request: Request
     mode: Mode
     need: SlotCounts
+    """All slots that it gets, those of its hot buffer included."""
     hot_capacity: int
     """Entries of its hot buffer; 0 when dense."""
     num_shared_pages: int = 0
@@ -34,14 +38,17 @@ class Growth:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An order to a running request to give up all device slots, and to go on as hisparse with a new hot
-    buffer."""
+    """An order to replace all device slots of a running request by a new hot buffer.
+
+    A dense request gives up its pages and becomes hisparse when device slots run out. A hisparse one gets a
+    smaller hot buffer, to make room for others, or a larger one.
+    """
 
     request: Request
     hot_capacity: int
-    """Entries of the new hot buffer."""
+    """Entries of the new hot buffer, whose device slots are not in ``need``."""
     need: SlotCounts = _NONE
-    """The host, index and lookup slots that a dense request lacks to become hisparse."""
+    """Further slots in the host, index and lookup pools for a dense request, to become hisparse."""
 
 
 @dataclass(frozen=True)

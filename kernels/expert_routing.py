@@ -7,7 +7,7 @@ expert's rows are adjacent and make one matrix product.
 For example, three tokens with two experts each, ``[[1, 0], [1, 2], [0, 1]]``, have six rows. Sorted by expert
 they are rows 1 and 4 of expert 0, rows 0, 2 and 5 of expert 1, row 3 of expert 2: ``order`` is [1, 4, 0, 2,
 5, 3], and ``starts`` is [0, 2, 5, 6]. With tiles of 2 rows expert 1 has two tiles: ``tile_starts`` is [0, 1,
-3, 4], and ``tile_experts`` begins with [0, 1, 1, 2].
+3, 4], and ``tile_experts`` is [0, 1, 1, 2], then 3, which is no expert, up to ``most_tiles`` entries.
 """
 
 from __future__ import annotations
@@ -70,13 +70,10 @@ class Routing:
     """
 
     order: Tensor
-    """int32 [num_rows]: the rows, ``token * top_k + choice``, sorted by expert."""
+    """The first four fields are those of ``RoutingTables``, where their shapes are."""
     starts: Tensor
-    """int32 [num_experts + 1]: where each expert's rows begin in ``order``, and the end."""
     tile_starts: Tensor
-    """int32 [num_experts + 1]: each expert's first tile, and the number of tiles."""
     tile_experts: Tensor
-    """int32 [most_tiles(...)]: each tile's expert."""
     weights: Tensor
     """float32 [num_rows]: the factor for each row's result, by ``token * top_k + choice``."""
     top_k: int

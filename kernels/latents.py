@@ -36,8 +36,9 @@ def finish_latents(
     ``q_a``: [parts, num_tokens, q_lora_rank], or None for no query latent. ``kv_a``: [parts, num_tokens,
     item_dim], or None for no item. With an indexer: ``index_keys`` [parts, num_tokens, index_head_dim],
     ``vectors`` and, unless only keys are wanted, ``head_weights``, float32 [parts, num_tokens, heads], which
-    are scaled here by the number of heads ** -0.5. ``rounding``: the rounding of the query latent, if any;
-    ``keeps_raw``: whether the query latent is also returned without its norm.
+    are scaled here by the number of heads ** -0.5. ``rotation``: cosines and sines of the tokens' positions.
+    ``rounding``: the rounding of the normed query latent, if any. ``keeps_raw``: whether the query latent
+    without its norm follows the normed one in ``Latents.q.dense``, [num_tokens, 2 * q_lora_rank].
     """
     dtype = norms.dtype
     if rotation[0].device.type == "cuda":
@@ -47,6 +48,7 @@ def finish_latents(
             q_a, kv_a, norms, rotation, rounding, index_keys, vectors, head_weights, keeps_raw=keeps_raw
         )
     q = item = keys = weights = None
+    # Each projection comes with its norm's weight or its vectors; the second tests are for the type checker.
     if q_a is not None and norms.q_weight is not None:
         raw = add_parts(q_a).to(dtype)
         normed = torch.nn.functional.rms_norm(raw, norms.q_weight.shape, norms.q_weight, norms.q_eps)
@@ -112,7 +114,7 @@ def lift_values(
     if value_up.dtype == torch.bfloat16 and are_few(num_tokens, attended.device):
         from hisparse_pd.kernels.triton_heads import lift_values_triton
 
-        if rounding is None or value_dim % BLOCK == 0:
+        if rounding is None or value_dim % BLOCK == 0:  # else a block would cross heads, and is rounded below
             return lift_values_triton(attended, value_up, gate, rounding)
         dense = lift_values_triton(attended, value_up, gate, None).dense
         return Activations(dense, round_rows(dense, rounding))

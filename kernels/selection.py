@@ -62,7 +62,8 @@ def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
     is_tied = (best.values[:, -2] == best.values[:, -1]) & sees_more
     if bool(is_tied.any()):
         chosen[is_tied] = _lowest_of_equals(scores[is_tied], best.values[is_tied, -1:], top_k)
-    # Unseen positions tie with -inf at most, and lose: they come last, after at least top_k others.
+    # An unseen position, -inf, is never chosen: it may equal seen ones of -inf, but these have lower
+    # positions, and a row that sees more than top_k has enough of them.
     return torch.where(sees_more[:, None], chosen.sort(dim=1).values, everything)
 
 

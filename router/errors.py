@@ -83,6 +83,7 @@ class NodeRefused(RouterError):
         """The ``code`` in the node's error, as in ``base/vocabulary.py``."""
 
     def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+        # A node's error to a Responses request has OpenAI's shape.
         expected = ErrorShape.OPENAI if shape is ErrorShape.RESPONSES else shape
         return self._node_body if self._shape is expected else super().body(shape)
 

@@ -1,6 +1,7 @@
 """The facts that a benchmark's numbers depend on: commit, machine, versions, date and command.
 
-``report.write_report`` puts them at the head of every file.
+``report.write_report`` puts ``run_facts`` at the head of every file. ``gpus`` and ``spread`` are for
+benchmarks that name their cards or measure several times.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ OUT = ROOT / "out"
 def run_facts() -> dict[str, Any]:
     """Return the facts, JSON-able; ``mooncake_env`` has the variables that change how Mooncake works.
 
-    The environment variable SOURCE_COMMIT names the commit where git cannot, as on a machine that has the
-    files alone; whether they were changed is then unknown.
+    The environment variable SOURCE_COMMIT, if set, names the commit: for machines that have the files without
+    git. ``uncommitted_changes`` is None, for unknown, where git does not answer.
     """
     commit = _git("rev-parse", "HEAD")
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if the file was run by its path
     module = f"tools.bench.{Path(sys.argv[0]).stem}" if spec is None else spec.name
     return {
         "command": shlex.join(["python", "-m", module.removesuffix(".__main__"), *sys.argv[1:]]),

@@ -8,14 +8,16 @@
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
 Calls with different inputs, so that no call finds its own in the L2 cache, are captured in one CUDA graph
-that is replayed between two events: us = time / calls, the median of the replays.
+that is replayed between two events: us = time / calls, the median of the replays. Two kinds of calls have the
+same inputs each time: top-k, which finds its logits in the cache as after the indexer of a step, and the
+calls of ``prompts``, each of which reads and writes more than the cache holds.
 
 - attention: sparse attention of each backend, slots scattered over a pool of a million.
 - indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to
   read the keys once, at the highest rate in this run of a copy of 1 GiB or of a sum over it.
-- prompts: fp8 attention, indexer logits and top-k of a prompt's tokens behind ``--first`` others, each by the
-  kernel that reads the pool and by the one that reads unpacked items or keys, unpacking included. The logits
-  of both must have the same bits.
+- prompts: fp8 attention, indexer logits and top-k of a prompt's tokens behind ``--first`` others. Attention
+  and logits are measured with the kernel that reads the pool and with the one that reads unpacked items or
+  keys, unpacking included. The logits of both must have the same bits.
 - experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights.
 - swap-in: see ``tools/bench/swap_in.py``.
 - row-checks: the pass over a dense request's items in scattered pages, and the checks of new items.
@@ -79,9 +81,9 @@ def attention(options: argparse.Namespace) -> Cells:
                 if backend_name == TORCH:  # too slow to be of interest here
                     continue
                 try:
-                    sizes = {"kv_format": kv_format, "num_heads": options.heads, "top_k": TOP_K}
+                    backend_arguments = {"kv_format": kv_format, "num_heads": options.heads, "top_k": TOP_K}
                     backend = choose_backend(
-                        backend_name, device=torch.device(HOME), split_slots=None, **sizes
+                        backend_name, device=torch.device(HOME), split_slots=None, **backend_arguments
                     )
                 except AttentionBackendError:
                     continue
@@ -151,7 +153,7 @@ def _index(format_name: str, batch: int, context: int, peak_gb_s: float) -> dict
     logits_us = graph_us([partial(logits, call) for call in range(num_calls)])
     top_k_us = graph_us([top_k] * num_calls)
     seen = torch.full((batch,), context, device=HOME)
-    for first in range(0, batch, 8):
+    for first in range(0, batch, 8):  # few rows at a time: the check needs little memory beside the pool
         rows_now = slice(first, first + 8)
         expected = select_topk(scratch.logits[rows_now, :context], seen[rows_now], TOP_K)
         if not torch.equal(out[rows_now], expected):
@@ -259,13 +261,14 @@ def _prompt_selection_us(request: _PromptRequest, selected: Tensor) -> dict[str,
 def _prompt_attention_us(request: _PromptRequest, selected: Tensor) -> dict[str, Any]:
     """Return the us of attention to what was ``selected``, by items in the pool and by unpacked ones."""
     q = torch.randn((len(request.positions), HEADS, RANK + ROPE), device=HOME).bfloat16()
-    sizes: dict[str, Any] = {
+    backend_arguments: dict[str, Any] = {
         **{"device": torch.device(HOME), "kv_format": PROMPT_ITEMS},
         **{"num_heads": HEADS, "top_k": TOP_K},
     }
     unpacked_items = torch.empty((request.num_slots, RANK + ROPE), dtype=torch.bfloat16, device=HOME)
     num_columns = (request.positions + 1).clamp(max=TOP_K).int()
-    pool_backend, prompt_backend = choose_backend("auto", **sizes), choose_prompt_backend("auto", **sizes)
+    pool_backend = choose_backend("auto", **backend_arguments)
+    prompt_backend = choose_prompt_backend("auto", **backend_arguments)
 
     def attend_unpacked() -> None:
         PROMPT_ITEMS.unpack(request.items, request.pages, PAGE_SIZE, unpacked_items)
@@ -290,6 +293,7 @@ def experts(options: argparse.Namespace) -> Cells:
             if matrices.scales is not None:
                 matrices.scales.fill_(1.0)
         for num_tokens in options.tokens:
+            # Half the calls are enough: each reads more weights than an L2 cache holds.
             inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
             num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
             us = graph_us([partial(routed, *call) for call in inputs])
@@ -315,11 +319,12 @@ def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Te
 
 
 def row_checks(options: argparse.Namespace) -> Cells:
-    """Measure ``landed``, the check of a dense request's items in all layers; ``checked``, only the
-    computation of their checks; ``stored``, computing and storing those of one layer; and ``one_stored``,
-    those of one new item in all layers.
+    """Measure checks of a dense request's items.
 
-    Raises RuntimeError where the check finds a wrong row.
+    ``landed``: compute the checks of all items in all layers and compare them with the stored ones.
+    ``checked``: only compute them. ``stored``: compute and store the checks of all items in one layer.
+    ``one_stored``: compute and store the checks of one item in all layers. Raises RuntimeError where the
+    comparison finds a wrong row.
     """
     layers = range(options.layers)
     for item_bytes in options.item:
@@ -328,7 +333,7 @@ def row_checks(options: argparse.Namespace) -> Cells:
             shape = (options.layers, num_pages * PAGE_SIZE, item_bytes)
             pool = torch.randint(0, 256, shape, dtype=torch.uint8, device=HOME)
             checks = torch.zeros(shape[:2], dtype=torch.int32, device=HOME)
-            state = HotBufferState.create(
+            state = HotBufferState.create(  # of which only one row's pages and the checks are used
                 num_groups=1,
                 num_rows=1,
                 max_context=context,

@@ -75,7 +75,7 @@ def sample(
     counts: CountedRows | None = None,
     masks: Tensor | None = None,
 ) -> tuple[list[int], list[TokenLogprob | None]]:
-    """Draw one token for each row, with its logprobs where they are asked for (``enqueue_sample``)."""
+    """Do ``enqueue_sample``, wait for it, and return each row's token and logprobs."""
     if counts is None and any(param.changes_logits for param in params):
         raise ValueError("sample: params with penalties or biases, and no counts")
     sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts, masks=masks)
@@ -94,12 +94,13 @@ def enqueue_sample(
 ) -> Sampled:
     """Enqueue ``sample`` on the logits' device and current stream, without waiting.
 
-    ``logits``: float32 [num_reqs, vocab_size], not changed. ``num_generated``: output tokens that each
-    request has drawn here; with its resumed ones it is the output index of the token that is drawn now.
-    ``counts``: needed where params change logits. ``masks``: int32 [num_reqs, num_words], bits of the tokens
-    that may be drawn (``kernels.bit_masks``); None: all. Where a mask allows only tokens that end the
-    request, one of them is drawn, whatever min_new_tokens is. Logprobs are those of the given logits:
-    unscaled, unmasked, without penalties and biases.
+    ``logits``: float32 [num_reqs, vocab_size], not changed. ``num_generated``: how many output tokens each
+    request has drawn on this node. The output index of the token that is drawn now is this number plus
+    ``num_resumed_tokens``, the tokens of a resumed stream that another node drew. ``counts``: needed where
+    params change logits. ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be drawn
+    (``kernels.bit_masks``); None: all. Where a mask allows only tokens that end the request, one of them is
+    drawn, whatever min_new_tokens is. Logprobs are those of the given logits: unscaled, unmasked, without
+    penalties and biases.
     """
     if not len(params) == len(num_generated) == logits.shape[0]:
         raise ValueError(
@@ -108,7 +109,7 @@ def enqueue_sample(
         )
     changed = logits if counts is None else counts.change(logits, params)
     masked = changed if masks is None else allowed_logits(changed, masks)
-    masked = _forbid_early_stop(masked, params, num_generated, eos_token_ids, may_yield=masks is not None)
+    masked = _forbid_early_stop(masked, params, num_generated, eos_token_ids, a_mask_wins=masks is not None)
     token_ids = masked.argmax(dim=-1)
     rows_by_cut: dict[bool, list[int]] = defaultdict(list)  # rows without top_k and top_p need no sort
     for row, param in enumerate(params):
@@ -126,9 +127,10 @@ def enqueue_sample(
 def finish_reason(
     token_id: int, num_output: int, params: SamplingParams, eos_token_ids: Sequence[int]
 ) -> tuple[FinishReason | None, int | None]:
-    """Return why a request ends with ``token_id`` as its ``num_output``-th output token, and the stop token
-    if one ends it."""
-    # Where eos is ignored, a grammar allows it only at its end.
+    """Return why a request ends with ``token_id`` as the ``num_output``-th output token that it has drawn on
+    this node, and the stop token if one ends it."""
+    # With a grammar eos ends a request even if it is ignored: the grammar then allows it only where no other
+    # token is allowed (``Matcher``), so that nothing could follow.
     is_eos = token_id in eos_token_ids and (not params.ignore_eos or bool(params.grammar))
     if is_eos or token_id in params.stop_token_ids:
         return FinishReason.STOP, token_id
@@ -143,17 +145,18 @@ def _forbid_early_stop(
     num_generated: Sequence[int],
     eos_token_ids: Sequence[int],
     *,
-    may_yield: bool,
+    a_mask_wins: bool,
 ) -> Tensor:
     """Return ``logits`` with -inf for tokens that would end a request before its min_new_tokens.
 
-    With ``may_yield``, a row in which no other token is allowed stays as it is.
+    ``a_mask_wins``: a row in which a mask allows no other token stays as it is.
     """
     rows: list[int] = []
     forbidden: list[int] = []
     for row, (param, generated) in enumerate(zip(params, num_generated, strict=True)):
         if generated >= param.min_new_tokens:
             continue
+        # Ignored eos ends nothing, or is allowed by a grammar only where it would be drawn in any case.
         ending = set(param.stop_token_ids) | (set() if param.ignore_eos else set(eos_token_ids))
         # Ids outside the vocabulary can never be drawn.
         ending = {token_id for token_id in ending if 0 <= token_id < logits.shape[1]}
@@ -163,13 +166,13 @@ def _forbid_early_stop(
         return logits
     where = (to_device(rows, logits.device), to_device(forbidden, logits.device))
     allowed = logits.index_put(where, logits.new_full((), float("-inf")))
-    if not may_yield:
+    if not a_mask_wins:
         return allowed
     return torch.where(allowed.amax(dim=1, keepdim=True) > float("-inf"), allowed, logits)
 
 
 def _draw(
-    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], is_cut: bool
+    logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int], is_cut: bool
 ) -> Tensor:
     """Draw from softmax(logits / temperature) by inverting its cumulative sum. Returns int64 [num_rows].
 
@@ -201,8 +204,8 @@ def _draw(
     cumulative = cumulate(probs)
     uniform = column(
         [
-            uniform_number(param.seed, param.num_resumed_tokens + index)
-            for param, index in zip(params, output_indices, strict=True)
+            uniform_number(param.seed, param.num_resumed_tokens + generated)
+            for param, generated in zip(params, num_generated, strict=True)
         ]
     )
     drawn_place = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)

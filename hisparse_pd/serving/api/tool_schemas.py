@@ -1,8 +1,10 @@
 """Decides by a tool's JSON schema whether an argument that a call has as bare text is a string or JSON.
 
 ``call_reader.py`` asks for each argument of an answer, ``call_grammars.py`` for texts that it admits. This is
-no validation: only the forms of the schema (``argument_forms.py``) count. A parameter whose forms take more
-than ``_MAX_STEPS`` to read counts as unknown. The result depends on the schema and the text alone.
+no validation: only the ``Forms`` count into which ``argument_forms.py`` sorts what a schema allows, by how a
+call writes it: single texts and other strings, both bare, and values other than strings, as JSON. A parameter
+whose forms take more than ``_MAX_STEPS`` to read counts as unknown. The result depends on the schema and the
+text alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from hisparse_pd.serving.api.argument_forms import ANY_OTHER, ANY_STRING, Forms,
 from hisparse_pd.serving.api.json_schemas import NotWritable, Steps, TooManySteps, as_list, types_of
 
 _MAX_STEPS = 2048
-"""Most steps for a parameter, which is read once: some milliseconds, in which the front does nothing else."""
+"""Most parts of a schema that are looked at for a parameter, which is read once: some milliseconds, in which
+the front does nothing else."""
 
 
 class _Beginnings(NamedTuple):
@@ -60,7 +63,8 @@ class _Values:
 
     @property
     def json_beginnings(self) -> _Beginnings:
-        """How texts begin that ``to_json`` takes for JSON."""
+        """How texts begin that ``to_json`` may take for JSON: where no string is allowed or nothing is known,
+        all JSON; where strings are, only objects, arrays and null, if other values are allowed as well."""
         if not self.any_string:
             return _Beginnings(tuple('{["-0123456789'), ("null", "true", "false"))
         return _Beginnings(tuple("{["), ("null",)) if self.schemas else _Beginnings((), ())
