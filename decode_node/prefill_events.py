@@ -2,8 +2,8 @@
 
 The engine gives ``PrefillEvents`` every event that ``PrefillPeers.poll`` returns. It owns no state: requests
 are moved by ``QueueMoves``, ``PlanMoves`` and ``EndMoves``, and quarantined slots belong to ``Quarantine``. A
-message about a room counts only if it comes from the run of the prefill node that was given the room; a later
-run of the same node knows nothing of the writes in flight.
+message about a room counts only if it comes from the run (one process, with an ``instance_id``) of the
+prefill node that was given the room; a later run of the same node knows nothing of the writes in flight.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class PrefillEvents:
                         self._fail_waiting(request, event.error, now)
             case PeerLost():
                 self._fail_requests_of(event, now)
-            case InstanceGone():
+            case InstanceGone():  # it starts no more writes, but one may still land
                 quarantine.instance_gone(event.instance_id, now)
-            case WriterGone():
+            case WriterGone():  # it has let go of shared memory: nothing lands any more
                 quarantine.writer_gone(event.instance_id)
             case RanksChanged():
                 self.queue.readdress(event.node, now)
@@ -143,6 +143,7 @@ class PrefillEvents:
                 code = PREFILL_NODE_FAILED if message.status in _RETRYABLE_STATUSES else ""
                 self._fail_transfer(request, message.status, message.error, now, code)
             case RoomQuiet():
+                # It answers an AbortRoom that was sent again for an earlier request with this room.
                 self.metrics.drop("late")
             case _:
                 assert_never(message)
@@ -157,10 +158,10 @@ class PrefillEvents:
             case RoomQuiet():
                 quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomFailed():
-                if message.batch_failed:
-                    quarantine.failed(entry.room)
                 if message.quiet:  # it writes no more
                     quarantine.quiet(entry.room, message.batch_failed, now)
+                elif message.batch_failed:  # remembered until the room is quiet
+                    quarantine.failed(entry.room)
             case _:
                 assert_never(message)
 
@@ -207,6 +208,7 @@ class PrefillEvents:
         request.delivery = message
         if record.hint is not None:
             request.hot_positions = self.plans.tables.by_hot_group(record.hint)
+            # Further samples of the prompt copy its KV when they are admitted, and begin with the same hint.
             request.landed_hint = request.hot_positions if request.has_further_samples else None
         self.plans.start(request, now)
 

@@ -70,7 +70,8 @@ def write_logits(
 ) -> None:
     """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
 
-    ``keys``: fp8 [n, 128] and ``scales``: float32 [n], as ``IndexKeyFormat.unpack`` writes them.
+    ``keys``: fp8 [n, 128] and ``scales``: float32 [n + UnpackedKeys.PADDING], as ``IndexKeyFormat.unpack``
+    writes them; a tile may read behind the last key, but scores nothing there.
     ``first_keys``: int32 [num_rows], where the key of each row's position 0 is. The other arguments are those
     of ``kernels.triton_indexer.write_logits``.
     """
@@ -164,14 +165,15 @@ def prompt_logits_kernel(
             (score_queries, (arguments, 1, sizes)),
             (load_tiles, (keys, stages, seen, sizes)),
         ],
-        [4, 1],
+        [4, 1],  # warps of the second and third function; the first has num_warps
         [GROUP_REGISTERS, LOADER_REGISTERS],
     )
 
 
 @gluon.jit
 def query_of(seen, number):
-    """Return the row of a program's query, and how many positions it sees: 0 where it is not scored."""
+    """Return the row of a program's query, and how many positions it sees; 0 if it is not scored, because
+    it is padding, or because it sees no more than ``top_k`` and all are selected in any case."""
     _, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k = seen
     token = gl.maximum(gl.minimum(first + number, stop_token - 1), 0)
     row = gl.load(req_rows + token)
@@ -246,7 +248,8 @@ def score_queries(arguments, WHICH: gl.constexpr, sizes: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
-    # Each head's query in fp8, as ``kernels.triton_indexer`` has it.
+    # Each head's query in fp8, as ``kernels.triton_indexer`` has it. The scale is rounded up to a power of
+    # two by its bits, with 1 for zero and infinity, so that its reciprocal is exact.
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(1, wide))
     tokens = first + WHICH * GROUP_QUERIES + columns // NUM_HEADS
     head_rows = gl.maximum(gl.minimum(tokens, stop_token - 1), 0) * NUM_HEADS + columns % NUM_HEADS

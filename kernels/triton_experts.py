@@ -69,7 +69,8 @@ def run_experts_triton(
     *,
     has_others: bool = True,
 ) -> Tensor:
-    """See ``kernels.experts.run_experts``."""
+    """See ``kernels.experts.run_experts``. ``has_others``: whether some rows belong to other ranks' experts.
+    Nothing is computed for these, so all results are set to zero first."""
     hidden = hidden.contiguous()
     num_rows = len(routing.order)
     results = (hidden.new_zeros if has_others else hidden.new_empty)((num_rows, hidden.shape[1]))
@@ -94,10 +95,11 @@ def _run_rounded(
 ) -> None:
     """Write both products of ``tokens`` in fp8 to ``results``, [num_rows, hidden_size]."""
     gates_and_ups = results.new_empty((len(results), 2 * gate_up.values.shape[2]))
+    # Groups of warps multiply many rows on Hopper (``gluon_experts.py``); they read gathered rows.
     if all(takes_groups(tokens.values, each, routing) for each in (gate_up, down)):
         rows = gather_rows(tokens, routing, first_expert, len(gate_up.values))
         multiply_rows(rows, gate_up, gates_and_ups, routing, first_expert, is_first=True)
-        del rows  # the rounded rows may take its memory
+        del rows  # ``inner`` may take the memory
         inner = quantize_gated(gates_and_ups[None], ue8m0=down.ue8m0)
         multiply_rows(inner, down, results, routing, first_expert, is_first=False)
     else:
@@ -116,8 +118,8 @@ def _launch(
     *,
     is_first: bool,
 ) -> None:
-    """Launch one product. ``x_scales``: the scales of an fp8 ``x``, from ``quantize_rows``; None if ``x`` is
-    not rounded."""
+    """Launch one product. ``x_scales``: the scales of an fp8 ``x``, float32 [blocks of columns, rows of x];
+    None if ``x`` is not rounded."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
     # Where activations are rounded, ``quantize_gated`` applies the gate; otherwise the first product does.
@@ -203,7 +205,8 @@ def _product_kernel(
     IS_GATED, a program takes both matrices and writes ``silu`` of the first result times the second.
 
     The first product reads tokens and writes rows in the order of experts. The second reads those rows,
-    weighs its results and writes them in the rows' original order.
+    weighs its results and writes them in the rows' original order. ``x_scales``: [blocks of COLUMNS,
+    num_sources]; ``scales``: [experts, NUM_MATRICES, blocks of ROWS, blocks of COLUMNS].
     """
     begin(OVERLAPS)
     tile = tl.load(tile_starts + first_expert) + tl.program_id(1)
@@ -234,6 +237,7 @@ def _product_kernel(
         scale = tl.load(block_scales)
         if IS_GATED:
             up_scale = tl.load(block_scales + up_offset)
+
     for start in range(0, COLUMNS, BLOCK_COLUMNS):
         k = start + tl.arange(0, BLOCK_COLUMNS)
         is_column = (k < COLUMNS)[None, :]
@@ -258,13 +262,14 @@ def _product_kernel(
                 total_up = tl.dot(a, b_up.T, total_up, input_precision="ieee")
         if HAS_SCALES:
             scale = tl.load(block_scales + following)
+
     if not IS_FIRST:
         total *= tl.load(weights + row, mask=is_row, other=0.0)[:, None]
     mask = is_row[:, None] & (n < ROWS)[None, :]
-    results: tl.constexpr = 1 if IS_GATED else NUM_MATRICES
-    if IS_GATED:  # both are rounded as separate results would be
+    num_results: tl.constexpr = 1 if IS_GATED else NUM_MATRICES
+    if IS_GATED:  # both are rounded first, so that they have the bits of separate results
         dtype: tl.constexpr = out.dtype.element_ty
         gate, up = total.to(dtype).to(tl.float32), total_up.to(dtype).to(tl.float32)
         total = gate / (1.0 + tl.exp(-gate)) * up
-    out += target.to(tl.int64)[:, None] * (results * ROWS) + tl.program_id(2) * ROWS
+    out += target.to(tl.int64)[:, None] * (num_results * ROWS) + tl.program_id(2) * ROWS
     tl.store(out + n[None, :], total, mask=mask)

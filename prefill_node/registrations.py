@@ -6,7 +6,8 @@ reconnect; a node's ``node_id`` stays. Registering again with the same session a
 requests and moves their answers to the new connection. Another session or other regions mean that the node
 restarted: the old registration is lost.
 
-``why_not_landing`` checks a Bootstrap's landing zone against the registered regions.
+``BootstrapChecks`` calls ``why_not_landing``, which checks a Bootstrap's landing zone against the registered
+regions.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Peer:
     page_size: int
     regions: dict[RegionKind, RegionView]
     last_heard_secs: float
-    """Time on the clock of ``time.monotonic``. When a silent peer turns out to be connected, a heartbeat
-    interval is added."""
+    """Time on the clock of ``time.monotonic``. The engine adds a heartbeat interval if a silent peer's
+    connection still stands, since such a node may be in a long step."""
 
     @property
     def num_index_groups(self) -> int:
@@ -113,7 +114,8 @@ class Registrations:
         return peer
 
     def current(self, peer: Peer) -> Peer:
-        """Return the registration by which a lost peer came back in the same session, or ``peer`` itself."""
+        """Return the registration that answers for ``peer``, which a request keeps from its beginning, go to:
+        the node's present one if its session is the same, as after a reconnect, else ``peer`` itself."""
         now_registered = self._by_node.get(peer.node_id)
         return now_registered if now_registered and now_registered.session == peer.session else peer
 
@@ -155,6 +157,7 @@ class Registrations:
         why = self._allowed.why_refused(host)
         if why is not None:
             return (
+                # such as "its address '10.0.0.7' is not in allowed_peers (10.1.0.0/16) of this prefill node"
                 f"session {session}: its {why} of this prefill node; add it there, or give the "
                 "decode node an address of the list as advertise_host"
             )
@@ -263,17 +266,17 @@ def _why_extents_wrong(
 ) -> str | None:
     """Return why the extents cannot take ``num_landing`` tokens in a region of ``num_slots`` slots: they end
     past it, have a wrong number of slots, or overlap."""
-    num_tokens = 0  # slots of all extents
+    num_given = 0  # slots of all extents
     for extent in extents:
         if extent.end > num_slots:
             return (
                 f"{kind.value} extent [{extent.start}, {extent.end}) ends past the region's {num_slots} slots"
             )
-        num_tokens += extent.length
+        num_given += extent.length
     may_exceed = kind is RegionKind.INDEX  # indexer keys land in whole pages
-    if num_tokens < num_landing or (num_tokens > num_landing and not may_exceed):
+    if num_given < num_landing or (num_given > num_landing and not may_exceed):
         bound = "at least " if may_exceed else ""
-        return f"{kind.value} extents are of {num_tokens} tokens, the KV to land is of {bound}{num_landing}"
+        return f"{kind.value} extents are of {num_given} tokens, the KV to land is of {bound}{num_landing}"
     starts = np.array([extent.start for extent in extents], np.int64)
     ends = starts + np.array([extent.length for extent in extents], np.int64)
     order = np.argsort(starts)

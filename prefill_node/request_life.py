@@ -105,6 +105,7 @@ class PrefillLife:
         self.prefixes = PrefixTree(self.pools)
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
+        """Pages in which a wrong row was found: nobody gets them again."""
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -129,8 +130,8 @@ class PrefillLife:
         self, peer: Peer, message: Bootstrap, now_secs: float, keys: Sequence[PageKey] | None = None
     ) -> None:
         """Open the request of a Bootstrap, or answer how it ended or why it is refused. A refused Bootstrap
-        opens no request, so a correct one may follow. ``keys``: what ``page_keys`` returns, if that was
-        called already."""
+        opens no request, so a correct one may follow. ``keys``: what ``page_keys`` returns, if the
+        engine has computed it already, as it does while a forward runs."""
         room = Room(message.room)
         request = self.requests.get(room)
         if request is not None:
@@ -147,13 +148,18 @@ class PrefillLife:
             return
         keys = self.page_keys(message) if keys is None else keys
         first = first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, peer.page_size)
-        shared = tuple(keys[: first // self._limits.page_size])  # stepped tokens share nothing
+        # KV from ``first`` on is rounded as in decode steps: such pages are never shared.
+        shared = tuple(keys[: first // self._limits.page_size])
         deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
         self.requests.open(PrefillRequest(peer, message, now_secs, deadline_secs, shared))
 
     def _answer_repeated(self, request: PrefillRequest, peer: Peer, message: Bootstrap) -> None:
-        """Answer a Bootstrap for a live request. If the request has failed, one that repeats its own gets the
-        failure again. All others are dropped. Attempt 0 is a node's that numbers none."""
+        """Answer a Bootstrap for a live request.
+
+        If the request has failed, its own Bootstrap, sent again by the same node with a numbered attempt, is
+        answered with the failure again. Every other Bootstrap is dropped. 0 is the attempt of nodes that do
+        not number them.
+        """
         is_its_node = request.peer.node_id == peer.node_id
         if request.is_draining and is_its_node and message.attempt > 0 and message == request.bootstrap:
             failed = _room_failed(
@@ -234,6 +240,7 @@ class PrefillLife:
 
     def look_up(self, request: PrefillRequest) -> Waiting:
         """Return a waiting request for the scheduler, with what the prefix cache has of its prompt."""
+        # Pages that must be computed in any case, for the hint or for scores, are not looked up.
         keys = request.reusable_keys(self._limits.page_size)
         found = self.prefixes.find(keys, CACHE_POOLS)
         parts = () if found is None else tuple(found.parts())

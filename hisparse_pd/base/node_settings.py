@@ -203,8 +203,8 @@ class NodeSettings(HttpSettings, TransportSettings):
     def devices_here(self, rank: int | None = None) -> list[str]:
         """Return the device of each rank of this machine.
 
-        ``rank``: the rank whose device ``self.device`` is, as in the settings that ``of_rank`` returns; None:
-        the machine's first rank.
+        ``rank``: given if these are the settings of ``of_rank(rank)``, so that ``self.device`` is that
+        rank's; None if they are the node's, so that it is the first rank's.
         """
         kind, _, number = self.device.partition(":")
         num_ranks = len(self.ranks_here)
@@ -231,7 +231,7 @@ class NodeSettings(HttpSettings, TransportSettings):
 
     @property
     def num_fronts(self) -> int:
-        """Processes that serve the node's HTTP port."""
+        """Processes that serve the node's HTTP port; decode nodes may have several."""
         return 1
 
     def of_rank(self, rank: int) -> Self:
@@ -255,7 +255,8 @@ class NodeSettings(HttpSettings, TransportSettings):
 
     @property
     def num_draft_layers(self) -> int | None:
-        """Number of the checkpoint's draft layers that are loaded, 0 or 1; None: 1 if it has any."""
+        """Number of the checkpoint's draft layers that are loaded, 0 or 1; None: 1 if it has any. Nodes of
+        either kind override this."""
         return 0
 
     @property

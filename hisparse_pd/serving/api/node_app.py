@@ -36,7 +36,8 @@ _PRIVATE_SETTINGS = {
     *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
     *("ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"),
 }
-"""Settings that /server_info leaves out; a router loads the tokenizer of a reported model_path."""
+"""Settings that /server_info leaves out: they say how this machine is set up, and SGLang's router would load
+the tokenizer of a model_path that is reported."""
 
 _RANK_FIELDS = (
     *("max_total_tokens_hisparse", "max_total_tokens_dense"),
@@ -44,7 +45,6 @@ _RANK_FIELDS = (
 )
 """Fields that /server_info has for the node and for each of its ranks."""
 _EACH_RANK_FIELDS = (*_RANK_FIELDS, "numa_node", "numa_placement")
-
 
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics", "/status"))
 """Paths that need no API key: probes and monitoring have none."""
@@ -66,7 +66,8 @@ class NodeContext:
     control_keys: ControlKeys | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
     metrics_of_fronts: Callable[[], Sequence[bytes]] = tuple
-    """Returns the packed metrics of all fronts of a node that has several."""
+    """Returns the packed metrics of all fronts if there are several; the default returns none, and this
+    front's own are rendered."""
 
 
 GetHandler = Callable[[Request], Awaitable[Response]]

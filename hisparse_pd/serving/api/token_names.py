@@ -77,12 +77,14 @@ class TextOffsets:
         if not spelled:
             return self._num_chars
         num_ended = len(self._utf8.decode(spelled[:1]))  # characters that end with the first byte
+        # Bytes that wait after the first one: several if it continues a character, which begins where the
+        # text so far ends; one if it begins a character; none if it ends one.
         num_pending_bytes = len(self._utf8.getstate()[0])
-        if num_pending_bytes > 1:  # the first byte continues an unfinished character
+        if num_pending_bytes > 1:
             offset = self._num_chars
-        elif num_pending_bytes:  # it begins a character
+        elif num_pending_bytes:
             offset = self._num_chars + num_ended
-        else:  # it is in the last character that ended
+        else:
             offset = self._num_chars + num_ended - 1
         self._num_chars += num_ended + len(self._utf8.decode(spelled[1:]))
         return offset
@@ -91,8 +93,8 @@ class TextOffsets:
 class EchoOffsets:
     """Computes where each token of a prompt begins in the echoed text.
 
-    Tokens that the tokenizer puts before the client's text are not in the echo. Their offset is 0. A token
-    counts as one of them until the echo begins with the text of one.
+    Tokens that the tokenizer puts before the client's text are not in the echo. Their offset is 0. The
+    first token with whose text the echo begins is the client's first one.
     """
 
     def __init__(self, token_bytes: TokenBytes, echo: str) -> None:
