@@ -31,8 +31,8 @@ def full_buffer(num_drafts: int, top_k: int) -> int:
 
 
 def drafts_with_room(capacity: int, *, top_k: int, max_new: int) -> int:
-    """Return the number of drafts for which a hot buffer of ``capacity`` entries has room in a step; below 0
-    if not even for the newest token's top-k beside ``max_new`` new positions."""
+    """Return the number of drafts for which a hot buffer of ``capacity`` entries has room in a step; -1
+    or less if it cannot hold even the newest token's top-k beside ``max_new`` new entries."""
     return (capacity - max_new) // top_k - 1
 
 

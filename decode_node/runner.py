@@ -6,7 +6,8 @@ counters and error flags of a step in one copy. What a grammar lets a request dr
 tokens: the forward is launched before these are read, and the draws are enqueued afterwards. On a CPU each
 step is read before the next.
 
-A batch with many hisparse requests is split, and then has no drafts.
+A step without drafts and with many hisparse requests is split, so that copies hide behind computing
+(``split_choice.py``).
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class DeviceRunner:
         else:
             launched.draw()
         for entry in entries:
+            # Positions that it computes in any case, and those that it keeps only if drafts are accepted.
             entry.request.enter_step(entry.num_sure, entry.num_unsure)
         return launched
 
@@ -153,6 +155,8 @@ class DeviceRunner:
         entries = []
         for request in batch:
             most = self._tables.max_verifiable(request, num_new - 1) if num_new > 1 else 0
+            # Prompt tokens that follow the new positions: ``most`` of them are verified like drafts, and one
+            # more may follow the last new position, where then nothing is drawn.
             if known := request.known_next(most):
                 drafts = known[:most]
                 entries.append(StepEntry(request, drafts, len(drafts), is_unread=False, known=known))
@@ -191,7 +195,9 @@ class Launched:
     sample: Callable[[], Sampled] | None
     """Enqueues the draws; None where all tokens are just the likeliest."""
     finish: Callable[[], Tensor]
-    """Enqueues the step's second half, after the draws. Returns the tensor that the host reads."""
+    """Enqueues what follows the draws (``Forwards.follow``): drafts are accepted, KV is backed up and the
+    next drafts are made, or without drafts the draft layer's KV is written. Returns the tensor that the host
+    reads."""
     sampled: Sampled | None = field(default=None, init=False)
     is_drawn: bool = field(default=False, init=False)
 
@@ -239,8 +245,8 @@ class Launched:
 
 
 def _first_split_size(min_split_reqs: int | None, max_reqs: int, *, can_measure: bool) -> int | None:
-    """Return the number of hisparse requests from which on batches are split, at least one for each part.
-    None: it is to be measured."""
+    """Return the number of hisparse requests from which on batches are split, at least one for each part;
+    one more than a batch can have if none is to be split. None: it is to be measured."""
     if min_split_reqs is None and can_measure:
         return None
     return max(min_split_reqs, NUM_PARTS) if min_split_reqs else max_reqs + 1

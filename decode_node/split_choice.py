@@ -1,4 +1,4 @@
-"""Measures at a node's start from how many requests on hisparse batches are split, and in which way.
+"""Measures at a node's start the number of requests from which hisparse batches are split, and in which way.
 
 ``Forwards`` calls ``choose_splits`` with a function that times the steps of one batch size, with
 ``TrialRequests`` in the still empty pools.
@@ -102,7 +102,7 @@ class TrialRequests:
         self._tables, self._num_reqs = tables, num_reqs
         spec, memory, state = tables.spec, tables.memory, tables.state
         page_size = tables.page_size
-        # All requests share these slots; the index pool ends with a scratch page.
+        # These slots are divided among all requests; the index pool ends with a scratch page.
         most_tokens = min(memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots)
         num_pages = min(MOST_CONTEXT, state.max_context, most_tokens // num_reqs) // page_size
         # The scratch slot comes after all others, so its number is their count.
@@ -123,7 +123,7 @@ class TrialRequests:
         pages = torch.arange(num_reqs * num_pages).view(num_reqs, num_pages)
         slots = torch.arange(num_reqs * capacity).view(num_reqs, capacity)
         for row in range(num_reqs):
-            state.assign_row(row, slots[row], pages[row], pages[row])
+            state.assign_row(row, slots[row], host_pages=pages[row], lookup_pages=pages[row])
             state.set_index_pages(row, 0, pages[row])
 
     def _store_keys(self, kernels: AttentionKernels, num_slots: int) -> None:
@@ -152,13 +152,13 @@ class TrialRequests:
         """Free a share MISS_SHARE of the hot buffers' entries, at random, so that the next step misses as
         large a share of what it selects."""
         state = self._tables.state
-        hot = state.hot_to_lookup[:, : self._num_reqs]
-        random = torch.rand(hot.shape, generator=self._generator, device=hot.device)
-        is_lost = (random < MISS_SHARE) & (hot != ABSENT)
-        # What is not lost goes to the last entry of ``lookup_to_hot``, which is nobody's.
-        lost = torch.where(is_lost, hot, state.num_lookup_slots).flatten(1).long()
+        lookup_slots = state.hot_to_lookup[:, : self._num_reqs]
+        random = torch.rand(lookup_slots.shape, generator=self._generator, device=lookup_slots.device)
+        is_lost = (random < MISS_SHARE) & (lookup_slots != ABSENT)
+        # Entries that are not lost point at the last one of ``lookup_to_hot``, which is nobody's.
+        lost = torch.where(is_lost, lookup_slots, state.num_lookup_slots).flatten(1).long()
         state.lookup_to_hot.scatter_(1, lost, ABSENT)
-        hot.masked_fill_(is_lost, ABSENT)
+        lookup_slots.masked_fill_(is_lost, ABSENT)
         state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ expert's rows are adjacent and make one matrix product.
 For example, three tokens with two experts each, ``[[1, 0], [1, 2], [0, 1]]``, have six rows. Sorted by expert
 they are rows 1 and 4 of expert 0, rows 0, 2 and 5 of expert 1, row 3 of expert 2: ``order`` is [1, 4, 0, 2,
 5, 3], and ``starts`` is [0, 2, 5, 6]. With tiles of 2 rows expert 1 has two tiles: ``tile_starts`` is [0, 1,
-3, 4], and ``tile_experts`` is [0, 1, 1, 2], then 3, which is no expert, up to ``most_tiles`` entries.
+3, 4], and ``tile_experts`` is [0, 1, 1, 2], then 3, for no tile, up to ``most_tiles`` entries.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ def power_of_two_scales(peaks, FP8_MAX: tl.constexpr):
 
     They are those of ``kernels.kv_format``, computed from the exponents' bits.
     """
+    # Round up to a power of two: carry into the exponent, clear the mantissa. 0 and infinity become 1.0. The
+    # reciprocal has the mirrored exponent.
     bits = (tl.div_rn(peaks, FP8_MAX).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     bits = tl.where((bits == 0) | (bits == 0x7F800000), 0x3F800000, bits)
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
@@ -163,7 +165,7 @@ def unpack_kernel(
     begin(OVERLAPS)
     number = tl.program_id(0).to(tl.int64)
     page_id = tl.load(page_ids_ptr + number).to(tl.int64)
-    if page_id < 0:
+    if page_id < 0:  # no page: its rows of the result stay as they are
         return
     in_page = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = (in_page < page_size)[:, None]
@@ -229,7 +231,7 @@ def unpack_keys_kernel(
     begin(OVERLAPS)
     number = tl.program_id(0).to(tl.int64)
     page_id = tl.load(page_ids_ptr + number).to(tl.int64)
-    if page_id < 0:
+    if page_id < 0:  # no page: its rows of the result stay as they are
         return
     in_page = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = in_page < page_size

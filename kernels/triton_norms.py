@@ -2,8 +2,9 @@
 # mypy: disallow_untyped_calls=False
 """``kernels.norms.add_norm`` on a GPU, in one launch: sums, norm, gate and the rounding to fp8.
 
-Without a gate there is a program for each row. With a gate each program takes several rows, for which it
-keeps the gate's matrices in registers.
+Without a gate there is a program for each row. A gate multiplies the norm y by
+``sigmoid(up(silu(down(y))))``; then each program takes several rows, for which it keeps the gate's matrices
+in registers.
 """
 
 from __future__ import annotations

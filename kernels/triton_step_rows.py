@@ -31,10 +31,16 @@ def place_rows(
     scratch_device_slot: int,
     scratch_index_slot: int,
 ) -> None:
-    """Fill ``rows``, int64 [5, num_rows], with the fields of ``StepRows`` in order."""
+    """Fill ``rows``, int64 [5, num_rows], with what ``kernels.step_rows.place_rows`` returns: positions,
+    positions to select for (-1 for absent rows), req_rows, device slots, index slots.
+
+    A request has rows for its new positions ``first_row`` to ``num_new - 1``. ``ends``: positions from here
+    on have no slot.
+    """
     num_rows = rows.shape[1]
     if num_rows == 0:
         return
+    # Launched once a step, before the layers, whose kernels alone overlap.
     with torch.cuda.device_of(rows):
         place_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
             seq_lens, req_rows, num_real_reqs, seq_lens if ends is None else ends, newest_slots, index_pages,
@@ -93,7 +99,8 @@ def place_rows_kernel(
 
 
 def slots_of(page_table: Tensor, page_size: int, table_rows: Tensor, positions: Tensor, out: Tensor) -> None:
-    """See ``kernels.step_rows.slots_of``."""
+    """Write to ``out`` the slots, [num_rows, num_positions], that ``positions`` have by the pages in row
+    ``table_rows`` of ``page_table``; -1 stays -1."""
     num_rows, num_positions = positions.shape
     if positions.numel() == 0:
         return

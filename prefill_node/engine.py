@@ -92,8 +92,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             max_requests=settings.max_running_requests,
             page_size=settings.page_size,
             num_pages=num_pages,
-            short_forward_tokens=GRAPH_SIZES[0].num_tokens,
-            short_forward_requests=MOST_GRAPH_REQUESTS,
+            graph_tokens=GRAPH_SIZES[0].num_tokens,
+            graph_requests=MOST_GRAPH_REQUESTS,
         )
 
         # Memory, and the threads that write from it.
@@ -154,6 +154,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         """Messages that were read during a forward: the sender, the message, and the keys of a Bootstrap's
         prompt."""
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
+        # What the loop flushes on demand, and verifies while it is idle.
         kv = {PoolKind.DEVICE: self.memory.kv}
         self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
 
@@ -185,7 +186,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         try:
             self.runner.warm_up(most_tokens, say_size)
             # Compiles for this page size; what it finds, in rows that nobody has written, means nothing.
-            self.memory.wrong_items(np.array([[0, 0, 1]], np.int32), self._limits.page_size)
+            one_row = np.array([[0, 0, 1]], np.int32)  # one of ``PageRows``: page 0, from position 0, one row
+            self.memory.wrong_items(one_row, self._limits.page_size)
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "
@@ -196,7 +198,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     def _ready(self) -> EngineReady:
         return EngineReady(
             context_length=self._spec.context_length,
-            # Only prompts are kept here; one that is longer than the pool is refused with the exact bound.
+            # A prompt that exceeds the pool is refused by ``BootstrapChecks``, which names the exact bound.
             max_total_tokens_hisparse=self._spec.context_length,
             max_total_tokens_dense=self._spec.context_length,
             control_endpoint=f"{self._settings.reachable_host}:{self.control.port}",
@@ -316,7 +318,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         limit_secs = self._settings.heartbeat_timeout_secs
         for peer in self.peers.silent(now, limit_secs):
             if self.control.send(peer.identity, HeartbeatAck(0, self.instance_id)):
-                # ZMQ still has the connection, so the peer lives: it sends no heartbeat within a step.
+                # ZMQ took the message, so the connection stands, and the peer is only in a long step, in
+                # which it sends no heartbeats. Judge it again an interval later.
                 peer.last_heard_secs += self._settings.heartbeat_interval_secs
                 continue
             self.peers.lose(peer)
@@ -385,7 +388,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         now_secs = time.monotonic()
         for (request, chunk), push in zip(batch, pushes, strict=True):
             if not self.life.send_scores(request, computed.scores.get(request.room, ()), now_secs):
-                continue
+                continue  # the request has failed
             self.life.note_computed(request, chunk.stop, push)
             if (hint := computed.hints.get(request.room)) is not None:
                 assert request.aux_slot_src is not None
@@ -398,7 +401,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         the plan is made again, with fewer pages each time."""
         life = self.life
         while True:
-            self._verification.fail_too_long(time.monotonic())
+            self._verification.fail_prompts_too_long_for_pool(time.monotonic())
             chunks = plan_step(
                 life.running(),
                 life.candidates(),

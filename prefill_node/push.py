@@ -1,8 +1,9 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-Per chunk the engine calls ``plan`` and ``layer_written`` from within the forward, and ``PrefillLife`` calls
-``push_rest`` after it; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one chunk's push;
-the ``Pusher`` itself keeps none.
+Per chunk the engine calls ``plan`` and ``layer_written`` from within the forward. ``PrefillLife`` calls
+``push_rest`` for a cached prefix, which no forward writes, and after each chunk, of which nothing is left
+once all layers were reported; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one
+chunk's push; the ``Pusher`` itself keeps none.
 
 ``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
 carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when
@@ -109,8 +110,8 @@ class ChunkPush:
 
 class Pusher:
     """Plans and submits writes. The request's ``num_writes_pending`` counts its batches; pages must stand
-    until each has come back. ``slice_bytes``: returns, for a session, the highest ``transfer.plan.cost`` of a
-    slice, in bytes."""
+    until each has come back. ``slice_bytes``: returns, for a session, the most that a slice may cost
+    (``transfer.plan.cost``: bytes, with a least cost for each range)."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class RowVerification:
     limits: StepLimits
     wrong_items: Callable[[PageRows, int], list[WrongItem]]
 
-    def fail_too_long(self, now_secs: float) -> None:
+    def fail_prompts_too_long_for_pool(self, now_secs: float) -> None:
         """Fail waiting requests whose prompts, without the last token, do not fit beside the pages that are
         set aside."""
         num_set_aside = len(self.life.set_aside)

@@ -45,10 +45,10 @@ class StepLimits:
     page_size: int
     num_pages: int
     """Pages in the whole pool."""
-    short_forward_tokens: int = 0
-    """Most tokens of a forward that is computed fastest while it has at most ``short_forward_requests``
+    graph_tokens: int = 0
+    """Most tokens of a forward that is computed fastest while it has at most ``graph_requests``
     requests, because it then fits a CUDA graph."""
-    short_forward_requests: int = 0
+    graph_requests: int = 0
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -161,8 +161,8 @@ class _Forward:
         # Behind a long prompt the forward has chunk_tokens tokens: up to short_tokens more than this.
         limits, num_tokens = self._limits, self._limits.chunk_tokens - self._left
         most_requests = limits.max_requests
-        if 0 < num_tokens <= limits.short_forward_tokens:
-            most_requests = min(most_requests, limits.short_forward_requests)
+        if 0 < num_tokens <= limits.graph_tokens:
+            most_requests = min(most_requests, limits.graph_requests)
         return self._left <= 0 or len(self.chunks) >= most_requests
 
     def add(self, room: Room, start: int, end: int, *, admits: bool) -> bool:

@@ -17,10 +17,10 @@ kind           outcome
 oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer reconnects
 malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
 unregistered   Bootstrap or AbortRoom before Register: answered with RegistrationRefused
-duplicate      second Bootstrap of a live room: dropped and counted; the first one stands
+duplicate      second Bootstrap of a live room, unless repeated: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing in flight); from a prefill node: dropped, counted
-late           Bootstrap of a room that ended: answered with RoomFailed; other messages: dropped, counted
-repeated       Bootstrap of the same attempt: answered with the RoomDone or RoomFailed that may have been lost
+late           Bootstrap of a room that ended, unless repeated: RoomFailed; other messages: dropped, counted
+repeated       Bootstrap with the attempt of a room that is delivered or has failed: its outcome again
 =============  ============================================================================
 
 No outcome is fatal to the node, and none touches another room.
@@ -130,6 +130,7 @@ class Geometry(Struct, frozen=True, array_like=True):
 
     @property
     def num_index_groups(self) -> int:
+        """Layers of ``INDEX``: those of the model that have an indexer, and the draft layers."""
         return self.num_index_layers + self.num_draft_layers
 
 
@@ -209,8 +210,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
-    ``hisparse``: the request's mode; false is dense. It stands last: a new field of Bootstrap comes before
-    it, and raises PROTOCOL_VERSION.
+    ``hisparse``: the request's mode; false is dense. Unlike other messages this one keeps its last field: a
+    new field comes before it, and raises PROTOCOL_VERSION.
     """
 
     room: RoomField
@@ -236,7 +237,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
 
 
 STEPPED_BLOCK: Final = 16
-"""Positions that are rounded alike where pages are a multiple of it: as in a prompt, or as in steps."""
+"""Number of consecutive positions whose KV is rounded in one way, as in prefill forwards or as in decode
+steps, if pages are a multiple of it (``first_stepped``)."""
 
 
 def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: int) -> int:
@@ -247,8 +249,8 @@ def first_stepped(num_prompt_tokens: int, num_resumed_tokens: int, page_size: in
     node's, have whole blocks: with 200 tokens and pages of 64 it is 192, with 220 tokens 208.
 
     From this position on either node may compute the KV, the decode node in its steps, so both round as steps
-    do. Before it KV is rounded as in prefill forwards, which on a GPU gives other bits for equal tokens. A
-    prompt therefore takes no page with a position from this one on from a cache, and shares none while its
+    do. Before it KV is rounded as in prefill forwards, which on a GPU gives other bits for equal tokens.
+    Pages that have this position or a later one are therefore neither taken from a cache nor shared while the
     request is live.
     """
     last = num_prompt_tokens - num_resumed_tokens - 1

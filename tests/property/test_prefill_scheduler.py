@@ -39,8 +39,8 @@ limits_strategy = st.builds(
     max_requests=st.integers(1, 6),
     page_size=st.just(PAGE_SIZE),
     num_pages=st.integers(1, 30),
-    short_forward_tokens=st.integers(0, 40),
-    short_forward_requests=st.integers(1, 6),
+    graph_tokens=st.integers(0, 40),
+    graph_requests=st.integers(1, 6),
 )
 
 
@@ -118,7 +118,7 @@ LIMITS = StepLimits(chunk_tokens=32, short_tokens=0, max_requests=4, page_size=P
 
 def test_a_forward_of_few_tokens_takes_few_requests() -> None:
     """Where a request makes it larger, it takes as many as any other."""
-    limits = replace(LIMITS, max_requests=9, num_pages=99, short_forward_tokens=9, short_forward_requests=3)
+    limits = replace(LIMITS, max_requests=9, num_pages=99, graph_tokens=9, graph_requests=3)
     for num_tokens, rooms in ((3, [1, 2, 3]), (4, [1, 2, 3, 4, 5])):
         queue = [waiting(number, num_tokens) for number in range(1, 6)]
         chunks = plan_step([], queue, limits, num_available_pages=99, num_aux_slots=9)

@@ -73,6 +73,7 @@ class TokenTrie:
         matcher = LLMatcher(self._inner, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             Matcher(matcher, NONE_AVOIDED).advance(*output)
+        # In the errors below, "it" is the output so far, which is empty at first.
         mask = np.zeros(self.num_words, dtype=np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -141,8 +141,8 @@ class DsaModel:
             self.draft_layer.join_forward(self.embed.weight[:0])
 
     def expect_tokens(self, num_tokens: int) -> None:
-        """Set how many tokens each rank has in the next forwards, those of the rank with the most: the others
-        pad theirs. 0: ranks have equally many. Without ranks nothing is done."""
+        """Pad each rank's tokens to ``num_tokens`` in the next forwards: the number of the rank that has
+        most. 0: all ranks have equally many, and none pads. Without ranks nothing is done."""
         if self.ranks is not None:
             self.ranks.step_tokens = num_tokens
 
@@ -156,10 +156,11 @@ class DsaModel:
         *,
         with_hidden: bool = False,
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Run ``forward_with_hidden`` and yield after each layer, so that forwards can be enqueued
-        alternately.
+        """Run the layers and yield after each, so that ``decode_node/micro_batches.py`` can enqueue two
+        forwards alternately.
 
-        Without a draft layer the result has hidden states only ``with_hidden``.
+        Returns what ``forward_with_hidden`` does; the hidden states are None unless there is a draft layer or
+        ``with_hidden`` is set.
         """
         # The hidden states are the sum of ``hidden`` and ``added``, which the next norm adds up.
         hidden: Tensor = self.embed(token_ids)
@@ -253,7 +254,9 @@ class _Layer:
         """Return ``hidden``, ``added`` and the selection after the layer.
 
         Before the layer and after it, the hidden states are the sum of ``hidden`` (None: zeros) and all
-        ``added``. ``selected``: the selection of an earlier layer or pass, used where no indexer runs.
+        ``added``, of [parts, num_tokens, hidden_size] each: a product that a kernel divides leaves its
+        partial sums as parts (``block_linear.parts_of``). ``selected``: the selection of an earlier layer or
+        pass, used where no indexer runs.
         """
         hidden, x = self._input_norm(hidden, added)
         attended, selected = self.attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)
@@ -303,6 +306,7 @@ class _DraftLayer:
             None, joined, places, kv, selected, runs_indexer=selected is None
         )
         _, last = self._norm(hidden, added)
+        # A softcap would not change the likeliest token, and nothing else is taken from these logits.
         return product_of(self.lm_head, last.dense[logit_rows]).float(), last.dense
 
     def write(self, token_ids: Tensor, hidden: Tensor, places: Places, kv: KvAccess) -> None:

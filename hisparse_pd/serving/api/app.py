@@ -99,7 +99,7 @@ class Work:
 
     @cached_property
     def identity(self) -> Identity:
-        """The answer's identity."""
+        """Id and time of the answer: those of the stream that is resumed, else new ones, drawn once."""
         journal = self.request.journal
         return Identity() if journal is None else journal.identity
 
@@ -157,6 +157,7 @@ async def _check(
 ) -> Work:
     """Parse a request and plan its samples. Raises ApiError, also where the node takes no requests now."""
     settings, defaults = context.settings, context.sampling_defaults
+    # The body is given twice: its size decides whether a thread parses it.
     request = await parse_body(body, parse_request, endpoint, body, settings.model_name, defaults)
     context.link.require_place(sum(options.n for options in request.options))
     ready = context.link.require_serving()

@@ -60,7 +60,11 @@ _HEAD_CHARS = 8
 
 
 class CallReader:
-    """Reads the calls behind one ``opening``, and shows them in ``blocks``."""
+    """Reads the calls behind one ``opening``, and shows them in ``blocks``.
+
+    A call ends at one of ``markup.ends``: ``call_end``, or the list's ``closing``. If the markup has no mark
+    for a call's end, the next opening stands for both.
+    """
 
     def __init__(self, markup: Markup, schemas: ToolSchemas, opening: str, blocks: BlockList) -> None:
         self._markup = markup
@@ -77,12 +81,13 @@ class CallReader:
 
     @property
     def unshown(self) -> str:
-        """The text that is read and not shown, with the opening unless a call followed it."""
+        """The text that is read and not shown. It begins with the opening until a call or content is
+        shown."""
         return "".join(self._unshown)
 
     def read(self, foreign: Marks) -> Reading[CallsEnd]:
-        """Read the calls to their end. ``foreign``: marks that end no call, such as that of reasoning, but
-        show in the place of a name that there is none."""
+        """Read the calls to their end. ``foreign``: marks that have no place in a call, such as the one that
+        closes reasoning. Before a name is complete they show that there is no call; later they are text."""
         if self._markup.call:
             return (yield from self._read_list(foreign))
         return (yield from self._read_only_call(foreign))
@@ -117,7 +122,7 @@ class CallReader:
             self._show_json_call(text, mark)
         elif text:
             mark = yield from self._read_call(text, mark)
-        elif mark != markup.closing:
+        elif mark != markup.closing:  # opening and closing with nothing between are dropped
             mark = yield from self._read_no_call(mark)
         return CallsEnd(True, mark if mark in markup.openings else "")
 
@@ -240,8 +245,8 @@ class CallReader:
 
     def _read_value(self, tool: str, key: str, *, is_string: bool) -> Reading[str]:
         """Read an argument's value, which is a string or JSON. ``is_string``: whether it is certain already
-        that it is a string. Such a value is shown as it comes; any other one is withheld until it is certain
-        that it is none that may be JSON, or until its end."""
+        that it is a string. Such a value is shown as it comes; any other one is withheld until its
+        beginning rules JSON out or, if it does not, until its end."""
         markup, head = self._markup, ""
         if is_string:
             self._show('"')

@@ -72,6 +72,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
         messages.append({"role": "system", "content": body.instructions})
     tools = ResponseTools()
     tools.add("tools", body.tools)
+    # Reading the input's items to their end also adds their tools to ``tools``, which the next lines need.
     messages += limit_values(_messages_of_input(body.input, tools))
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
@@ -110,7 +111,8 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
         (i for i, (_, item) in enumerate(items) if isinstance(item, _ANSWER_ITEMS)), default=0
     )
     for index, (name, item) in enumerate(items):
-        # A turn ends before an item of another role, and before the first item of the next answer.
+        # A turn ends before an item of another role, and before the next answer. An answer is reasoning, then
+        # texts, then calls; so reasoning, or a text, behind a text or a call begins the next one.
         has_other_role = not isinstance(item, (*_ANSWER_ITEMS, parts.AdditionalTools))
         begins_next_answer = isinstance(item, parts.AnswerMessage | parts.ReasoningItem) and (
             turn.calls or turn.texts
@@ -133,6 +135,7 @@ def _messages_of_input(value: Raw | None, tools: ResponseTools) -> Iterator[Mess
             case parts.InputMessage():
                 yield {"role": item.role, "content": joined_text(item.content)}
             case parts.CallOutput():
+                # Parts other than text are refused if the new answer is about them, else shown as their kind.
                 is_answered = index < last_answer_index
                 yield result_message(f"{name}.output", item.output, item.call_id, is_answered=is_answered)
     if not turn.is_empty:
@@ -264,7 +267,8 @@ def called_tool(called: Mapping[str, CalledTool], name: str) -> CalledTool:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text of a custom tool's call, which may be cut off. Other arguments are the text itself."""
+    """Return the ``input`` of a custom tool's call from its ``arguments``, JSON that may be cut off.
+    Arguments that are no such object are returned as they stand."""
     with suppress(ValueError):
         found = pydantic_core.from_json(arguments or "{}", allow_partial="trailing-strings")
         if isinstance(found, dict) and isinstance(text := found.get(_INPUT, ""), str):

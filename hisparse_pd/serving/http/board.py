@@ -81,7 +81,8 @@ class Board:
         self._numbers[0] = instruction
 
     def write_metrics(self, front_number: int, packed: bytes) -> None:
-        """Publish a front's metrics. Raises ValueError for more than MAX_METRICS_BYTES."""
+        """Publish a front's metrics, in a node of several fronts. Raises ValueError for more than
+        MAX_METRICS_BYTES."""
         if len(packed) > MAX_METRICS_BYTES:
             raise ValueError(
                 f"front {front_number}: {len(packed)} bytes of metrics; {MAX_METRICS_BYTES} have room"
@@ -128,7 +129,8 @@ class InFlightCounts:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens in flight. A prompt counts once on each rank that has samples of it."""
+        """Prompt tokens in flight. A prompt counts once on each rank that has samples of it;
+        ``num_prompt_tokens_of`` counts it for each of its samples."""
         return self._board.sum(_PROMPT_TOKENS)
 
     def add(self, num_samples: int, num_prompt_tokens: int = 0) -> None:

@@ -62,7 +62,12 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=5, help="layers, the first of them without experts")
     parser.add_argument("--experts", type=int, default=32, help="routed experts of a layer")
     parser.add_argument("--experts-per-token", type=int, default=1, help="routed experts of a token")
-    parser.add_argument("--jitter", type=float, default=0.10, help="share of scores that sets our hit rate")
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.10,
+        help="share of the index scores' variance that changes with every token; sets our hit rate",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
