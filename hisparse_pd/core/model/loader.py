@@ -283,9 +283,9 @@ class Loader:
         )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            self._plan_expert_matrix(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
-            self._plan_expert_matrix(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
-            self._plan_expert_matrix(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
+            self._plan_expert_matrix(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, number=0)
+            self._plan_expert_matrix(files, f"{prefix}.up_proj.weight", routed.gate_up, place, number=1)
+            self._plan_expert_matrix(files, f"{prefix}.down_proj.weight", routed.down, place, number=0)
         return routed
 
     def _plan_expert_matrix(

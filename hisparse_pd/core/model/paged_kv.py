@@ -204,8 +204,8 @@ class PagedKv:
         row_checks: Tensor | None = None,
         most_pages: int | None = None,
     ) -> None:
-        """``most_pages``: the most pages that a CUDA graph unpacks; default: as many as the memory for
-        unpacked rows holds, which is also the limit."""
+        """``most_pages``: the most pages that a CUDA graph unpacks, up to as many as the memory for unpacked
+        rows holds, which is the default."""
         device = device_pool.device
         self.rows = requests if isinstance(requests, PagedRows) else PagedRows.of(requests, page_size, device)
         self._spec = spec
@@ -220,8 +220,8 @@ class PagedKv:
         self._slots: dict[int, Tensor] = {}
         """The slots of ``_selected``, by the id of the page table in which they were looked up."""
         self.contexts: ContextPages | None = None
-        """The pages to unpack. If the memory for unpacked rows is too small for all requests, these form
-        groups, which are computed one after another. None where prompts read items and keys in the pools."""
+        """The pages to unpack. If the memory for unpacked rows is too small for all requests, the requests
+        form groups, which are computed one after another. None where prompts read the pools themselves."""
         if (unpacked := self._kernels.unpacked) is not None:
             most_pages = most_pages or unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)

@@ -80,7 +80,7 @@ class RankGroup:
         try:
             own_address = _use_network(place)
             self._store = _open_store(place, start_secs)
-            self.bells = RankBells(_bell_of(place, own_address))
+            self.bells = RankBells(_bell_of(place, own_address))  # wake ranks out of an idle wait
         except (OSError, RuntimeError) as error:
             raise RankGroupError(f"rank {self.rank} finds no other rank: {error}") from error
         is_one_machine = not place.meeting_host

@@ -42,7 +42,7 @@ _VALUES_A_STEP = 64
 """Values of an ``enum`` that cost one step of the budget (``Steps``)."""
 ANY_STRING: Mapping[str, object] = {}
 ANY_OTHER: Mapping[str, object] = {"type": ["null", "boolean", "integer", "number", "object", "array"]}
-"""Schemas of any string, and of any other value."""
+"""Schemas of any string (among ``Forms.strings``), and of any other value."""
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -116,7 +116,9 @@ class SchemaReader:
         """Each schema and its forms, in the same way."""
 
     def target_of(self, schema: object) -> object:
-        """Follow ``schema`` if it is nothing but a reference. Returns the schema at the end."""
+        """Follow ``schema`` if it is nothing but a reference to a definition. Returns the schema at the end.
+        A lenient reader also follows references with keywords beside them, and to anywhere in the
+        document."""
         for _ in range(MAX_DEPTH):
             self._steps.spend(1)
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -295,7 +297,7 @@ class SchemaReader:
                     open_schemas += keywords.values()
                     if isinstance(reference := keywords.get("$ref"), str):
                         target = self._resolve(reference, is_definition=True)
-                        _, holder, name = reference_path(reference)
+                        _, holder, name = reference_path(reference)  # such as "#", "$defs", "Color"
                         if name not in found.setdefault(holder, {}):
                             found[holder][name] = target
                             open_schemas.append(target)

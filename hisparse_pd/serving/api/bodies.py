@@ -4,7 +4,8 @@ Parsing (``declared_decoding.py``), its errors (``declared_errors.py``) and the 
 (``openapi.py``) come from these declarations. Plain classes are groups of fields, which bodies inherit;
 classes under ``declared`` are whole objects. ``Annotated[Raw | None, unsupported(...)]`` is a field that is
 refused unless its value is one of those listed. Any other ``Raw`` field stays JSON until its reader takes it
-apart. ``schemas.py`` adds defaults and checks fields against each other. ``BODIES`` has each path's body.
+apart. Within an ``AS_SPELLED`` field, numbers keep the client's spelling. ``schemas.py`` adds defaults and
+checks fields against each other. ``BODIES`` has each path's body.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _TOOL_CHOICE = raw(
     ]
 )
 
-_TOKEN_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_RECORD_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 # Journal records (``request_journal.py``), as far as the document describes them.
-_RECORD: dict[str, object] = {"type": "array", "items": {"anyOf": [{"type": "integer"}, _TOKEN_IDS]}}
+_RECORD: dict[str, object] = {"type": "array", "items": {"anyOf": [{"type": "integer"}, _RECORD_IDS]}}
 _RECORD_BLOCKS = raw(
     type="array", items={"type": "array", "items": _RECORD}, maxItems=parts.MAX_RECORD_BLOCKS
 )
@@ -233,8 +234,8 @@ class AnthropicConversation(
 
 # --- bodies ----------------------------------------------------------------------------------------------
 
-_TEXT: dict[str, object] = {"type": "string", "minLength": 1}
-_IDS: dict[str, object] = {
+_PROMPT_TEXT: dict[str, object] = {"type": "string", "minLength": 1}
+_PROMPT_IDS: dict[str, object] = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": parts.MAX_TOKEN_ID},
     "minItems": 1,
@@ -271,7 +272,7 @@ _INPUT_ITEMS = (
 class CompletionsBody(OpenAI):
     """``/v1/completions``, OpenAI's. A list of prompts has as many bootstrap fields of each kind, or one."""
 
-    prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_TEXT), *_or_list(_IDS)])]
+    prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_PROMPT_TEXT), *_or_list(_PROMPT_IDS)])]
     logprobs: parts.NumLogprobs | None
     echo: bool | None
     add_special_tokens: Annotated[Raw | None, unsupported(True)]
@@ -305,8 +306,8 @@ class SamplingParams(SamplingFields, NoVllmFormat, SglangFormat, RefusedFields):
 class GenerateBody(GeneratingBody, NoVllmFormat, NoSglangFormat, NoOpenAIExtras, RefusedFields):
     """``/generate``, SGLang's. One of text and input_ids is needed."""
 
-    text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
-    input_ids: Annotated[Raw | None, raw(anyOf=_or_list(_IDS))]
+    text: Annotated[Raw | None, raw(anyOf=_or_list(_PROMPT_TEXT))]
+    input_ids: Annotated[Raw | None, raw(anyOf=_or_list(_PROMPT_IDS))]
     sampling_params: Annotated[Raw | None, raw(anyOf=_or_list(reference("SamplingParams")))]
     rid: parts.Name | Annotated[list[parts.Name], Meta(max_length=parts.MAX_PROMPTS)] | None
     return_logprob: bool | None
@@ -347,7 +348,7 @@ class ResponsesBody(
 ):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
 
-    input: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, *_INPUT_ITEMS, besides=_TEXT)]
+    input: Annotated[Raw | None, list_of(parts.MAX_MESSAGES, *_INPUT_ITEMS, besides=_PROMPT_TEXT)]
     instructions: str | None
     max_output_tokens: parts.NewTokens | None
     stop: parts.StopString | parts.StopStrings | None
@@ -378,7 +379,7 @@ class ResponsesBody(
 class TokenizeBody(ModelBody, Conversation, NoVllmFormat, NoSglangFormat, NoOpenAIExtras, RefusedFields):
     """``/tokenize``, vLLM's. One of prompt and messages is needed."""
 
-    prompt: Annotated[Raw | None, raw(**_TEXT)]
+    prompt: Annotated[Raw | None, raw(**_PROMPT_TEXT)]
     add_special_tokens: bool | None
     return_token_strs: bool | None
 
@@ -387,7 +388,7 @@ class TokenizeBody(ModelBody, Conversation, NoVllmFormat, NoSglangFormat, NoOpen
 class DetokenizeBody(ModelBody):
     """``/detokenize``, vLLM's."""
 
-    tokens: Annotated[Raw | None, raw(**_IDS)]
+    tokens: Annotated[Raw | None, raw(**_PROMPT_IDS)]
 
 
 class Endpoint(StrEnum):

@@ -322,11 +322,11 @@ def callable_tools(tools: Sequence[Mapping[str, object]], names: Sequence[str]) 
             continue
         parameters = function.get("parameters")
         schema_text(f"tools[{index}]", parameters)
-        has_none = {"type": "object", "additionalProperties": False}
+        no_parameters = {"type": "object", "additionalProperties": False}
         found[name] = CallableTool(
             f"tools[{index}]",
             name,
-            parameters if isinstance(parameters, dict) else has_none,
+            parameters if isinstance(parameters, dict) else no_parameters,
             function.get("strict") is True,
         )
     yield from found.values()

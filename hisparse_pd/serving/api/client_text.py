@@ -30,8 +30,8 @@ _BREAK, _ESCAPE = "\U0010ffff", "\U0010fffe"
 _ESCAPED = {_ESCAPE: _ESCAPE + "e", _BREAK: _ESCAPE + "b"}
 """Replacements for escapes and breaks that the chat itself contains, in the order of replacing."""
 _FIRST_SINGLE = 0xF0000
-"""Breaks around it cannot hide a control token of one character. A client's character that is one is written
-as an escape and a code point from this one on (``_escaped_singles``)."""
+"""Breaks around a control token of one character do not hide it. A client's character that is such a token is
+therefore written as an escape and a code point from this one on (``_escaped_singles``)."""
 
 _STAND_INS = range(0x3400, 0x4DC0)
 """Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""

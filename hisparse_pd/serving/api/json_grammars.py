@@ -53,6 +53,7 @@ _ENFORCED = {
 """Keywords that llguidance enforces; a lenient grammar must not leave them out, either."""
 
 _MAX_DEPTH: Final = 100
+"""Most schemas within each other."""
 
 
 def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = False) -> str:
@@ -69,6 +70,7 @@ def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = F
     except NotWritable as error:
         if numbers.exceed_doubles:
             raise InexactNumber(str(error)) from error
+        # llguidance would spell some numbers in another way than the client, but means the same ones.
         return _by_llguidance(schema, is_lenient)
 
 
@@ -207,7 +209,7 @@ class _Writer:
         """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``keyword`` is."""
         branches = as_list(schema[keyword])
         self._check_keywords(keywords, {keyword}, place)
-        if keyword == "allOf" and len(branches) != 1:  # no rule can enforce several schemas at once
+        if keyword == "allOf" and len(branches) != 1:  # refused: no rule can enforce several schemas at once
             self._check_keywords(keywords, set(), place)
         if keyword == "oneOf" and not self._is_lenient:
             for index, branch in enumerate(branches):
@@ -307,13 +309,15 @@ class _Writer:
             more = self.rule_of(items, f"{place}/items")
             if not firsts:
                 firsts = [more]  # the first item has no comma before it
-            low, high = max(0, least - len(firsts)), "" if most is None else most - len(firsts)
+            low = max(0, least - len(firsts))
+            high = "" if most is None else most - len(firsts)
             behind = f"({self._comma} {more}){{{low},{high}}}" if high != 0 else ""
         for index in range(len(firsts) - 1, 0, -1):
             alternative = sequence(self._comma, firsts[index], behind)
             behind = self._lark.rule(alternative if index < least else f"({alternative})?")
         begin = sequence(firsts[0], behind) if firsts else ""
-        begin = begin if least or not begin else f"({begin})?"
+        if begin and not least:  # the array may be empty
+            begin = f"({begin})?"
         return sequence(literal("["), self._gap, begin, self._gap, literal("]"))
 
 

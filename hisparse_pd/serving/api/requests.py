@@ -63,7 +63,7 @@ class RequestLimits:
 
     @property
     def request_tokens(self) -> int:
-        """Most prompt tokens times samples of one HTTP request. A single prompt may have any ``n``."""
+        """Most prompt tokens times samples of one HTTP request: enough for one prompt with any ``n``."""
         return MAX_SAMPLES_PER_PROMPT * self.context_length
 
     def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
@@ -130,7 +130,8 @@ async def plan_samples(
     all_resumed = {} if request.journal is None else request.journal.resumed()
     samples: list[SampleRequest] = []
     for index, (name, token_ids, options) in enumerate(zip(names, prompts, all_options, strict=True)):
-        # What the prompt's samples share.
+        # What the prompt's samples share. ``wanted`` are the logprobs of its tokens that are shown,
+        # ``scores`` those that an engine still has to compute.
         first_sample = len(samples)
         num_tokens, wanted = num_packed_tokens(token_ids), options.wanted_scores()
         max_new_tokens = checks.check(name, num_tokens, options, wanted)

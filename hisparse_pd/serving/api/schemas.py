@@ -220,7 +220,7 @@ def _given_chat(
     # With tools, special tokens are kept: tokenizers may call the markup of a call special.
     skips_special = options.skip_special_tokens and not chat.all_tools
     options = replace(options, skip_special_tokens=skips_special, constraint=constraint)
-    return _GivenPrompts(field, False, (chat,), (options,), echo)
+    return _GivenPrompts(field, is_batch=False, prompts=(chat,), options=(options,), echo=echo)
 
 
 def _omits_thinking(body: GeneratingBody) -> bool:

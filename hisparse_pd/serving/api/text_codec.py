@@ -224,7 +224,8 @@ class TextCodec:
         return [encoding.ids for encoding in encodings]
 
     def _check_length(self, text: str, name: str, max_tokens: int) -> None:
-        """Raise FieldRefused for a text that cannot fit, before it takes seconds to encode."""
+        """Raise FieldRefused for a text that cannot fit, before it takes seconds to encode. Nothing is known
+        where a normalizer may shorten the text."""
         if len(text) <= max_tokens or self.backend.normalizer is not None:
             return
         at_least = len(text.encode()) // self.token_bytes.max_token_bytes
@@ -239,8 +240,8 @@ class TextCodec:
     def _render(self, prompt: ChatPrompt, name: str, max_tokens: int) -> str:
         """Return the chat as the template writes it, for ``_encode_texts``. Raises ApiError 400.
 
-        Clients' strings are marked before the template runs (``ClientText``), unless clients may write
-        tokens.
+        Unless clients may write tokens, the template gets stand-ins where their strings spell control tokens
+        (``ClientText``).
         """
         if prompt.tools and not self._takes_tools:
             raise FieldRefused("tools", "the model's chat template takes none")
