@@ -95,7 +95,8 @@ class Attention:
         self._queries = _queries_of(module)
         self.norms = _latent_norms(spec, module, latent_eps)
         self._missing_rope_dim = 0 if getattr(module, "use_rope", True) else spec.qk_rope_head_dim
-        """Number of zeros to append to queries and keys in the place of rotated parts; 0 in a layer with rope."""
+        """Number of zeros to append to queries and keys in the place of rotated parts; 0 in a layer with
+        rope."""
         self.o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]

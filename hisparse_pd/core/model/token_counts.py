@@ -1,9 +1,9 @@
 """Counts the tokens of requests on the device, and applies penalties and biases to logits.
 
-A decode engine has one ``TokenCounts``. It calls ``start`` when a request with penalties or biases begins,
-``change`` before each draw (``sampling.py``) and ``add`` after it. Each request has a row with a count for
-each token of the vocabulary, so that a step's tokens are counted before the host has read them. Drafts are
-not counted: each position of a step adds the drafts before it.
+A decode engine has one ``TokenCounts``. The engine calls ``start`` when a request with penalties or biases
+begins, ``CountedRows.change`` before each draw (``sampling.py``) and ``add`` after it. Each request has a row
+with a count for each token of the vocabulary, so that a step's tokens are counted before the host has read
+them. Drafts are not counted: each position of a step adds the drafts before it.
 
 Every logit changes in float32, independently of the others in its row and of other rows, so that a request
 gets the same tokens in any batch.
@@ -135,6 +135,7 @@ _NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    """Return the penalties of repetition, frequency and presence."""
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 

@@ -36,6 +36,7 @@ class _OpenAiDialect(Dialect):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    """Values of ``object`` in whole answers and in chunks."""
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         super().__init__(context, work)
@@ -149,7 +150,8 @@ class CompletionsDialect(_OpenAiDialect):
         echo, finish = self._echoes[output.index], delta.finish
         is_first = output.index not in self._begun
         logprobs = echo.logprobs(delta.scored) if delta.scored else self._new_logprobs(output, delta)
-        text = echo.next_text() + delta.text if is_first or delta.scored else delta.text
+        echoed = echo.next_text() if is_first or delta.scored else ""
+        text = echoed + delta.text
         if text or finish or delta.scored or self._shows_tokens(output, delta):
             self._begun.add(output.index)
             choice = {
