@@ -42,14 +42,17 @@ class GraphSize(NamedTuple):
 
 GRAPH_SIZES: Final = (
     *(GraphSize(1024, 240), GraphSize(1024, 15)),
+    GraphSize(512, 120),
     *(GraphSize(256, 60), GraphSize(256, 15)),
+    GraphSize(128, 30),
     GraphSize(64, 15),
     GraphSize(16, 15),
     GraphSize(16, 16),
 )
 """The graphs, largest first. A prompt's tail behind cached pages of 64 tokens has up to 63 tokens, of which
-up to 15 are stepped: 240 stepped tokens are those of 16 such tails, 60 those of 4, and 15 those of one.
-Graphs share memory, so that together they keep the activations of the largest."""
+up to 15 are stepped: 240 stepped tokens are those of 16 such tails, 120 those of 8, and 15 those of one. A
+graph takes as long for padding as for tokens, so there is one for each power of two. Graphs share memory, so
+that together they keep the activations of the largest."""
 ONE_CONTEXT_TOKENS: Final = 64
 """Largest graph whose requests together have at most the pages of one context: it is most often a tail."""
 MOST_GRAPH_REQUESTS: Final = 16

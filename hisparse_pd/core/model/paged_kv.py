@@ -162,6 +162,7 @@ class PagedRows:
         ):
             target[: len(source)] = source
         self.slots[num_tokens:] = scratch_slot
+        self.positions[num_tokens:] = 0  # padding then attends to one position, not to a former prompt
         self.num_tokens.copy_(others.num_tokens)
 
 

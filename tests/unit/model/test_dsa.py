@@ -179,6 +179,7 @@ def test_rows_of_padding_change_nothing(runner: Runner, prompts: list[Tokens]) -
     others = [PagedRequest(runner.free_pages[4:8], 60, 19), PagedRequest(runner.free_pages[8:9], 0, 1)]
     rows.fill(PagedRows.of(others, PAGE_SIZE, torch.device("cpu")), scratch_slot)
     rows.fill(kv.rows, scratch_slot)
+    assert not rows.positions[len(kv.positions) :].any(), "padding attends to a former prompt"
     new = [*parts[0][2], *parts[1][2]]
     token_ids = torch.tensor(new + [65] * (20 - len(new)))
     padded = PagedKv(runner.spec, runner.device_pool, runner.index_pool, PAGE_SIZE, rows)
