@@ -210,7 +210,7 @@ def _product_kernel(
     """
     begin(OVERLAPS)
     tile = tl.load(tile_starts + first_expert) + tl.program_id(1)
-    if tile >= tl.load(tile_starts + first_expert + num_experts):
+    if tile >= tl.load(tile_starts + first_expert + num_experts):  # no tile of this rank's experts
         return
     expert = tl.load(tile_experts + tile)
     first = tl.load(starts + expert) + (tile - tl.load(tile_starts + expert)) * TILE_ROWS

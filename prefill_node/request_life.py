@@ -212,7 +212,8 @@ class PrefillLife:
     # --- computing -----------------------------------------------------------------------------------
 
     def running(self) -> list[Running]:
-        """Return the requests in COMPUTING for the scheduler, in order of admission."""
+        """Return the requests in COMPUTING for the scheduler, in order of admission, with all their
+        keys: a waiting prompt that begins with the same ones waits until these pages are cached."""
         return [
             Running(request.room, request.num_computed_tokens, request.num_ready_tokens, request.keys)
             for request in self.requests.in_state(PrefillState.COMPUTING)

@@ -95,7 +95,7 @@ class NodeSettings(HttpSettings, TransportSettings):
     dist_init_addr: str = Field(
         "",
         description="HOST:PORT of machine 0 where the ranks of several machines meet; the following ports "
-        "are used, too, one for each rank and front",
+        "are used, too, one for each pair of a rank and a front",
     )
     rank_exchange: Literal["auto", "nccl"] = Field(
         "auto",

@@ -26,7 +26,7 @@ def run_facts() -> dict[str, Any]:
     """Return the facts, JSON-able; ``mooncake_env`` has the variables that change how Mooncake works.
 
     The environment variable SOURCE_COMMIT, if set, names the commit: for machines that have the files without
-    git. ``uncommitted_changes`` is None, for unknown, where git does not answer.
+    git. Without git, ``uncommitted_changes`` is None: unknown.
     """
     commit = _git("rev-parse", "HEAD")
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # None if the file was run by its path

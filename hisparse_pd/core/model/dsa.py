@@ -5,8 +5,9 @@ transformers supplies the configuration, embeddings, MLP and MoE blocks and the 
 state of requests; a ``KvAccess`` does.
 
 A node calls ``forward`` or, where hidden states are needed, ``forward_with_hidden`` for the new tokens of all
-requests that it computes together, and then ``draft`` if the model has an MTP layer. A prefill rank without
-tokens calls ``join_forward`` and ``join_draft`` while others do this.
+requests that it computes together (a decode node with micro-batches ``forward_by_layer``), and then ``draft``
+if the model has an MTP layer. A prefill rank without tokens calls ``join_forward`` and ``join_draft`` while
+others do this.
 """
 
 from __future__ import annotations

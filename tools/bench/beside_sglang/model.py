@@ -59,6 +59,7 @@ def write_model(directory: Path, of: SyntheticShape, device: str, *, with_weight
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``shape``, which the whole comparison (``__main__.py``) passes on to this module."""
     parser.add_argument("--layers", type=int, default=5, help="layers, the first of them without experts")
     parser.add_argument("--experts", type=int, default=32, help="routed experts of a layer")
     parser.add_argument("--experts-per-token", type=int, default=1, help="routed experts of a token")
