@@ -136,11 +136,11 @@ class FrontMetrics:
 
     def pack(self) -> bytes:
         """Return this front's own numbers, for the front that renders those of all."""
-        return _pack(self.registry)
+        return pack_numbers(self.registry)
 
     def render(self, packed_fronts: Sequence[bytes] = ()) -> bytes:
         """Return the node's Prometheus text. ``packed_fronts``: each front's ``pack``, if several."""
-        return _render(self._engine, packed_fronts or (self.pack(),))
+        return render_text(self._engine, packed_fronts or (self.pack(),))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -189,12 +189,12 @@ def split_labels(labelled_name: str) -> tuple[str, dict[str, str]]:
 # --- numbers of several processes --------------------------------------------------------------------
 
 
-def _pack(registry: CollectorRegistry) -> bytes:
+def pack_numbers(registry: CollectorRegistry) -> bytes:
     """Return the present numbers of this process, for another process of the same program."""
     return pickle.dumps(list(registry.collect()))
 
 
-def _render(collector: Collector, packed: Sequence[bytes]) -> bytes:
+def render_text(collector: Collector, packed: Sequence[bytes]) -> bytes:
     """Return Prometheus text of one collector, and of the sums of all ``packed`` numbers."""
     registry = CollectorRegistry()
     registry.register(collector)

@@ -86,8 +86,10 @@ class _Gauge:
 
 
 def test_counts_of_several_processes_are_added_up() -> None:
-    packed = [metrics.pack(counting(num, status)) for num, status in ((2, "200"), (3, "200"), (1, "500"))]
-    lines = metrics.render(_Gauge(), packed).decode().splitlines()
+    packed = [
+        metrics.pack_numbers(counting(num, status)) for num, status in ((2, "200"), (3, "200"), (1, "500"))
+    ]
+    lines = metrics.render_text(_Gauge(), packed).decode().splitlines()
     assert {
         "running 7.0",
         'requests_total{status="200"} 5.0',
@@ -104,7 +106,7 @@ def test_counts_of_several_processes_are_added_up() -> None:
 def test_one_process_is_shown_as_the_library_shows_it() -> None:
     registry = counting(2, "200")
     shown = generate_latest(registry).decode().splitlines()
-    summed = metrics.render(_Gauge(), [metrics.pack(registry)]).decode().splitlines()
+    summed = metrics.render_text(_Gauge(), [metrics.pack_numbers(registry)]).decode().splitlines()
     assert [line for line in summed if "running" not in line] == shown
 
 
