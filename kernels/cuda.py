@@ -320,8 +320,7 @@ def row_checks(
     parameters["layer_out"] = out.stride(0)
     parameters["num_items"] = num_items
     parameters["first_layer"] = first_layer
-    most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(device)
-    num_blocks = min(-(-num_items // (COPY_THREADS // 32)), most_blocks)
+    num_blocks = _check_blocks(num_items, device)
     kernel = compiled("check_rows", only_wide_items=is_wide(one_pool))
     launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=num_layers)
 
@@ -333,8 +332,7 @@ def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: i
     parameters["pool"] = one_pool = device_pool_of(pool)
     parameters["checks"] = checks_of(state, ReadAt.START)
     parameters["row"], parameters["num_tokens"] = row, num_tokens
-    most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(state.device)
-    num_blocks = min(-(-num_tokens // (COPY_THREADS // 32)), most_blocks)
+    num_blocks = _check_blocks(num_tokens, state.device)
     kernel = compiled("check_dense_row", only_wide_items=is_wide(one_pool), page_size=state.page_size)
     launch(kernel, state.device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
 
@@ -349,11 +347,16 @@ def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32
     parameters["row_checks"], parameters["num_slots"] = row_checks.data_ptr(), row_checks.stride(0)
     parameters["pages"], parameters["num_pages"] = pages_dev.data_ptr(), len(pages)
     parameters["is_wrong"] = is_wrong.data_ptr()
-    most_blocks = CHECK_BLOCKS_PER_SM * num_multiprocessors(device)
-    num_blocks = min(-(-len(pages) * page_size // (COPY_THREADS // 32)), most_blocks)
+    num_blocks = _check_blocks(len(pages) * page_size, device)
     kernel = compiled("check_pages", only_wide_items=is_wide(one_pool), page_size=page_size)
     launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
     return bool(is_wrong.item())
+
+
+def _check_blocks(num_items: int, device: torch.device) -> int:
+    """Return how many blocks check items of one layer, each of whose warps takes one item at a time."""
+    num_needed = -(-num_items // (COPY_THREADS // 32))
+    return min(num_needed, CHECK_BLOCKS_PER_SM * num_multiprocessors(device))
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:

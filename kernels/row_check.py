@@ -15,7 +15,7 @@ functions that say so wait for the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ from torch import Tensor
 from hisparse_pd.kernels.checks import check_range, check_tensor
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowField
 from hisparse_pd.kernels.reference_check import reference_checks
+
+PageRows: TypeAlias = npt.NDArray[np.int32]
+"""Items to verify, int32 [n, 3]: page id, position of the page's first item, and how many items from it on
+count."""
 
 
 class WrongItem(NamedTuple):
@@ -104,12 +108,11 @@ def wrong_items(
     return [WrongItem(*values) for values in torch.stack(columns, dim=1).tolist()]
 
 
-def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32], page_size: int) -> bool:
+def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: int) -> bool:
     """Whether any item of ``pages`` does not match its check in any layer. ``wrong_items`` then says which.
 
     ``pool`` and ``row_checks``: int32 [num_layers, num_slots] on the pool's device, have the same layers and
-    slots; ``pages``: int32 [n, 3], page id, position of the page's first item, and how many items from it on
-    count. Waits for the device. Raises KernelArgumentError.
+    slots. Waits for the device. Raises KernelArgumentError.
     """
     check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None), device=row_checks.device)
     check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=pool.shape[:2])
@@ -130,8 +133,8 @@ class PageItems(NamedTuple):
     positions: npt.NDArray[np.int64]
 
 
-def items_of_pages(pages: npt.NDArray[np.int32], page_size: int) -> PageItems:
-    """Return the items that count in ``pages`` (int32 [n, 3], as in ``has_wrong_item``)."""
+def items_of_pages(pages: PageRows, page_size: int) -> PageItems:
+    """Return the items that count in ``pages``."""
     page_ids, first_positions, num_items = pages.astype(np.int64).T[:, :, None]
     in_page = np.arange(page_size)
     counts = in_page < num_items

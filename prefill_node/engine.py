@@ -244,7 +244,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         """Read what decode nodes have sent, a burst at most, and compute the keys of prompts while the device
         computes others. The messages are handled after the forward, whose requests they may end."""
         for identity, message in self.control.receive():
-            keys = self.life.page_keys(message) if isinstance(message, Bootstrap) else None
+            keys = self.life.keys_of(message) if isinstance(message, Bootstrap) else None
             self._early.append((identity, message, keys))
 
     def _on_control(

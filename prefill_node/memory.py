@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.row_check import (
+    PageRows,
     WrongItem,
     has_wrong_item,
     items_of_pages,
@@ -31,9 +30,6 @@ from hisparse_pd.transfer.engine import TransferEngine
 from hisparse_pd.transfer.plan import RegionView
 
 log = logging.getLogger(__name__)
-
-PageRows: TypeAlias = npt.NDArray[np.int32]
-"""Rows to verify, int32 [n, 3]: page id, position of the page's first row, and how many rows from it on."""
 
 VERIFIED_AT_A_TIME = 1 << 16
 """Token slots among which wrong ones are looked for together; with 61 layers, computed and stored checks take

@@ -120,7 +120,7 @@ class PrefillLife:
 
     # --- arrival -------------------------------------------------------------------------------------
 
-    def page_keys(self, message: Bootstrap) -> Sequence[PageKey]:
+    def keys_of(self, message: Bootstrap) -> Sequence[PageKey]:
         """Return the keys of all whole pages of a Bootstrap's prompt; none without a prefix cache."""
         if not self._use_prefix_cache:
             return ()
@@ -130,7 +130,7 @@ class PrefillLife:
         self, peer: Peer, message: Bootstrap, now_secs: float, keys: Sequence[PageKey] | None = None
     ) -> None:
         """Open the request of a Bootstrap, or answer how it ended or why it is refused. A refused Bootstrap
-        opens no request, so a correct one may follow. ``keys``: what ``page_keys`` returns, if the
+        opens no request, so a correct one may follow. ``keys``: what ``keys_of`` returns, if the
         engine has computed it already, as it does while a forward runs."""
         room = Room(message.room)
         request = self.requests.get(room)
@@ -146,7 +146,7 @@ class PrefillLife:
         if (error := self._why_full(message)) is not None:
             self._refuse(peer, room, 429, error)
             return
-        keys = self.page_keys(message) if keys is None else keys
+        keys = self.keys_of(message) if keys is None else keys
         first = first_stepped(message.num_prompt_tokens, message.num_resumed_tokens, peer.page_size)
         # KV from ``first`` on is rounded as in decode steps: such pages are never shared.
         shared = tuple(keys[: first // self._limits.page_size])

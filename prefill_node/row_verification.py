@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.extents import SlotRanges, extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.kernels.row_check import WrongItem
-from hisparse_pd.prefill_node.memory import PageRows
+from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.request_life import CACHE_POOLS, PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillState
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never
@@ -79,6 +78,6 @@ class RowVerification:
             found = self.life.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
             assert found is not None
             page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
-        first_positions = np.arange(0, chunk.start, page_size)
-        num_rows = np.minimum(page_size, chunk.start - first_positions)
-        return np.stack((page_ids[: len(num_rows)], first_positions, num_rows), axis=1).astype(np.int32)
+        starts, num_rows = SlotRanges.of_pages(page_ids, page_size, 0, chunk.start)
+        columns = (starts // page_size, np.arange(0, chunk.start, page_size), num_rows)
+        return np.stack(columns, axis=1).astype(np.int32)

@@ -153,14 +153,14 @@ def test_prompts_that_arrive_during_a_forward_are_read_meanwhile(
             has_begun.set()
             assert engine.engine.control.socket.poll(int(1e3 * WAIT_SECS)), "no message has come"
 
-    def keys_of(message: Bootstrap) -> Sequence[PageKey]:
+    def noted(message: Bootstrap) -> Sequence[PageKey]:
         if message.room == other:
             read_during.append(room not in engine.computed)
-        return page_keys(message)
+        return keys_of(message)
 
-    page_keys = engine.life.page_keys
+    keys_of = engine.life.keys_of
     engine.after_layer = hold
-    with patch.object(engine.life, "page_keys", keys_of):
+    with patch.object(engine.life, "keys_of", noted):
         sent = [peer.bootstrap(room, prompt(21, 40))]
         assert has_begun.wait(WAIT_SECS)
         engine.after_layer = lambda layer: None
