@@ -124,7 +124,8 @@ class Route:
         self.avoided: Collection[Node] = frozenset()
         """Nodes that failed with this request, since it last left a decode node or ended a search."""
         self.num_retries = 0
-        """Tries after failures other than the loss of a decode node."""
+        """Calls of ``retry`` that allowed another try. Those within a search count, too: they use up
+        ``max_retries`` for failures after it."""
         self.search: Search | None = None
         """The search under way."""
         self._num_ended_searches = 0
@@ -156,7 +157,7 @@ class Route:
         if self.search is not None:
             if self.search.is_late:
                 raise error
-        elif self.num_retries == self._max_retries or not self._pool.has_pair(self.avoided):
+        elif self.num_retries >= self._max_retries or not self._pool.has_pair(self.avoided):
             raise error
         self.num_retries += 1
 

@@ -1,0 +1,34 @@
+"""Retries of one request, decided by ``Route`` without a network."""
+
+from __future__ import annotations
+
+import pytest
+
+from hisparse_pd.router.errors import NodeFailed, NodeRefused
+from hisparse_pd.router.nodes import Node, NodeKind, NodePool
+from hisparse_pd.router.route import Failure, Route
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.I7
+@pytest.mark.I8
+async def test_retries_within_a_search_do_not_lift_the_limit() -> None:
+    """A search may take more than ``max_retries`` retries; after it the request has none left."""
+    prefill = Node.from_url(NodeKind.PREFILL, "http://p:1")
+    decode = [Node.from_url(NodeKind.DECODE, f"http://d:{number}") for number in (1, 2)]
+    pool = NodePool([prefill], decode, "round_robin")
+    for node in pool.nodes:
+        pool.mark_healthy(node)
+        pool.report_load(node, [0])
+    route = Route(pool, max_retries=1, resume_timeout_secs=60)
+    pair = pool.pick()
+    # The only prefill node is not avoided after a failed write, so the limit alone ends the retries.
+    failed_write = NodeRefused(502, "the write failed", b"")
+    route.leave_decode_node(NodeFailed(502, "gone"), pair.decode, is_leaving=False, num_records=0)
+    for _ in range(2):
+        route.retry(failed_write, Failure.TRANSFER_FAILED, pair)
+    assert route.end_search() is not None
+    with pytest.raises(NodeRefused, match="the write failed"):
+        route.retry(failed_write, Failure.TRANSFER_FAILED, pair)
+    assert route.num_retries == 2
