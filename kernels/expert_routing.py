@@ -64,13 +64,14 @@ def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
 
 @dataclass(frozen=True)
 class Routing:
-    """The plan of one layer, the same for all ranks. A row is a token and one of its experts.
+    """The plan of one layer for all experts, the same on all ranks; each computes the tiles of its experts.
 
-    A tile is up to ``tile_rows`` rows of one expert; one program of a kernel takes it.
+    A row is a token and one of its experts. A tile is up to ``tile_rows`` rows of one expert; one program of
+    a kernel takes it. ``order`` [num_rows], ``starts`` and ``tile_starts`` [num_experts + 1] and
+    ``tile_experts`` [most_tiles(...)] are int32, those of ``RoutingTables``; the example above has all four.
     """
 
     order: Tensor
-    """The first four fields are those of ``RoutingTables``, where their shapes are."""
     starts: Tensor
     tile_starts: Tensor
     tile_experts: Tensor

@@ -36,7 +36,8 @@ NUM_HEADS: Final = 64
 HEAD_DIM: Final = 128
 """The only sizes of queries that the kernel takes, which are DeepSeek-V3.2's."""
 GROUP_QUERIES: Final = 4
-"""Queries of a group of warps, half of a program's: as many as one instruction multiplies with."""
+"""Queries of a group of warps, half of a program's. With 64 heads each they are 256 columns, the most that
+one instruction multiplies with."""
 TILE: Final = 64
 """Positions of a tile, at least the rows of one instruction."""
 STAGES: Final = 8
@@ -70,14 +71,18 @@ def write_logits(
 ) -> None:
     """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
 
+    ``q_index``: bfloat16 [num_tokens, 64, 128]; ``weights``: float32 [num_tokens, 64], each head's weight.
     ``keys``: fp8 [n, 128] and ``scales``: float32 [n + UnpackedKeys.PADDING], as ``IndexKeyFormat.unpack``
     writes them; a tile may read behind the last key, but scores nothing there.
-    ``first_keys``: int32 [num_rows], where the key of each row's position 0 is. The other arguments are those
-    of ``kernels.triton_indexer.write_logits``.
+    ``first_keys``: int32 [num_rows], where the key of each row's position 0 is.
+    ``req_rows``, ``query_positions``: int64 [num_tokens], each query's row and the last position it sees.
+    ``num_real``: int32 [1]; queries from this index on are padding.
+    ``logits``: float32 [>= block_tokens, >= max_len]. Nothing is written for positions from ``max_len`` on,
+    nor for queries that see at most ``top_k``.
     """
     device = q_index.device
     num_groups = -(-block_tokens // (2 * GROUP_QUERIES))
-    num_splits = max(1, num_multiprocessors(device) // num_groups)
+    num_splits = max(1, num_multiprocessors(device) // num_groups)  # so that programs fill the GPU
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     with torch.cuda.device(device):
         prompt_logits_kernel[(num_splits, num_groups)](
@@ -151,10 +156,12 @@ def prompt_logits_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(is_full.index(stage), count=1)
         mbarrier.init(is_free.index(stage), count=2)
-    begin(OVERLAPS)
+    begin(OVERLAPS)  # lets the next kernel start, and waits for those before: what they wrote is read below
     stop_token = gl.minimum(stop_token, gl.load(num_real))
     first = first_token + gl.program_id(1) * (2 * GROUP_QUERIES)
     stages = (tiles, is_full, is_free)
+    # The functions of the warps take some of these by number, because they take tuples and no keywords:
+    # seen[0] is first_keys, seen[3] and seen[4] are first and stop_token.
     seen = (first_keys, req_rows, query_positions, first, stop_token, num_rows, max_len, top_k)
     results = (logits, first_token, logits_stride)
     sizes: gl.constexpr = (NUM_HEADS, HEAD_DIM, GROUP_QUERIES, TILE, STAGES, FP8_MAX)

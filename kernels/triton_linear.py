@@ -3,11 +3,11 @@
 """Products of activations with a matrix on a GPU, both in fp8 or both in bfloat16, by split-K.
 
 ``kernels.block_linear`` calls ``linear_parts``. Columns are cut into parts whose number depends on the
-matrix's shape alone. A part's columns are added up in order, and then the parts, so that a row has the same
-bits among any number of rows. For few rows each part has its own program, so that the product of a small
-matrix fills the GPU too and takes as long as reading the matrix; the caller adds up the parts. For many rows
-a program adds them up itself; on Hopper that is a program of ``kernels.gluon_linear``. The tensor cores' wide
-operand is the matrix for few rows, and the rows for many.
+matrix's shape alone. A part's columns are added up in order, and then the parts, so that a token has the same
+bits among any number of tokens. For few tokens each part has its own program, so that the product of a small
+matrix fills the GPU too and takes as long as reading the matrix; the caller adds up the parts. For many
+tokens a program adds them up itself; on Hopper that is a program of ``kernels.gluon_linear``. The tensor
+cores' wide operand is the matrix if tokens are few, and the tokens if they are many. Rows are the matrix's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def block_columns(values: Tensor) -> int:
 
 
 def num_parts(values: Tensor) -> int:
-    """Return the number of parts into which the columns of a matrix are cut."""
+    """Return the number of parts into which the columns of a matrix are cut: for one of 512 rows and 7168
+    columns in fp8, which are 56 blocks, 8 parts of 7 blocks."""
     rows, columns = values.shape
     wanted = ENOUGH_PROGRAMS // -(-rows // PART_ROWS)
     blocks = -(-columns // block_columns(values))
@@ -71,18 +72,18 @@ def linear_parts(
     x: Tensor, num_tokens: int, values: Tensor, x_scales: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """Return ``x @ values.T`` in parts, float32 [parts, num_tokens, rows], or their sum, bfloat16 [1,
-    num_tokens, rows]. Up to FEW_ROWS tokens give the parts; more give the sum, except where
-    ``gluon_linear.is_split``. A single part is bfloat16, too.
+    num_tokens, rows]. Up to FEW_ROWS tokens give the parts, and so does, on Hopper, one tile of tokens with
+    many columns (``gluon_linear.is_split``); more give the sum. A single part is bfloat16, too.
 
     ``x``: [>= num_tokens, columns]; ``values``: [rows, columns]. Both are fp8 with scales, float32 [blocks
-    across, rows of x] and [blocks down, blocks across], or both are bfloat16.
+    across, len(x)] and [blocks down, blocks across], or both are bfloat16.
     """
     (rows, columns), block = values.shape, block_columns(values)
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
     # Who multiplies: a program for each part if there are few tokens, else ``gluon_linear`` where it can.
     is_few = num_tokens <= FEW_ROWS
-    has_groups = not is_few and gluon_linear.takes_groups(x, values)
-    programs = parts if is_few or (has_groups and gluon_linear.is_split(num_tokens, blocks)) else 1
+    by_gluon = not is_few and gluon_linear.takes_groups(x, values)
+    programs = parts if is_few or (by_gluon and gluon_linear.is_split(num_tokens, blocks)) else 1
     tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
     dtype = torch.bfloat16 if programs == 1 else torch.float32
     out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
@@ -96,9 +97,10 @@ def linear_parts(
         "PARTS": parts // programs,
     }
     scales_stride = 0 if x_scales is None else x_scales.stride(0)
+    # Without scales a kernel gets any tensor in their place, and does not read it.
     x_scales, scales = (x if x_scales is None else x_scales), (values if scales is None else scales)
     with torch.cuda.device_of(x):
-        if has_groups:
+        if by_gluon:
             gluon_linear.many_rows_parts(x, x_scales, values, scales, out, scales_stride, sizes)
             return out
         linear_kernel[(triton.cdiv(rows, tiling.rows), programs, triton.cdiv(num_tokens, tiling.tokens))](
@@ -111,7 +113,7 @@ def linear_parts(
             x.stride(0),
             scales_stride,
             **sizes,
-            IS_TALL=is_few,
+            MATRIX_IS_WIDE=is_few,
             PREFETCHED=PREFETCHED_BLOCKS,
             TILE=tiling.tokens,
             BLOCK_ROWS=tiling.rows,
@@ -139,15 +141,15 @@ def linear_kernel(
     SCALE_BLOCK: tl.constexpr,
     PART_BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
-    IS_TALL: tl.constexpr,
+    MATRIX_IS_WIDE: tl.constexpr,
     PREFETCHED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Compute ``out[part, tile, n]`` for some rows of the matrix, a part of its columns or all, and a tile of
-    tokens. ``IS_TALL``: the matrix is the wide operand. ``m`` are tokens, ``n`` rows of the matrix and ``k``
-    columns.
+    tokens. ``MATRIX_IS_WIDE``: the matrix is the wide operand. ``m`` are tokens, ``n`` rows of the matrix and
+    ``k`` columns.
     """
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.program_id(1)
@@ -163,7 +165,7 @@ def linear_kernel(
     m = tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_m = m < num_tokens
     token_rows = x + m.to(tl.int64)[:, None] * x_stride
-    if IS_TALL:
+    if MATRIX_IS_WIDE:
         total = tl.zeros((BLOCK_ROWS, TILE), dtype=tl.float32)
     else:
         total = tl.zeros((TILE, BLOCK_ROWS), dtype=tl.float32)
@@ -184,12 +186,12 @@ def linear_kernel(
             next_token_scale = tl.load(token_scales + following * scales_stride, mask=is_m, other=0.0)
             next_row_scale = tl.load(row_scales + following)
             scale = token_scale * row_scale
-            if IS_TALL:
+            if MATRIX_IS_WIDE:
                 total += tl.dot(weights, tokens.T) * scale[None, :]
             else:
                 total += tl.dot(tokens, weights.T) * scale[:, None]
             token_scale, row_scale = next_token_scale, next_row_scale
-        elif IS_TALL:
+        elif MATRIX_IS_WIDE:
             total = tl.dot(weights, tokens.T, total)
         else:
             total = tl.dot(tokens, weights.T, total)
@@ -201,7 +203,7 @@ def linear_kernel(
         total = whole if blocks % PART_BLOCKS == 0 else whole + total
     target = out + part.to(tl.int64) * num_tokens * ROWS
     m = m.to(tl.int64)
-    if IS_TALL:
+    if MATRIX_IS_WIDE:
         tl.store(target + m[None, :] * ROWS + n[:, None], total, mask=is_m[None, :] & is_n[:, None])
     else:
         tl.store(target + m[:, None] * ROWS + n[None, :], total, mask=is_m[:, None] & is_n[None, :])

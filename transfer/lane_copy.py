@@ -20,7 +20,8 @@ from hisparse_pd.core.paging.extents import SlotArray, ranges_to_slots
 SHORT_BYTES = 16 << 10
 """Shortest range that gets a memmove of its own."""
 MIN_ROW_BYTES = 64
-"""Fewest bytes of a row. Its indices are several numbers of 8 bytes, too much for shorter ones."""
+"""Fewest bytes of a row. Each row costs several indices of 8 bytes, for its places at the source and at the
+destination, which would outweigh shorter rows."""
 MAX_ROWS = 8192
 """Most rows of one call, so that its staged rows stay in the cache."""
 

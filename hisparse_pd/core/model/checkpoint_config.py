@@ -1,7 +1,7 @@
 """Reads a checkpoint's configuration for ``load_spec``, and checks that the model can be served.
 
-All functions raise CheckpointError, which names the file, the value and what was expected. ``config``: as
-``read_config`` returns it; ``path``: the checkpoint's directory.
+All functions but ``fingerprinted`` raise CheckpointError, which names the file, the value and what was
+expected. ``config``: as ``read_config`` returns it; ``path``: the checkpoint's directory.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def _check_rope(parameters: object, config_file: Path) -> None:
     """Raise CheckpointError unless angles depend on positions alone (invariant I5), in each kind of layer."""
     if not isinstance(parameters, dict):
         return
+    # Some models have such a dict for each kind of layer; other values are no dicts, and pass.
     for of_layers in parameters.values():
         _check_rope(of_layers, config_file)
     kind = parameters.get("rope_type")

@@ -38,6 +38,7 @@ class FeedForward:
         """The fp8 rounding of the input; None where no layer takes it rounded."""
         if self.router is not None and self.experts is not None and self.experts.take_shared(dense_mlp):
             self.router.add_shared_expert()
+            # All experts take the input rounded as the shared one does: their matrices have its format.
             self.rounding = rounding_of(dense_mlp.gate_proj)
         else:
             self._mlp = gated_mlp(dense_mlp)
@@ -55,6 +56,7 @@ class FeedForward:
     def join_forward(self, hidden: Tensor) -> None:
         """Take part in a forward of other ranks, with no token of its own. ``hidden``: [0, hidden_size]."""
         if self.router is not None and self.experts is not None:
+            # There are other ranks, so the experts have no shared one among them: ids are top_k.
             self.experts.join_forward(hidden, self.router.top_k)
 
 

@@ -29,10 +29,10 @@ Meet = Callable[[str, str], dict[int, str]]
 returns each rank's second argument, by rank."""
 
 MAX_GATHER_BYTES = 4 << 20
-"""Most bytes of a rank's tokens that are gathered here; NCCL gathers more of them as fast, with blocks that
-it has anyway."""
+"""Most bytes of a rank's rows that are gathered here. NCCL gathers larger tensors as fast."""
 TRIAL_SECS = 20.0
-"""How long ranks wait for each other in a trial; all of them have compiled before."""
+"""How long ranks wait for each other in a trial: not long, because ``RankMemory.connect`` has compiled the
+kernels before."""
 TRIAL_ROWS = (1, 5, 64, 199)
 """Rows of the trials' exchanges, which take one block, many blocks, and several rounds."""
 TRIAL_COLUMNS = 7168
@@ -40,7 +40,8 @@ TRIAL_COLUMNS = 7168
 _PRIME = 65521
 """The modulus of the trials' inputs, which lie around 0."""
 _NUM_TRIALS = 3
-"""Trials of each size. Together they use every bank of the memory several times."""
+"""Trials of each size. Exchanges take turns with four parts of the memory (``NUM_BANKS`` of
+``kernels.rank_exchange``), and with this many trials each part is used several times."""
 
 
 class RankExchange:
@@ -62,11 +63,12 @@ class RankExchange:
         return x.dtype in SUM_DTYPES
 
     def gather(self, out: Tensor, x: Tensor) -> None:
-        """Do ``RankGroup.gather`` into ``out``."""
+        """Write the rows ``x`` [n, …] of all ranks into ``out`` [num_ranks * n, …], in the order of ranks."""
         self.memory.gather(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
 
     def sum_own(self, out: Tensor, x: Tensor) -> None:
-        """Do ``RankGroup.sum_own`` into ``out``."""
+        """Write the sum over all ranks of this rank's part of their ``x`` [num_ranks * n, …] into ``out``
+        [n, …]. Parts are in the order of ranks."""
         self.memory.sum_own(out, x, self._patience_secs, only_notes_overdue=self._is_trial)
 
     @torch.no_grad()
