@@ -1,4 +1,4 @@
-"""Asks the scheduler for the plan of each step, with the queue only if it may have moved. Pure.
+"""Asks the scheduler for the plan of each step; shows it the queue only if a request may fit by now. Pure.
 
 ``StepLine`` calls ``NextPlan.make`` before each step. It remembers the last situation in which the plan was
 empty although requests waited: until that changes, the queue is not looked at again and costs nothing.
@@ -26,8 +26,8 @@ class _Situation(NamedTuple):
     stuck: SlotCounts
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
-    """Changes of the queue while its first request may be overtaken: while slots are stuck, or if it is a
-    further sample, which may wait for its first one. 0 otherwise."""
+    """Changes of the queue while its first request may be overtaken; 0 otherwise. Others overtake it if it
+    waits for stuck slots, which may never come, or for the KV of its prompt's first sample."""
 
 
 class NextPlan:

@@ -1,7 +1,8 @@
 """Owns the holdings of rooms that ended while the prefill node might still write to them (I1). Pure.
 
-``LiveRequests.release`` adds a room; ``PrefillEvents`` and an operator report what is known of it since. Its
-slots are free again when it is known that nothing can land there:
+``LiveRequests.release`` adds a room; ``PrefillEvents`` and an operator report what is known of it since. A
+run is a prefill node's process from its start to its end (``instance_id``); each room was given to one run.
+A room's slots are free again when it is known that nothing can land there:
 
 =====================================================  ================================================
 what is known                                          the slots are free
@@ -9,14 +10,16 @@ what is known                                          the slots are free
 the room is quiet, all its batches went well           at once
 the room is quiet, a batch of it failed                after ``quarantine_secs`` more: bytes of the failed
                                                        batch may sit in the transport until its timeouts
-that run of the prefill node is gone, or an operator   after ``quarantine_secs`` more, for the same reason
-says so
-that run wrote through shared memory alone, and the    at once: nothing of it is in a transport
-kernel says that its process has let go of it
+the room's run is over, as another run in its place    after ``quarantine_secs`` more, for the same reason
+or an operator says (``instance_gone``)
+the room's run wrote through shared memory alone, and  at once: nothing of it is in a transport
+the kernel says that its process has let go of it
+(``writer_gone``)
 nothing                                                never; ``quarantined_tokens`` shows them
 =====================================================  ================================================
 
-All of these are times in which this node runs (``postpone``).
+Time in which this node itself stood still does not count: what its sockets took in meanwhile has yet to
+land (``postpone``).
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Quarantined:
 
     @property
     def is_unacknowledged(self) -> bool:
-        """Whether the prefill node has yet to say that the room is quiet."""
+        """Whether nothing is known yet that frees the slots: the prefill node has not said that the room is
+        quiet, nor is the room's run known to be over."""
         return self.free_at == _NEVER
 
 
@@ -130,8 +134,7 @@ class Quarantine:
                 self._release(entry.holding)
 
     def postpone(self, secs: float) -> None:
-        """Move all times by ``secs`` in which this node stood still: what its sockets took in has yet to
-        land."""
+        """Move all times by ``secs`` in which this node stood still."""
         for entry in self._entries.values():
             entry.free_at += secs
             entry.since += secs

@@ -21,7 +21,8 @@ class DraftsToVerify(NamedTuple):
     """The drafts of a step."""
 
     token_ids: Tensor
-    """int64 [num_reqs, num_new - 1]: each request's drafts, and NO_DRAFT behind them."""
+    """int64 [num_reqs, num_new - 1]: each request's drafts, and NO_DRAFT behind them. ``num_new``: the places
+    of a request's tokens in the step, one for its newest token and the others for drafts."""
     counts: Tensor
     """int64 [num_reqs]: how many drafts each request has."""
 
@@ -36,7 +37,8 @@ class RowOutcomes:
     """[num_rows + 1]: the sequence's length with that token. Steps without drafts do not write it, nor
     ``drafts``: they yield one token, which the host can count."""
     drafts: Tensor
-    """[num_rows + 1, max_new - 1]: what the draft layer guesses to follow, or NO_DRAFT."""
+    """[num_rows + 1, max_new - 1]: what the draft layer guesses to follow, or NO_DRAFT. ``max_new``: the most
+    that ``num_new`` can be."""
 
     @classmethod
     def create(cls, num_rows: int, max_new: int, device: torch.device) -> RowOutcomes:

@@ -4,10 +4,10 @@ A room's messages, in order: Register and Registered once for each connection, B
 logprobs of the prompt are wanted, and RoomDone or RoomFailed; AbortRoom and RoomQuiet when the decode node
 gives it up.
 
-Every message is a frozen, array-like ``msgspec.Struct`` in msgpack. Array-like means append-only: a
-field may be added at the end, with a default, and never moved or removed. A peer that does not send
-the new field still decodes (the default applies), a peer that does not know it ignores it. The
-golden bytes in ``tests/unit/protocol/test_messages.py`` pin the encoding.
+Every message is a frozen, array-like ``msgspec.Struct`` in msgpack. Array-like means append-only, but for
+Bootstrap: a field may be added at the end, with a default, and never moved or removed. A peer that does not
+send the new field still decodes (the default applies), a peer that does not know it ignores it. The golden
+bytes in ``tests/unit/protocol/test_messages.py`` pin the encoding.
 
 Outcome of a message that does not fit:
 
@@ -17,10 +17,11 @@ kind           outcome
 oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer reconnects
 malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
 unregistered   Bootstrap or AbortRoom before Register: answered with RegistrationRefused
+repeated       Bootstrap with the attempt of a room whose outcome is known, because it is delivered, or has
+               failed (and may be live until its writes are over): that outcome again
 duplicate      second Bootstrap of a live room, unless repeated: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing in flight); from a prefill node: dropped, counted
 late           Bootstrap of a room that ended, unless repeated: RoomFailed; other messages: dropped, counted
-repeated       Bootstrap with the attempt of a room that is delivered or has failed: its outcome again
 =============  ============================================================================
 
 No outcome is fatal to the node, and none touches another room.
@@ -60,10 +61,10 @@ MAX_LAYERS = 4096
 DROP_REASONS = (
     "malformed",
     "oversized",
-    "unroutable",
+    "unroutable",  # to a peer that has no connection, or whose queue is full
     "unregistered",
-    "refused",
-    "address_not_allowed",
+    "refused",  # Register of a decode node that this node cannot serve
+    "address_not_allowed",  # a connection, as in the next line (``zap.py``)
     "wrong_key",
     "duplicate",
     "late",
@@ -210,8 +211,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
-    ``hisparse``: the request's mode; false is dense. Unlike other messages this one keeps its last field: a
-    new field comes before it, and raises PROTOCOL_VERSION.
+    ``hisparse``: the request's mode; false is dense. It stays the last field: unlike in other messages, a new
+    field comes before it, and raises PROTOCOL_VERSION.
     """
 
     room: RoomField

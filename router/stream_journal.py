@@ -32,7 +32,7 @@ _MAX_JOURNAL_BYTES = MAX_BODY_BYTES - (1 << 20)
 _BLOCK_BYTES = 1 << 16
 """Bytes of records at which a block is full. A node decodes a block at a time."""
 _MIN_TAKEN_BYTES = 1 << 10
-"""Fewest bytes that records take from the budget at a time, so that not each record has to."""
+"""Fewest bytes that are taken from the budget for records, so that not every record asks for its own."""
 _LINE = b"\n" + MARK
 _PINGS = frozenset(PINGS.values())
 _MAX_PING_BYTES = max(map(len, _PINGS))
@@ -74,6 +74,8 @@ class StreamJournal:
         }
         """Values drawn once for the answer, which every node of it must use."""
         self.num_records = 0
+        """Records that have come, kept or not: the relay asks whether there were any, and whether one came
+        since the last loss."""
         self.is_kept = True
         """False once it was given up for lack of room; the stream cannot resume then."""
         self.is_over = False
@@ -91,7 +93,8 @@ class StreamJournal:
 
     @property
     def unshown(self) -> bytes:
-        """What the present node sent after its last line. If it ends there, this is its error."""
+        """What the present node sent after its last line. If its stream ends without the line OVER, this
+        is the event with its error, if it could send one."""
         return bytes(self._unshown.data)
 
     def next_node(self) -> None:

@@ -3,8 +3,9 @@
     python -m tools.bench.killed_pool [--gib 60] [--repeats 3] [--out STEM]
 
 A child allocates the pool as a decode node does (a memfd, touched by all cores, registered with CUDA), lets
-the GPU read and write it all the time, and is killed with SIGKILL, or ends by itself after ``close``. The
-time runs from the signal, or from the order to close, until the process is gone and its memory free again.
+the GPU read and write up to a GiB of it all the time, and is killed with SIGKILL, or ends by itself after
+``close``. The time runs from the signal, or from the order to close, until the process is gone and its memory
+free again.
 """
 
 from __future__ import annotations

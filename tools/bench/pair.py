@@ -76,7 +76,7 @@ def running_pair(
         try:
             urls = (ports[name] for name in ("--port", "--prefill-port", "--decode-port"))
             pair = Pair(*(f"http://127.0.0.1:{port}" for port in urls))
-            _wait_healthy(process, pair, console, start_secs)
+            _wait_for_pair(process, pair, console, start_secs)
             yield pair
         except PairError:
             console.print(log_path.read_text(errors="replace")[-6000:], markup=False, highlight=False)
@@ -88,9 +88,9 @@ def running_pair(
             raise PairError(f"the pair stopped with status {status}")
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console, start_secs: float) -> None:
-    """Wait until the pair is healthy. Raises PairError also when it exits, as it does if a start makes no
-    progress."""
+def _wait_for_pair(process: subprocess.Popen[bytes], pair: Pair, console: Console, start_secs: float) -> None:
+    """Wait until the pair is healthy. Raises PairError after ``start_secs``, or when ``hisparse-pd pair``
+    exits, which it does by itself if a service's start makes no progress."""
     deadline = time.monotonic() + start_secs
     waiting = {"prefill node": pair.prefill_url, "decode node": pair.decode_url, "router": pair.router_url}
     with console.status("") as status:
@@ -112,7 +112,8 @@ def is_healthy(url: str) -> bool:
 
 
 def wait_healthy(url: str, timeout_secs: float, has_ended: Callable[[], bool] = lambda: False) -> bool:
-    """Wait for a service. Returns whether it got healthy in time, and before ``has_ended`` was true."""
+    """Wait for one service, for benchmarks that start services by themselves. Returns whether it got healthy
+    in time, and before ``has_ended`` was true."""
     deadline = time.monotonic() + timeout_secs
     while not is_healthy(url):
         if has_ended() or time.monotonic() > deadline:

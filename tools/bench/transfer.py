@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -104,6 +104,7 @@ def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
     page_ids = rng.permutation(num_slots // PAGE_SIZE)[:num_pages]
     allocator = ExtentAllocator(num_slots, PAGE_SIZE)
     pages = [allocator.allocate(PAGE_SIZE) for _ in range(num_slots // PAGE_SIZE)]
+    # An eighth more holes than the request needs, so that the allocator has a choice.
     for page in rng.permutation(len(pages))[: num_pages + num_pages // 8]:
         allocator.free(pages[page])
     return Zone(page_ids, extents_to_slots(allocator.allocate(num_tokens))[:num_tokens])
@@ -158,8 +159,8 @@ class Link:
             if code := self.engine.mooncake.batch_transfer_sync_write(self.session, src, dst, lengths):
                 raise RuntimeError(f"Mooncake's batch write returned {code}")
 
-    def landed_crc(self) -> int:
-        """Return the CRC-32 of the peer's memory, which is zeroed afterwards."""
+    def take_crc(self) -> int:
+        """Return the CRC-32 of the peer's memory, and zero that memory."""
         return int(self._ask("crc"))
 
     def close(self) -> None:
@@ -187,7 +188,7 @@ def open_link(num_bytes: int) -> Iterator[Link]:
         link.close()
 
 
-def run_peer(num_bytes: int) -> None:
+def run_peer(num_bytes: int) -> NoReturn:
     """Run the other process: it tells where its memory is, and answers until its input ends."""
     pool = allocate_host(num_bytes, pinned=False, shared=True)
     memory = pool.tensor.numpy()
@@ -218,12 +219,12 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     writes = descriptors(zone.runs(), src, dst, range(num_layers))
     num_bytes = writes.num_bytes
 
-    runs: dict[str, Callable[[], None]] = {
+    writers: dict[str, Callable[[], None]] = {
         "sender": partial(link.send, zone, src, dst),
         "shared_memory": partial(link.send, zone, src, dst, SHARED),
         "raw": partial(link.write_raw, writes),
     }
-    rates = measure_in_turns(runs, scale.repetitions, num_bytes, max_secs=scale.zone_secs)
+    rates = measure_in_turns(writers, scale.repetitions, num_bytes, max_secs=scale.zone_secs)
     side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates["raw"], strict=True)]
     return {
         "zone": kind,
@@ -240,30 +241,30 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
 
 def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView, session: str) -> None:
     """Send once, and compare all of the peer's memory with what must be there."""
-    link.landed_crc()
+    link.take_crc()  # zeroes the memory
     link.send(zone, src, dst, session)
     shape = (src.num_layers, src.num_slots, src.item_bytes)
     size = src.num_layers * src.layer_bytes
     expected = np.zeros(link.num_bytes, np.uint8)
     expected[:size].reshape(shape)[:, zone.dst_slots] = link.memory[:size].reshape(shape)[:, zone.src_slots()]
-    if link.landed_crc() != zlib.crc32(expected.data):
+    if link.take_crc() != zlib.crc32(expected.data):
         raise RuntimeError("the bytes in the peer's memory are not those that were sent")
 
 
 def measure_in_turns(
-    runs: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
+    writers: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
 ) -> dict[str, list[float]]:
-    """Return the GB/s of each of ``runs``, measured in turn, in an order that rotates. ``max_secs``: see
-    Scale."""
-    rates: dict[str, list[float]] = {name: [] for name in runs}
+    """Return the GB/s of each of ``writers``, measured in turn, in an order that rotates. ``max_secs``:
+    ``Scale.zone_secs``."""
+    rates: dict[str, list[float]] = {name: [] for name in writers}
     started = time.monotonic()
     for repetition in range(repetitions):
         if repetition >= 2 and time.monotonic() - started > max_secs:
             break
-        names = list(runs)
+        names = list(writers)
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
-            rates[name].append(num_bytes / timed(runs[name]) / 1e9)
+            rates[name].append(num_bytes / timed(writers[name]) / 1e9)
     return rates
 
 

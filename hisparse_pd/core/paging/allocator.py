@@ -82,8 +82,10 @@ class ExtentAllocator:
     def take(self, extent: Extent) -> bool:
         """Take exactly this extent if all of it is free. Returns whether it was."""
         nearest = bisect_right(self._starts, extent.start) - 1  # the free extent that may contain it
-        start = self._starts[nearest] if nearest >= 0 else extent.start
-        end = start + self._length_at.get(start, 0)
+        if nearest < 0:
+            return False
+        start = self._starts[nearest]
+        end = start + self._length_at[start]
         if extent.end > end:
             return False
         self._take_front(start, end - start)  # all of the free extent; what is not asked for goes back
@@ -126,6 +128,7 @@ class ExtentAllocator:
             raise PoolIntegrityError(
                 f"{self.name}: free list {free} disagrees with num_free {self._num_free}"
             )
+
         labelled = [(extent, "free") for extent in free]
         num_owned = 0
         for owner, extents in enumerate(owned):

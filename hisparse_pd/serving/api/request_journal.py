@@ -39,7 +39,10 @@ class Identity:
     """Unix time, in seconds."""
 
     def name(self, prefix: str, num_bytes: int, *place: int) -> str:
-        """Return ``prefix`` with hexadecimal digits, always the same ones for the same ``place``."""
+        """Return an id: ``prefix`` and hexadecimal digits. Equal arguments give equal ids, on every node.
+
+        ``place``: numbers that tell ids of one prefix apart, such as the sample's and the tool call's.
+        """
         named = f"{prefix}{place}".encode()
         return prefix + hashlib.blake2b(named, digest_size=num_bytes, key=self.key).hexdigest()
 
@@ -59,7 +62,12 @@ class JournalRecord(msgspec.Struct, array_like=True, frozen=True):
     @property
     def message(self) -> Tokens:
         return Tokens(
-            "", self.token_ids, self.logprobs, self.finish_reason, self.matched_stop_token, self.stats
+            request_id="",  # ``sample`` says whose tokens these are
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            matched_stop_token=self.matched_stop_token,
+            stats=self.stats,
         )
 
 

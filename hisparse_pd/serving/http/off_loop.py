@@ -62,7 +62,7 @@ async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 async def parse_body(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what ``parse`` makes of ``body``, which is one of its arguments.
+    """Return ``parse(*args, **kwargs)``. ``body``, which is among the arguments, too, tells the size here.
 
     A large body is parsed in a thread, a small one here, in a later turn of the loop if this
     one has spent its time on others.
@@ -105,8 +105,9 @@ _turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 def taking_interpreter(num_bytes: int) -> Iterator[None]:
     """Wrap a call over ``num_bytes`` that keeps the interpreter, so that no other thread runs meanwhile.
 
-    Large calls in threads are made one at a time, and after each the thread sleeps for as long as the call
-    took, so that the loop gets the interpreter, which it needs some ten times to answer a request.
+    Large calls in threads are made one at a time. After each the thread sleeps for as long as the call took
+    and still holds the lock, so that no other large call begins and the loop gets the interpreter, which it
+    needs some ten times to answer a request.
     """
     if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
         yield
