@@ -3,11 +3,14 @@
 ``Forwards`` calls ``choose_splits`` with a function that times the steps of one batch size, with
 ``TrialRequests`` in the still empty pools.
 
-A split batch hides copies behind computing. Parts within each layer hide them behind selection and attention
-alone, and read weights once. Micro-batches hide them behind everything, and read every matrix and expert
-twice. Which weighs more depends on the model, on how many GPUs share its experts, and on the machine. So all
-ways are timed, with requests that miss as many positions as published traces do. A request's tokens do not
-depend on the choice.
+In a split batch one half copies its misses while the other computes. There are two ways to split. In parts,
+only selection and attention of each layer are split: they alone hide copies, and weights are read once. In
+micro-batches, the whole forward is split: everything hides copies, and every matrix and expert is read twice.
+Which is faster depends on the model, on how many GPUs share its experts, and on the machine. So all ways are
+timed, with requests that miss as many positions as published traces do. A request's tokens do not depend on
+the choice.
+
+Slots and tables are those of ``kernels/hot_state.py``, whose docstring has an example.
 """
 
 from __future__ import annotations
@@ -102,12 +105,14 @@ class TrialRequests:
         self._tables, self._num_reqs = tables, num_reqs
         spec, memory, state = tables.spec, tables.memory, tables.state
         page_size = tables.page_size
-        # These slots are divided among all requests; the index pool ends with a scratch page.
+        # All requests share the slots of the host pool and of the index pool, which ends with a scratch page,
+        # and the lookup slots, through which positions are found in hot buffers.
         most_tokens = min(memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots)
         num_pages = min(MOST_CONTEXT, state.max_context, most_tokens // num_reqs) // page_size
         # The scratch slot comes after all others, so its number is their count.
         capacity = min(state.max_capacity, memory.scratch_device_slot // num_reqs)
-        smallest = smallest_buffer(state.max_new - 1, spec.index_topk)
+        max_drafts = state.max_new - 1  # the other new position is the newest token's
+        smallest = smallest_buffer(max_drafts, spec.index_topk)
         self.fits = num_pages * page_size > smallest and capacity >= smallest
         if not self.fits:
             return
@@ -150,12 +155,12 @@ class TrialRequests:
 
     def drop_entries(self) -> None:
         """Free a share MISS_SHARE of the hot buffers' entries, at random, so that the next step misses as
-        large a share of what it selects."""
+        large a share of what it selects. All three tables that have entries forget them."""
         state = self._tables.state
         lookup_slots = state.hot_to_lookup[:, : self._num_reqs]
         random = torch.rand(lookup_slots.shape, generator=self._generator, device=lookup_slots.device)
         is_lost = (random < MISS_SHARE) & (lookup_slots != ABSENT)
-        # Entries that are not lost point at the last one of ``lookup_to_hot``, which is nobody's.
+        # A scatter writes for every entry: those that are not lost write to the last lookup slot, unused.
         lost = torch.where(is_lost, lookup_slots, state.num_lookup_slots).flatten(1).long()
         state.lookup_to_hot.scatter_(1, lost, ABSENT)
         lookup_slots.masked_fill_(is_lost, ABSENT)

@@ -109,13 +109,12 @@ class KvFormat:
         return torch.cat((latent, rows[..., self.rope_offset :].view(torch.bfloat16).float()), dim=-1)
 
     def unpack(self, layer_pool: Tensor, page_ids: Tensor, page_size: int, out: Tensor) -> None:
-        """Write the items of whole pages in bfloat16, which holds fp8 items exactly, to the first rows of
-        ``out``.
+        """Write the items of whole pages in bfloat16 to the first rows of ``out``. Values are exact, unless a
+        scale is so small or large that its products leave bfloat16's range.
 
         ``layer_pool``: uint8 [num_slots, item_bytes] of this format, which is fp8_e4m3. ``page_ids``: int32
-        [n], pages of the pool or -1, whose rows of ``out`` stay as they are. ``out``: bfloat16 [>= n *
-        page_size, item_dim]. All are contiguous and on one device. A value whose scale is so small or large
-        that bfloat16 does not hold the product is rounded.
+        [n], pages of the pool, or -1 (padding of a CUDA graph), whose rows of ``out`` stay as they are.
+        ``out``: bfloat16 [>= n * page_size, item_dim]. All are contiguous and on one device.
         """
         check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes))
         check_tensor("page_ids", page_ids, dtypes=(torch.int32,), shape=(None,), device=layer_pool.device)
@@ -293,7 +292,7 @@ def _quantise(values: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     tiles = padded.view(num_rows, num_tiles, tile)
     scales = next_power_of_two(tiles.abs().amax(dim=-1) / FP8_MAX)
     scales = torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
-    # The cast does not saturate, and the quotient by 448 may have been rounded down.
+    # The cast need not saturate. In a tile with an infinity, whose scale is 1, any value may exceed 448.
     quantised = (tiles / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return quantised.view(torch.uint8).view(num_rows, num_tiles * tile)[:, :dim], scales
 

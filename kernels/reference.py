@@ -4,10 +4,11 @@ It works on numpy views of the tables (``hot_state.py``) and keeps no state of i
 calls it and has checked the arguments, except for values in tensors, which are checked here. Hits are
 resolved for all requests together; only requests with misses are visited one by one.
 
-A swap-in is ``resolve``, which updates the tables and returns the copies to make, and then ``copy_items``.
-A position is found by its lookup slot: ``lookup_pages`` gives it, and ``lookup_to_hot`` has its hot_index, or
-ABSENT for a miss. The entries of new positions are fixed; those beyond the capacity take turns in
-the last ``max_new`` entries, the ring (``hot_state.ring_entries``).
+A swap-in is ``resolve``, which updates the tables and returns the copies to make, and then ``copy_items``. A
+position is found in two steps: ``lookup_pages`` has its lookup slot, and ``lookup_to_hot`` that slot's
+hot_index, or ABSENT for a miss (``hot_state.py`` has an example). New positions, those of a step's newest
+token and its drafts, cannot take any entry: one below the capacity has the entry of its own number, and later
+ones take turns in the last ``max_new`` entries, the ring (``hot_state.ring_entries``).
 """
 
 from __future__ import annotations
@@ -246,7 +247,11 @@ def copies_of(state: HotBufferState, row: int, positions: Ints, entries: Ints) -
 def copy_items(
     pools: Pools, layer: int, copies: Copies, state: HotBufferState | None, read_at: ReadAt
 ) -> None:
-    """Copy items of one layer from the host pool to the device pool, and verify the copied bytes."""
+    """Copy items of one layer from the host pool to the device pool, and verify the copied bytes.
+
+    ``state``: has the items' row checks; without it, or without checks in it, nothing is verified.
+    ``read_at``: why they are copied, to be recorded with a wrong item.
+    """
     if not len(copies.positions):
         return
     items = pools.host[layer].numpy()[copies.src_host_slots]
@@ -260,6 +265,7 @@ def _verify(
 ) -> None:
     """Compare copied ``items`` with their row checks, and record each row's first wrong item and its flag."""
     rows, positions = copies.req_rows, copies.positions
+    # An item's check is at the slot of the position's indexer key.
     check_slots = _slots_of(state.index_pages, state.page_size, rows, positions)
     expected = row_checks.numpy()[check_slots]
     actual = reference_checks(items, layer, torch.from_numpy(positions)).numpy()

@@ -32,8 +32,8 @@ LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16
 """Smallest side of a product of tiles."""
 
-COMBINED_DIMS: Final = 512
-"""Most elements of a head's result that one program of the second kernel writes."""
+COMBINED_ELEMENTS: Final = 1024
+"""Elements of one token's result that a program of the second kernel writes: 8 for each of its threads."""
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,10 @@ def combine(results: Tensor, log_sums: Tensor, out: Tensor, to_log2: float = 1.0
     ``to_log2`` is the factor that converts them to base 2.
     """
     num_tokens, num_splits, num_heads, rank = results.shape
-    block_dims = min(COMBINED_DIMS, triton.next_power_of_2(rank))
+    block_rank = triton.next_power_of_2(rank)
+    block_heads = max(1, COMBINED_ELEMENTS // block_rank)
     with torch.cuda.device_of(out):
-        combine_kernel[(num_tokens * num_heads, triton.cdiv(rank, block_dims))](
+        combine_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
             results,
             log_sums,
             out,
@@ -241,7 +242,8 @@ def combine(results: Tensor, log_sums: Tensor, out: Tensor, to_log2: float = 1.0
             num_splits,
             RANK=rank,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-            BLOCK_DIMS=block_dims,
+            BLOCK_HEADS=block_heads,
+            BLOCK_RANK=block_rank,
             **launch_options(out.device),
         )
     return out
@@ -371,29 +373,39 @@ def combine_kernel(
     num_splits,
     RANK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    BLOCK_DIMS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Combine some elements of one token and head; the strides are those of ``log_sums``. See ``combine``."""
+    """Combine some heads of one token; the strides are those of ``log_sums``. See ``combine``."""
     begin(OVERLAPS)
-    program = tl.program_id(0)
-    token = (program // num_heads).to(tl.int64)
-    head = program % num_heads
-    dims = tl.program_id(1) * BLOCK_DIMS + tl.arange(0, BLOCK_DIMS)
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = heads < num_heads
     splits = tl.arange(0, BLOCK_SPLITS)
-    is_split = splits < num_splits
-    token_sums = log_sums_ptr + token * token_stride + head * head_stride
-    log_sums = tl.load(token_sums + splits * split_stride, mask=is_split, other=float("-inf"))
-    log_sums = tl.where(log_sums == float("inf"), float("-inf"), log_sums) * to_log2
-    top = tl.max(log_sums, 0)
-    weights = tl.exp2(log_sums - tl.where(top == float("-inf"), 0.0, top))
-    rows = (token * num_splits + splits) * num_heads + head
-    results = tl.load(
-        results_ptr + rows[:, None] * RANK + dims[None, :],
-        mask=is_split[:, None] & (dims < RANK)[None, :],
-        other=0.0,
+    log_sums = tl.load(
+        log_sums_ptr + token * token_stride + heads[:, None] * head_stride + splits[None, :] * split_stride,
+        mask=is_head[:, None] & (splits < num_splits)[None, :],
+        other=float("-inf"),
     )
-    total = tl.sum(weights, 0)
-    result = tl.sum(results.to(tl.float32) * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    row = token * num_heads + head
-    tl.store(out_ptr + row * RANK + dims, result.to(out_ptr.dtype.element_ty), mask=dims < RANK)
+    log_sums = tl.where(log_sums == float("inf"), float("-inf"), log_sums) * to_log2
+    top = tl.max(log_sums, 1)
+    weights = tl.exp2(log_sums - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.sum(weights, 1)
+
+    ranks = tl.arange(0, BLOCK_RANK)
+    is_element = is_head[:, None] & (ranks < RANK)[None, :]
+    elements = heads[:, None] * RANK + ranks[None, :]  # of one token's heads
+    head_ranks = num_heads * RANK
+    # Splits are added one after the other by each thread, which has the same elements of all of them.
+    result = tl.zeros([BLOCK_HEADS, BLOCK_RANK], tl.float32)
+    for split in tl.static_range(BLOCK_SPLITS):
+        part = tl.load(
+            results_ptr + (token * num_splits + split) * head_ranks + elements,
+            mask=is_element & (split < num_splits),
+            other=0.0,
+        )
+        weight = tl.sum(tl.where(splits[None, :] == split, weights, 0.0), 1)
+        result += part.to(tl.float32) * weight[:, None]
+    result /= tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + token * head_ranks + elements, result.to(out_ptr.dtype.element_ty), mask=is_element)

@@ -5,6 +5,9 @@
 
 They are called in this order in every layer with experts, through ``kernels.expert_choice`` and
 ``kernels.expert_routing``. Each function is followed by its kernel.
+
+A kernel may start while the preceding one still runs (``kernels.triton_launch``). Before ``begin`` it
+therefore reads only weights, which no kernel writes.
 """
 
 from __future__ import annotations
@@ -30,13 +33,19 @@ STEP_BYTES: Final = 256
 LINE_BYTES: Final = 128
 """Bytes of a line of the L2 cache."""
 TILES: Final = ((16, 32), (32, 32), (64, 32))
-"""Tokens and outputs of a program, for up to as many tokens."""
+"""(tokens, outputs) of a program: the first pair whose tokens are enough for the batch; see ``_tiles``."""
 CHUNK_ROWS: Final = 8
 """Rows that a program of ``plan_triton`` sorts."""
 
 
 def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
-    """See ``kernels.expert_choice.narrow_product``. For many tokens, a program adds up all parts itself."""
+    """Return parts whose sum is ``x @ matrix.T``, float32 [parts, num_tokens, outputs], for ``choose_kernel``
+    to add up; see ``kernels.expert_choice.narrow_product``.
+
+    A part is the product of some columns, the same ones for any number of tokens, so that a row's bits depend
+    on the row alone. For more than FEW_TOKENS tokens, a program adds up all parts in the same order, and
+    returns one.
+    """
     num_tokens, columns = x.shape
     outputs = matrix.shape[0]
     row_bytes = columns * matrix.itemsize
@@ -56,7 +65,7 @@ def narrow_parts(x: Tensor, matrix: Tensor) -> Tensor:
                 OUTPUTS=outputs,
                 COLUMNS=columns,
                 PART=part,
-                PARTS=parts // programs,
+                PARTS_PER_PROGRAM=parts // programs,
                 STEP=STEP_BYTES // matrix.itemsize,
                 LINE=LINE_BYTES // matrix.itemsize,
                 TILE=tile,
@@ -88,14 +97,14 @@ def narrow_kernel(
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PART: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS_PER_PROGRAM: tl.constexpr,
     STEP: tl.constexpr,
     LINE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute some outputs of a tile of tokens from one part of the columns, or the sum of several parts.
+    """Compute some outputs of a tile of tokens from one part of the columns, or the sum of all parts.
 
     With bfloat16 tokens, a float32 matrix is split into three bfloat16 matrices whose sum it equals exactly,
     so that the products use tensor cores. The smallest terms are added first.
@@ -112,8 +121,8 @@ def narrow_kernel(
     is_token = (m < num_tokens)[None, :]
     token_rows = x + m.to(tl.int64)[None, :] * x_stride
     whole = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
-    for number in range(PARTS):
-        first = (part * PARTS + number) * PART
+    for number in range(PARTS_PER_PROGRAM):
+        first = (part * PARTS_PER_PROGRAM + number) * PART
         total = tl.zeros((BLOCK_OUTPUTS, TILE), dtype=tl.float32)
         for start in tl.static_range(0, PART, STEP):
             k = first + start + tl.arange(0, STEP)
@@ -231,6 +240,7 @@ def choose_kernel(
     is_expert = (group < GROUPS)[:, None] & (within < GROUP)
     offset = tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
     begin(OVERLAPS)
+
     logit = sum_parts(logits + token * EXPERTS, part_stride, expert, is_expert, PARTS)
     if IS_SOFTMAX:
         largest_logit = tl.max(tl.max(tl.where(is_expert, logit, float("-inf")), axis=1), axis=0)
@@ -238,8 +248,10 @@ def choose_kernel(
         score = power / tl.sum(tl.sum(power, axis=1), axis=0)
     else:
         score = 1.0 / (1.0 + tl.exp(-logit))
+
     choice = score + offset
     key = tl.where(is_expert, order_key(choice, expert), NO_KEY)
+
     if CHOSEN_GROUPS < GROUPS:
         best = tl.max(key, axis=1)
         second = tl.max(tl.where(key == best[:, None], NO_KEY, key), axis=1)
@@ -253,6 +265,7 @@ def choose_kernel(
             group_key = tl.where(group_key == largest, NO_KEY, group_key)
         outside = tl.where(is_expert, order_key(score_outside, expert), NO_KEY)
         key = tl.where(is_open[:, None], key, outside)
+
     k = tl.arange(0, BLOCK_K)
     chosen_ids = tl.zeros((BLOCK_K,), dtype=tl.int32)
     chosen_scores = tl.zeros((BLOCK_K,), dtype=tl.float32)
@@ -262,10 +275,11 @@ def choose_kernel(
         chosen_ids = tl.where(k == number, 0x7FFFFFFF - (largest & 0x7FFFFFFF).to(tl.int32), chosen_ids)
         chosen_scores = tl.where(k == number, value, chosen_scores)
         key = tl.where(key == largest, NO_KEY, key)
+
     if NORMALIZES:
         chosen_scores = tl.div_rn(chosen_scores, tl.sum(chosen_scores, axis=0) + 1e-20)
     chosen_scores = chosen_scores * scale
-    if HAS_SHARED:
+    if HAS_SHARED:  # as one more expert behind the routed ones
         chosen_ids = tl.where(k == TOP_K, EXPERTS, chosen_ids)
         chosen_scores = tl.where(k == TOP_K, 1.0, chosen_scores)
     num_chosen: tl.constexpr = TOP_K + 1 if HAS_SHARED else TOP_K
@@ -275,9 +289,10 @@ def choose_kernel(
 
 
 def plan_triton(expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int) -> RoutingTables:
-    """Return the tables of a ``Routing``.
+    """Return where each expert's rows and tiles are; ``kernels.expert_routing`` has an example.
 
-    ``expert_ids``: int [num_tokens, top_k], contiguous and few, because each program holds all of them.
+    ``expert_ids``: int [num_tokens, top_k], contiguous and few, because each program holds all of them. They
+    are in [0, num_experts]; ``num_experts`` is the id of padding, whose rows come last and have no tiles.
     ``num_tiles``: the most tiles that there can be.
     """
     num_rows = expert_ids.numel()
@@ -345,6 +360,6 @@ def plan_kernel(
         ends = tl.cumsum(tiles, axis=0)
         tl.store(tile_starts + expert, ends - tiles, mask=expert <= EXPERTS)
         tile = tl.arange(0, BLOCK_TILES)
-        is_end = expert < EXPERTS
-        ended = tl.histogram(tl.minimum(ends, BLOCK_TILES - 1), BLOCK_TILES, mask=is_end)
+        is_expert = expert < EXPERTS
+        ended = tl.histogram(tl.minimum(ends, BLOCK_TILES - 1), BLOCK_TILES, mask=is_expert)
         tl.store(tile_experts + tile, tl.cumsum(ended, axis=0), mask=tile < num_tiles)

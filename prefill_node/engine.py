@@ -365,7 +365,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 raise
             self._fail_batch(batch, error)
             return True
-        self._commit(batch, pushes, computed)
+        self._commit(batch, computed)
         return True
 
     def _admit(self, requests: list[PrefillRequest]) -> None:
@@ -380,16 +380,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 self.life.send_cached(request)
         return [self._pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
 
-    def _commit(
-        self, batch: list[tuple[PrefillRequest, Chunk]], pushes: list[ChunkPush], computed: Computed
-    ) -> None:
-        """Send what a forward has computed. A prompt that is now computed whole has a hint, which its aux
-        record takes along."""
+    def _commit(self, batch: list[tuple[PrefillRequest, Chunk]], computed: Computed) -> None:
+        """Send what a forward has computed beside its layers, which are with the sender already. A prompt
+        that is now computed whole has a hint, which its aux record takes along."""
         now_secs = time.monotonic()
-        for (request, chunk), push in zip(batch, pushes, strict=True):
+        for request, chunk in batch:
             if not self.life.send_scores(request, computed.scores.get(request.room, ()), now_secs):
                 continue  # the request has failed
-            self.life.note_computed(request, chunk.stop, push)
+            self.life.note_computed(request, chunk.stop)
             if (hint := computed.hints.get(request.room)) is not None:
                 assert request.aux_slot_src is not None
                 hint = hint[: request.peer.num_index_groups]

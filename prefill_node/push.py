@@ -1,9 +1,8 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-Per chunk the engine calls ``plan`` and ``layer_written`` from within the forward. ``PrefillLife`` calls
-``push_rest`` for a cached prefix, which no forward writes, and after each chunk, of which nothing is left
-once all layers were reported; ``push_aux`` follows the last chunk. A ``ChunkPush`` is the state of one
-chunk's push; the ``Pusher`` itself keeps none.
+Per chunk the engine calls ``plan``, and ``layer_written`` with every layer from within the forward.
+``PrefillLife`` calls ``push_cached`` for a cached prefix, which no forward writes, and ``push_aux`` after the
+last chunk. A ``ChunkPush`` is the state of one chunk's push; the ``Pusher`` itself keeps none.
 
 ``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
 carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when
@@ -110,8 +109,8 @@ class ChunkPush:
 
 class Pusher:
     """Plans and submits writes. The request's ``num_writes_pending`` counts its batches; pages must stand
-    until each has come back. ``slice_bytes``: returns, for a session, the most that a slice may cost
-    (``transfer.plan.cost``: bytes, with a least cost for each range)."""
+    until each has come back. ``slice_bytes(session)``: the limit of a slice, the part of a batch that is
+    written at a time; small ranges count as more bytes than they have (``transfer.plan.cost``)."""
 
     def __init__(
         self,
@@ -198,8 +197,9 @@ class Pusher:
             if push.num_layers_written == push.num_layers or self._is_due(push):
                 self._submit_layers(push, push.num_layers_written, ready)
 
-    def push_rest(self, push: ChunkPush) -> None:
-        """Submit all layers that are not submitted yet, if any; all must be written."""
+    def push_cached(self, request: PrefillRequest) -> None:
+        """Submit all layers of the request's cached prefix, without what the decode node holds."""
+        push = self.plan(request, 0, request.num_cached_tokens)
         self._submit_layers(push, push.num_layers, None)
 
     def push_aux(self, request: PrefillRequest) -> None:
@@ -255,7 +255,7 @@ class Pusher:
     def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
         """Submit the model's layers up to ``stop`` that are not submitted yet, as one batch."""
         first = push.num_layers_submitted
-        if first == stop or push.start == push.stop:
+        if push.start == push.stop:
             return
         firsts, stops = self._source.num_written(first), self._source.num_written(stop)
         parts = [

@@ -27,7 +27,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
-from hisparse_pd.prefill_node.push import ChunkPush, Pusher
+from hisparse_pd.prefill_node.push import Pusher
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import (
     Delivery,
@@ -277,7 +277,7 @@ class PrefillLife:
 
     def send_cached(self, request: PrefillRequest) -> None:
         """Send the cached prefix of an admitted request."""
-        self.pusher.push_rest(self.pusher.plan(request, 0, request.num_cached_tokens))
+        self.pusher.push_cached(request)
 
     def send_scores(self, request: PrefillRequest, pieces: Sequence[RoomScores], now_secs: float) -> bool:
         """Send the decode node the scores that a forward computed. Return False when not all are on their
@@ -291,10 +291,9 @@ class PrefillLife:
         self.fail(request, 502, error, now_secs)
         return False
 
-    def note_computed(self, request: PrefillRequest, stop: int, push: ChunkPush) -> None:
-        """Note that all layers up to position ``stop`` are in the pool, and send what is left of ``push``."""
+    def note_computed(self, request: PrefillRequest, stop: int) -> None:
+        """Note that all layers up to position ``stop`` are in the pool."""
         request.num_ready_tokens = stop
-        self.pusher.push_rest(push)
 
     def start_sending(self, request: PrefillRequest, now_secs: float) -> None:
         """Move a request whose last chunk is computed from COMPUTING to SENDING, and send its staged aux

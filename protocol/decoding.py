@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 MAX_NESTING: Final = 200
 """Most levels of lists and objects in JSON from outside. Code that walks such a value, with three calls a
-level, stays below Python's limit of 1,000. The limits of Python's C code differ from release to release.
-"""
+level, stays below Python's limit of 1,000. The limits of decoders in C are no substitute: they differ from
+release to release of Python."""
 
 CHUNK_BYTES: Final = 1 << 16
 """Brackets and quotes that numpy counts at a time."""

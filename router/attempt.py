@@ -1,4 +1,5 @@
-"""One try of a request at one pair of nodes; ``relay.py`` makes one after the other."""
+"""One try of a request at one pair of nodes. ``relay.py`` makes one after the other until a node answers, and
+further ones when a stream loses its node."""
 
 from __future__ import annotations
 
@@ -11,20 +12,24 @@ from hisparse_pd.router.nodes import NodePool, Pair
 
 
 class Attempt:
-    """A request at one pair: the call to the decode node, and the request's part in that node's load."""
+    """A request at one pair: the call to the decode node, and the request's part in that node's load.
+
+    When the decode node shuts down, the pool calls ``_move``. It closes the call, which the relay sees fail:
+    it then goes on at another pair.
+    """
 
     answer: NodeAnswer
     """Set once its first bytes are here."""
 
-    def __init__(self, pair: Pair, call: Call, pool: NodePool, may_move: Callable[[], bool]) -> None:
-        """``may_move``: whether another node could take the request over now."""
+    def __init__(self, pair: Pair, call: Call, pool: NodePool, can_resume: Callable[[], bool]) -> None:
+        """``can_resume``: whether another pair could go on with the request if this one ended now."""
         self.pair = pair
         self.call = call
         self.is_movable = True
-        """False once the client has something that no other node can continue."""
+        """Set by the relay: False once the client has a part of an answer that is not journaled."""
         self.was_moved = False
         """Whether the router closed the call because the decode node shuts down."""
-        self._may_move = may_move
+        self._can_resume = can_resume
         self._held = ExitStack()
         """The call, and the request's part in the decode node's load; both end with the attempt."""
         self._held.enter_context(closing(call))
@@ -36,6 +41,6 @@ class Attempt:
 
     def _move(self) -> None:
         """Called by the pool when the decode node shuts down and another one is healthy."""
-        if self.is_movable and self._may_move():
+        if self.is_movable and self._can_resume():
             self.was_moved = True
             self.call.close()

@@ -114,7 +114,8 @@ class DecodeSettings(NodeSettings, TracedSettings):
         return self
 
     @property
-    def num_draft_layers(self) -> int | None:
+    def num_draft_layers(self) -> int:
+        """Draft layers to load (see ``NodeSettings``): one if steps may have drafts, or else none."""
         return 1 if self.speculative_num_steps else 0
 
     @model_validator(mode="after")

@@ -246,7 +246,7 @@ def measure(
             "wait_ms": float(np.median(waits) * 1e3),
             "resumes": [stream.usage.get("hisparse", {}).get("resumes") for stream in streams],
             "equal": num_equal(streams, undisturbed),
-            "undisturbed_equal": num_equal(*passes[1:]),
+            "undisturbed_equal": num_equal(*passes[1:]),  # more can hardly be expected of the round's streams
             "errors": [stream.error for stream in streams if stream.error],
         }
 
@@ -298,7 +298,7 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "undisturbed, ms": row["wait_ms"],
         "left after, s": row["left_after_secs"],
         "equal": f"{row['equal']} of {len(gaps) + len(others)}",
-        "of undisturbed": row["undisturbed_equal"],
+        "equal when undisturbed": row["undisturbed_equal"],
         "errors": len(row["errors"]),
     }
 

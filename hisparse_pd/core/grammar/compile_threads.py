@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Waiting(Generic[T]):
-    """A call that has not begun. The caller alone keeps its future, so that a dropped one is noticed."""
+    """A call that has not begun. It refers to its future weakly: once the caller has dropped the future,
+    nobody wants the call."""
 
     size: int
     future: ref[Future[T]]
@@ -87,6 +88,8 @@ class CompileThreads:
             result = taken.call()
         except BaseException as error:  # concurrent.futures' own executors keep all errors, too
             future.set_exception(error)
-            del future  # the error's traceback refers to it
+            # The error refers through its traceback to this frame's variables. With the future among them,
+            # which now has the error, the two would keep each other.
+            del future
         else:
             future.set_result(result)

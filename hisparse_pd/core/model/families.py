@@ -1,8 +1,8 @@
 """The model families that are served, and how they differ apart from sizes.
 
 All have latent attention over positions that a lightning indexer selects. The loader and the model read the
-differences from ``ModelSpec.family``. Those that transformers' modules show by their parts (a gate behind a
-norm, a gate of the heads' values) are not repeated here.
+differences from ``ModelSpec.family``. A difference that is a submodule in transformers has no field here: the
+model looks for the submodule, as for ``q_gate_proj`` in attention with gated heads.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ FAMILIES: Final = {
     "axk2": Family(
         score_outside_groups=0.0,
         stored_names=(
+            # This matrix makes gates, too. The checkpoint keeps DeepSeek's name for it.
             (".self_attn.q_gate_proj.", ".self_attn.q_b_proj."),
             ("norm.mlp.fc1.", "norm.W_down."),
             ("norm.mlp.fc2.", "norm.W_up."),

@@ -69,9 +69,10 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """Numbers of the stepped tokens, int64 [most stepped tokens], which a CUDA graph reads because ``fill``
-    changes them. The last one is repeated to the end; if no token is stepped, one of padding is. None where
-    ``is_stepped`` is enough: in rows made by ``of``, and in ``padding`` all of whose tokens are stepped."""
+    """In rows for a CUDA graph that takes tokens of both kinds: numbers of the stepped ones, int64 [most
+    stepped tokens], a tensor because ``fill`` changes them. The last number is repeated to the end; if no
+    token is stepped, all are that of a token of padding. None in other rows, where ``is_stepped`` is enough:
+    those that ``of`` makes, and those for a graph that takes stepped tokens alone."""
 
     @property
     def num_stepped(self) -> int:
@@ -121,7 +122,7 @@ class PagedRows:
     ) -> PagedRows:
         """Return rows of padding, which are stored at ``scratch_slot``, for ``fill`` to overwrite.
 
-        ``num_stepped``: the most stepped tokens that may fill it; if it is ``num_tokens``, all are stepped.
+        ``num_stepped``: the most stepped tokens that may fill it; if it is ``num_tokens``, no others may.
         ``max_len``: a bound on the lengths of the requests that it may hold.
         """
         is_stepped = num_stepped == num_tokens
@@ -142,8 +143,11 @@ class PagedRows:
     def fill(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
-        ``others`` must not have more tokens, requests or pages, nor longer requests, nor more stepped tokens
-        than ``stepped_tokens``. If none is stepped, there must be padding behind them.
+        ``others`` must not have more tokens, requests or pages, nor longer requests. Without
+        ``stepped_tokens`` here, all of theirs must be stepped. Otherwise at most as many may be as
+        ``stepped_tokens`` has, and if none is, ``others`` must have fewer tokens than this object, so that
+        there is a token of padding to name. ``ShortForwards.run`` chooses a graph accordingly
+        (``sizing.GraphSize.takes``).
         """
         if self.stepped_tokens is not None:
             stepped = others.is_stepped.nonzero().flatten()
@@ -205,8 +209,8 @@ class PagedKv:
         row_checks: Tensor | None = None,
         most_pages: int | None = None,
     ) -> None:
-        """``most_pages``: the most pages that a CUDA graph unpacks, up to as many as the memory for unpacked
-        rows holds, which is the default."""
+        """``most_pages``: the most pages that a CUDA graph unpacks; by default as many as the memory for
+        unpacked rows holds, and never more."""
         device = device_pool.device
         self.rows = requests if isinstance(requests, PagedRows) else PagedRows.of(requests, page_size, device)
         self._spec = spec
@@ -221,8 +225,8 @@ class PagedKv:
         self._slots: dict[int, Tensor] = {}
         """The slots of ``_selected``, by the id of the page table in which they were looked up."""
         self.contexts: ContextPages | None = None
-        """The pages to unpack. If the memory for unpacked rows is too small for all requests, the requests
-        form groups, which are computed one after another. None where prompts read the pools themselves."""
+        """The pages to unpack. If the memory for unpacked rows is too small for all requests, they take
+        turns. None where prompts read the pools themselves."""
         if (unpacked := self._kernels.unpacked) is not None:
             most_pages = most_pages or unpacked.num_tokens // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
@@ -251,7 +255,7 @@ class PagedKv:
         return self._hints.transpose(0, 1)
 
     def fits(self, others: PagedKv) -> bool:
-        """Return whether the pages that ``others`` unpacks are no more than this object's CUDA graph does."""
+        """Return whether this object's CUDA graph unpacks enough pages at once for all of ``others``."""
         return self.contexts is None or others.contexts is None or self.contexts.fits(others.contexts)
 
     def fill(self, others: PagedKv, scratch_slot: int) -> None:
@@ -306,8 +310,8 @@ class PagedKv:
             return None
         rows, page_size = self.rows, self._page_size
         results = []
-        for group in contexts.groups:
-            tokens, page_ids = group.tokens, contexts.page_ids[group.pages]
+        for turn in contexts.turns:
+            tokens, page_ids = turn.tokens, contexts.page_ids[turn.pages]
             self._kernels.index_format.unpack(
                 keys, page_ids, page_size, unpacked.keys.keys, unpacked.keys.scales
             )
@@ -346,8 +350,8 @@ class PagedKv:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
         slots = self._slots_in(contexts.page_table, positions)
         results = []
-        for group in contexts.groups:
-            tokens, page_ids = group.tokens, contexts.page_ids[group.pages]
+        for turn in contexts.turns:
+            tokens, page_ids = turn.tokens, contexts.page_ids[turn.pages]
             self._kernels.kv_format.unpack(items, page_ids, self._page_size, unpacked.items)
             pool, num_columns = unpacked.items.view(torch.uint8), self._num_columns[tokens]
             results.append(attention.attend(q[tokens], pool, slots[tokens], scale, num_columns))
@@ -381,7 +385,7 @@ def _context_pages(
 def _stepped_pieces(rows: PagedRows) -> list[Tensor | slice]:
     """Return the stepped tokens of a forward in pieces of up to QUERIES_AT_ONCE: as a slice, which takes no
     copy of the queries, where they are next to each other."""
-    if rows.stepped_tokens is not None:
+    if rows.stepped_tokens is not None:  # the pieces are views, which ``fill`` changes before each replay
         return list(rows.stepped_tokens.split(QUERIES_AT_ONCE))
     tokens = rows.is_stepped.nonzero().flatten()
     pieces: list[Tensor | slice] = []

@@ -2,8 +2,8 @@
 
 Attention of prompts may use a kernel for bfloat16 though the pool has fp8 items, and the indexer one that
 reads adjacent keys. For these, each layer unpacks all pages of the requests next to one another once it has
-written its new rows. If the memory for that is too small for all requests, they form groups, which are
-computed one after another. A query's bits do not depend on its group.
+written its new rows. If the memory for that is too small for all requests, they take turns, some requests
+in each. A query's bits do not depend on its turn.
 
 A prefill node has one ``UnpackedMemory``, as a part of its ``AttentionKernels``. Each ``PagedKv``
 (``paged_kv.py``) has the ``ContextPages`` of its forward.
@@ -70,7 +70,7 @@ def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
     return unpacked_tokens(spec, page_size) * (items + keys) + 4 * UnpackedKeys.PADDING
 
 
-class Group(NamedTuple):
+class Turn(NamedTuple):
     """Requests that are computed together: their new tokens among those of the forward, and their pages in
     ``ContextPages.page_ids``."""
 
@@ -81,28 +81,26 @@ class Group(NamedTuple):
     def num_pages(self) -> int:
         return int(self.pages.stop - self.pages.start)
 
-    def with_request(self, num_tokens: int, num_pages: int) -> Group:
-        """Return the group with one more request at its end."""
+    def with_request(self, num_tokens: int, num_pages: int) -> Turn:
+        """Return the turn with one more request at its end."""
         tokens, pages = self.tokens, self.pages
-        return Group(
-            slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + num_pages)
-        )
+        return Turn(slice(tokens.start, tokens.stop + num_tokens), slice(pages.start, pages.stop + num_pages))
 
-    def next(self) -> Group:
-        """Return an empty group behind this one."""
-        return Group(slice(self.tokens.stop, self.tokens.stop), slice(self.pages.stop, self.pages.stop))
+    def next(self) -> Turn:
+        """Return an empty turn behind this one."""
+        return Turn(slice(self.tokens.stop, self.tokens.stop), slice(self.pages.stop, self.pages.stop))
 
 
 class ContextPages:
     """Which pages are unpacked for a forward, and where their rows lie then."""
 
-    def __init__(self, page_ids: Tensor, page_table: Tensor, groups: Sequence[Group]) -> None:
+    def __init__(self, page_ids: Tensor, page_table: Tensor, turns: Sequence[Turn]) -> None:
         self.page_ids = page_ids
         """int32 [n]: the pages of one request after the other, up to its last new position; -1 in padding."""
         self.page_table = page_table
         """int32 [num_requests, max_pages]: the page table of the unpacked rows, in which a page's id is its
-        number within its group; 0 behind the request's last page."""
-        self.groups = groups
+        number within its turn; 0 behind the request's last page."""
+        self.turns = turns
 
     @classmethod
     def of(
@@ -120,29 +118,29 @@ class ContextPages:
         any request has.
         """
         page_table = np.zeros((len(page_ids), max_pages), np.int32)
-        groups = [Group(slice(0, 0), slice(0, 0))]
+        turns = [Turn(slice(0, 0), slice(0, 0))]
         for row, ids, num_tokens in zip(page_table, page_ids, num_new_tokens, strict=True):
-            if groups[-1].num_pages + len(ids) > most_pages:
-                groups.append(groups[-1].next())
-            row[: len(ids)] = groups[-1].num_pages + np.arange(len(ids))  # behind those of earlier requests
-            groups[-1] = groups[-1].with_request(num_tokens, len(ids))
+            if turns[-1].num_pages + len(ids) > most_pages:
+                turns.append(turns[-1].next())
+            row[: len(ids)] = turns[-1].num_pages + np.arange(len(ids))  # behind those of earlier requests
+            turns[-1] = turns[-1].with_request(num_tokens, len(ids))
         all_ids = torch.cat([ids.to(torch.int32) for ids in page_ids]).to(device)
-        return cls(all_ids, torch.from_numpy(page_table).to(device), groups)
+        return cls(all_ids, torch.from_numpy(page_table).to(device), turns)
 
     @classmethod
     def padding(
         cls, num_requests: int, max_pages: int, num_tokens: int, most_pages: int, device: torch.device
     ) -> ContextPages:
-        """Return one group of padding with ``num_tokens`` new tokens, to be filled by ``fill``."""
+        """Return one turn of padding with ``num_tokens`` new tokens, to be filled by ``fill``."""
         return cls(
             torch.full((most_pages,), -1, dtype=torch.int32, device=device),
             torch.zeros((num_requests, max_pages), dtype=torch.int32, device=device),
-            [Group(slice(0, num_tokens), slice(0, most_pages))],
+            [Turn(slice(0, num_tokens), slice(0, most_pages))],
         )
 
     def fits(self, others: ContextPages) -> bool:
-        """Return whether ``fill`` can take ``others``: one group of no more pages than are here."""
-        return len(others.groups) == 1 and len(others.page_ids) <= len(self.page_ids)
+        """Return whether ``fill`` can take ``others``: one turn of no more pages than are here."""
+        return len(others.turns) == 1 and len(others.page_ids) <= len(self.page_ids)
 
     def fill(self, others: ContextPages) -> None:
         """Copy ``others``, which must fit, into this object's tensors; the rest becomes padding."""

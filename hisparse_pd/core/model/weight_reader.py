@@ -101,7 +101,8 @@ class StoredTensor:
 
 
 def is_same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are the same by dtype, shape, and their first and last ``SAMPLE_BYTES``."""
+    """Whether two tensors are the same by dtype, shape, and their first and last ``SAMPLE_BYTES``. The loader
+    asks this of a matrix of the MTP layer that most checkpoints repeat: all of it is gigabytes."""
     if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
         return False
     rest = max(0, one.num_bytes - SAMPLE_BYTES)
@@ -212,7 +213,8 @@ def read_weights(
     on_progress: Progress = lambda done, total: None,
     num_threads: int = NUM_THREADS,
 ) -> None:
-    """Fill all targets. ``device``: this process's device, whose driver pins buffers for targets on GPUs.
+    """Fill all targets. ``device``: this process's device. Buffers for targets on GPUs are pinned through its
+    driver context; without a current device, torch would make one on the first GPU.
 
     ``on_progress`` is called by the calling thread. Raises CheckpointError when a tensor cannot be read, and
     any other error of a thread, such as torch.OutOfMemoryError; all threads have ended by then.

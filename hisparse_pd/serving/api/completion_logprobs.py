@@ -16,7 +16,8 @@ from hisparse_pd.serving.api.token_names import EchoOffsets, TextOffsets, TokenN
 
 
 class Echo:
-    """The echoed prompt of one sample, which is shown in pieces where it has logprobs."""
+    """The echoed prompt of one sample, which is shown in pieces where it has logprobs: each time some of the
+    prompt's tokens are scored, ``logprobs`` is called with them, and then ``next_text``."""
 
     def __init__(self, sample: SampleRequest, names: TokenNames) -> None:
         self._text = sample.echo
@@ -30,7 +31,8 @@ class Echo:
         """Characters of the text that are shown."""
 
     def logprobs(self, tokens: Sequence[PromptToken]) -> Json | None:
-        """Return the logprobs of the prompt's next tokens; None if the client wants none beside an echo."""
+        """Return the logprobs of the prompt's next tokens; None unless the client asked for an echo and for
+        logprobs of completions. It gets vLLM's ``prompt_logprobs`` elsewhere, if it asked for these."""
         self._num_unscored -= len(tokens)
         if not self._has_logprobs:
             return None
@@ -38,7 +40,8 @@ class Echo:
         return _logprobs(self._names, tokens, offsets, self._num_top)
 
     def next_text(self) -> str:
-        """Return the text of the tokens so far that was not shown yet; all of it where it has no logprobs."""
+        """Return what was not shown yet of the echo up to the last token that ``logprobs`` got. Where it has
+        no logprobs, or once all of them have come, this is all that is left."""
         is_in_pieces = self._has_logprobs and self._num_unscored
         end = self._offsets.end if is_in_pieces else len(self._text)
         start, self._num_shown = self._num_shown, end
@@ -46,8 +49,9 @@ class Echo:
 
 
 class OutputLogprobs:
-    """The logprobs of one sample's output. A token within what may be a stop string has to wait, since its
-    text may never be shown."""
+    """The logprobs of one sample's output. A token whose text begins behind the shown text waits, because
+    that text may turn out to be in a stop string and never be shown; its offset is then the end of what is
+    shown."""
 
     def __init__(self, sample: SampleRequest, names: TokenNames) -> None:
         self._names = names
@@ -59,7 +63,8 @@ class OutputLogprobs:
         """Entries that are not shown yet, with the offsets of their texts."""
 
     def feed(self, delta: Delta) -> Json:
-        """Return the logprobs to show with the delta: their texts begin in the shown text, or at its end."""
+        """Return the logprobs to show with the delta: those of tokens whose texts begin in the shown text or
+        at its end, an offset that is right whether or not they follow, and with the last delta all others."""
         self._num_chars += len(delta.text)
         self._waiting += ((self._offsets.next(entry.token_id), entry) for entry in delta.logprobs)
         entries, offsets = [], []

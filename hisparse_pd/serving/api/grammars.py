@@ -50,8 +50,9 @@ def write_grammar(
 ) -> str:
     """Return the grammar in llguidance's Lark notation, or "" where the constraint excludes nothing.
 
-    ``separates_reasoning``: whether text within reasoning that looks like a call is no call. Raises ApiError
-    400.
+    ``separates_reasoning``: whether reasoning is separated from the answer before calls are looked for. If
+    not, text within reasoning that looks like a call would be read as one, so it is excluded there. Raises
+    ApiError 400.
     """
     answer, calls, markup = constraint.answer, constraint.calls, chat_format.markup
     if markup is None:
@@ -72,7 +73,8 @@ def write_grammar(
             assert answer is not None
             before = thoughts.whole()
             return lark.text(sequence(before, f"({_answer(lark, answer, thoughts.not_to_begin_with)})"))
-        writer = CALL_WRITERS[markup](MARKUPS[markup], lark, tools, Steps())
+        budget = Steps()  # for the schemas of all tools together
+        writer = CALL_WRITERS[markup](MARKUPS[markup], lark, tools, budget)
         may_interrupt = MARKUPS[markup].ends_reasoning
         return lark.text(
             _with_calls(
@@ -96,7 +98,7 @@ def _with_calls(
     """Return the first rule of an answer that must or may have calls. ``may_interrupt``: whether a call may
     end reasoning."""
     lark, excluded = thoughts.lark, thoughts.not_to_begin_with
-    # Where text within reasoning that looks like a call is read as one, reasoning must not have such text.
+    # Reasoning must not have the mark of calls where a call would end it, or would be read within it.
     marks = [writer.opening] if may_interrupt or not separates_reasoning else []
     before = thoughts.whole(marks)
     # Behind reasoning comes the answer in its format, or calls, or text in which a call may begin.
@@ -140,14 +142,18 @@ class _Thoughts:
         return thoughts if self.start is ReasoningStart.BEGUN else f"({thoughts})?"
 
     def until(self, mark: str, excluded: Sequence[str]) -> str:
-        """Return reasoning up to and with ``mark``. Its opening mark comes first unless the prompt has it."""
+        """Return reasoning up to and with ``mark``, without ``excluded`` marks in it.
+
+        Its opening mark comes first unless the prompt has it: as a rule of its own if it is a token, and
+        otherwise as the beginning of the text, behind which ``excluded`` marks are excluded.
+        """
         lark, opening = self.lark, self.think.opening
         if self.start is ReasoningStart.BEGUN:
             return lark.until(mark, excluded=excluded)
         if opening in lark.token_ids:
             return f"{_GAP} {lark.mark(opening)} {lark.until(mark, excluded=excluded)}"
         free = without(*excluded) if excluded else ANY
-        return lark.until(mark, f"{_SPACE} {literal(opening)} {free}")
+        return lark.until(mark, text=f"{_SPACE} {literal(opening)} {free}")
 
 
 # --- the answer's format -----------------------------------------------------------------------------
@@ -208,4 +214,4 @@ def _calls(
     not_begun = [f"~({begin} {ANY})" for begin in excluded]
     before = f"({' & '.join((ANY, *not_begun))})"
     text = lark.terminal(" & ".join((without(writer.opening), *not_begun)))
-    return f"{lark.until(writer.opening, before)} {called} | {text}"
+    return f"{lark.until(writer.opening, text=before)} {called} | {text}"

@@ -24,8 +24,8 @@ from hisparse_pd.serving.http.http_errors import ApiError
 
 def quarantine_routes(link: EngineLink) -> list[Route]:
     """Return the routes ``GET /quarantine`` and ``POST /release_quarantine``. The latter takes
-    ``?instance_id=`` for a run, or ``?pool=``, ``&slot=`` and, on a node of several ranks, ``&rank=`` for a
-    page. Both raise ApiError."""
+    ``?instance_id=`` for a run, or ``?pool=``, ``&slot=`` (the page's first slot, the ``start`` that
+    /quarantine shows) and, on a node of several ranks, ``&rank=`` for a page. Both raise ApiError."""
 
     async def show(request: Request) -> Response:
         pages = [{"rank": rank, **msgspec.to_builtins(page)} for rank, page in _pages(link)]

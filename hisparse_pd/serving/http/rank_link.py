@@ -34,7 +34,7 @@ class RankLink:
         """``endpoint``: the ZMQ endpoint that the socket binds. ``in_flight``: the node's counts.
 
         ``on_lost``: called when an engine on another machine is gone after it had reported. ``crossing``:
-        what a connection to another machine needs.
+        keys, allowed peers and heartbeats of the connection; None for a node of one machine.
         """
         self.rank = rank
         self.reports = EngineReports()
@@ -114,6 +114,8 @@ class RankLink:
             on_sent()
         for received in self._socket.receive():
             self._on_message(self, received)
-        self._check_loss()  # a message tells which connection is the engine's: it may be lost by now
+        # The first message tells which connection is the engine's. If that one ended before the message
+        # was read, the descriptor of losses has reported it already, when nobody knew whose it was.
+        self._check_loss()
         if self._socket.is_ready(to_send=bool(self.outbox)):
             self._schedule_turn()

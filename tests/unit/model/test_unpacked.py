@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest, PagedRows
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
-from hisparse_pd.core.model.unpacked import ContextPages, Group, UnpackedMemory
+from hisparse_pd.core.model.unpacked import ContextPages, Turn, UnpackedMemory
 from hisparse_pd.kernels.attention import TorchAttention
 from hisparse_pd.kernels.kv_format import BFLOAT16, FP8_E4M3, KvFormat
 
@@ -83,12 +83,12 @@ def prompts(tiny_checkpoint: Any) -> Prompts:
     return Prompts(load_spec(tiny_checkpoint("v32"), kv_cache_dtype=FP8_E4M3))
 
 
-@pytest.mark.parametrize(("most_pages", "num_groups"), [(10, 1), (9, 2), (6, 2), (7, 2)])
-def test_any_groups_have_the_bits_of_the_pool(prompts: Prompts, most_pages: int, num_groups: int) -> None:
+@pytest.mark.parametrize(("most_pages", "num_turns"), [(10, 1), (9, 2), (6, 2), (7, 2)])
+def test_any_turns_have_the_bits_of_the_pool(prompts: Prompts, most_pages: int, num_turns: int) -> None:
     expected = prompts.attended(prompts.kv(prompts.requests, 0))
     kv = prompts.kv(prompts.requests, most_pages)
     assert kv.contexts is not None
-    assert len(kv.contexts.groups) == num_groups
+    assert len(kv.contexts.turns) == num_turns
     assert torch.equal(prompts.attended(kv), expected)
 
 
@@ -108,7 +108,7 @@ def test_stepped_tokens_attend_as_steps_do(prompts: Prompts) -> None:
     assert bool(kernels.unpacked.items.isnan().all()), "nothing is unpacked for steps' attention alone"
 
 
-def test_padding_holds_one_group_after_another(prompts: Prompts) -> None:
+def test_padding_holds_some_requests_after_others(prompts: Prompts) -> None:
     """Graphs of short forwards keep their tensors and take other requests in turn, with other stepped
     tokens."""
     rows = PagedRows.padding(4, 9, 24, 23, scratch_slot=0, device=CPU, max_len=9 * PAGE_SIZE)
@@ -131,8 +131,8 @@ def test_where_pages_lie() -> None:
     found = ContextPages.of(pages, [5, 1, 9, 2], max_pages=3, most_pages=3, device=CPU)
     assert found.page_ids.tolist() == [7, 3, 1, 4, 5, 6, 2]
     assert found.page_table.tolist() == [[0, 1, 0], [2, 0, 0], [0, 1, 2], [0, 0, 0]]
-    assert found.groups == [
-        Group(slice(0, 6), slice(0, 3)),
-        Group(slice(6, 15), slice(3, 6)),
-        Group(slice(15, 17), slice(6, 7)),
+    assert found.turns == [
+        Turn(slice(0, 6), slice(0, 3)),
+        Turn(slice(6, 15), slice(3, 6)),
+        Turn(slice(15, 17), slice(6, 7)),
     ]

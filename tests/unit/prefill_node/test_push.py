@@ -123,8 +123,6 @@ class World:
     def forward(self, *pushes: ChunkPush) -> None:
         for layer in range(len(self.of_layers[0])):
             self.write(pushes, layer)
-        for push in pushes:
-            self.pusher.push_rest(push)
 
     def assert_landed(self, push: ChunkPush) -> None:
         bootstrap = push.request.bootstrap
@@ -239,7 +237,8 @@ def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
         world.sender.num_waiting += 1
 
     world.sender.submit = stuck  # type: ignore[method-assign]
-    world.pusher.push_rest(world.pusher.plan(world.request, 0, 2))
+    world.request.num_cached_tokens = 2
+    world.pusher.push_cached(world.request)
     for start in range(2, 12):
         world.forward(world.pusher.plan(world.request, start, start + 1))
     world.pusher.push_aux(world.request)
@@ -261,9 +260,11 @@ def test_prompts_of_one_forward_leave_side_by_side() -> None:
 
 def test_positions_known_already_leave_in_one_batch() -> None:
     world = World()
-    world.pusher.push_rest(world.pusher.plan(world.request, 0, 8))
+    world.request.num_cached_tokens = 8
+    world.pusher.push_cached(world.request)
     assert world.sender.tags == ["positions [0, 8) of layers [0, 5)"]
-    world.pusher.push_rest(world.pusher.plan(world.request, 8, 8))
+    world.request.num_cached_tokens = 0
+    world.pusher.push_cached(world.request)
     assert len(world.sender.batches) == 1
 
 

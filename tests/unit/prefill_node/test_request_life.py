@@ -118,7 +118,7 @@ class Node:
         push = self.pusher.plan(request, request.num_ready_tokens, stop)
         for layer in range(NUM_LAYERS):
             self.pusher.layer_written([push], layer)
-        self.life.note_computed(request, stop, push)
+        self.life.note_computed(request, stop)
         self.life.start_sending(request, 0.0)
 
     def candidates(self) -> list[int]:

@@ -65,7 +65,8 @@ def sglang_prefill(turn: Turn, cells: Sequence[CellLog], chunk: int) -> list[dic
 
 
 def http_cell(turn: Turn, cached: str, point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cell of a point of ``tools.bench.serve``; ``cached``: which prompts the server had seen."""
+    """Return the cell of a point of ``tools.bench.serve``. ``cached``: how much of the prompts the server had
+    seen, "nothing" or "all"."""
     ttft, tpot = point["ttft_secs"], point["tpot_secs"]
     return {
         "engine": turn.engine,
