@@ -226,6 +226,7 @@ def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] |
         return None
     tokens = 0.0
     for record in records:
+        # Each chunk counts with the mean number of tokens of its answer's chunks.
         if inside := sum(begin < arrival <= end for arrival in record.arrivals):
             tokens += inside * record.num_tokens / len(record.arrivals)
     return {"secs": end - begin, "output_tokens_per_sec": tokens / (end - begin)}

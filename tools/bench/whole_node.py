@@ -95,8 +95,8 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.device) -> int:
-    """Return the largest batch, up to the cell's, that fits the free memory; 0 if not even one request
-    does."""
+    """Return the largest batch, up to the cell's, that fits the free memory; 0 if not even one request does.
+    ``cell``: all options, those that list settings replaced by the cell's own."""
     free_gb = DeviceMemory.read(device).free_bytes / 1e9 if device.type == "cuda" else float("inf")
     free = free_memory(Machine())
     host_gb = float("inf") if free is None else MAIN_MEMORY_SHARE * free.num_bytes / 1e9
@@ -268,7 +268,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     title = f"{report['num_ranks']} ranks, {report['num_layers']} layers, {report['device']}: "
     for name in ("links", "collectives"):
         console.print(table_of(title + name, report.get(name, [])))
-    if not report["rows"]:
+    if not report["rows"]:  # with --collectives-only
         return
     for name in ("agreement", "load_secs", "memory_gb", "planned_weights_gb", "prefill_tokens_a_second"):
         console.print(f"{name}: {report.get(name)}", highlight=False)

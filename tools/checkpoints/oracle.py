@@ -38,7 +38,7 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
     config = AutoConfig.from_pretrained(checkpoint)
     is_of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_type: Any = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
-    text = config.get_text_config()
+    text = config.get_text_config()  # a model that takes images has its text model's configuration in it
     # grouped_mm, twice as fast at 16 tokens, takes rows that are multiples of 16 bytes, or 4 float32 values.
     experts = "eager" if text.hidden_size % 4 or text.moe_intermediate_size % 4 else "grouped_mm"
     model = model_type.from_pretrained(
@@ -61,11 +61,11 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
 
 def _lowest_first(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def selecting(*args: Any, **kwargs: Any) -> Any:
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
         with LowestFirst():
             return forward(*args, **kwargs)
 
-    return selecting
+    return in_mode
 
 
 class LowestFirst(TorchFunctionMode):

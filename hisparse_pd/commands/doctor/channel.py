@@ -55,6 +55,8 @@ class Offer(Struct, frozen=True, array_like=True, tag=1):
 
 
 class QuestionRefused(Struct, frozen=True, array_like=True, tag=3):
+    """The reply to a question that is malformed or cannot be answered; ``error`` says why."""
+
     error: Text
 
 

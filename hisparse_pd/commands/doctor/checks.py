@@ -211,7 +211,8 @@ def check_memory(num_bytes: int, machine: Machine) -> Check:
 
 
 def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machine: Machine) -> Check:
-    """Check whether ``num_bytes`` of main memory may be registered with each of ``num_devices``."""
+    """Check whether ``num_bytes`` of main memory may be registered with each of ``num_devices``, at least
+    one."""
     limit = machine.memlock_bytes()
     if (fault := memlock_fault(num_bytes, max(num_devices, 1), machine)) is not None:
         return Check.of("locked memory", fault, _RDMA_STATUS[asked])

@@ -109,7 +109,7 @@ def lane_to(
         gpu=gpu,
     )
     with closing(lanes):
-        lane = lanes.register(session, offer, [region])
+        lane = lanes.register(session, offer, [region])  # None while the memory is being opened
         if offer is not None:
             decided.wait(OPEN_SECS)
             lane = lanes.lane(session)

@@ -100,7 +100,7 @@ def jobs_of(warming: Warming, config: Mapping[str, Any]) -> list[Job]:
     most = max(warming.rows)
     jobs.append(("prompt logits", most, 2 * most))
     for rows in warming.rows:
-        if rows < most:
+        if rows < most:  # a decode step's
             jobs.append(("paged logits", rows))
             jobs.append(("half product", rows, *indexer_queries(config)))
         jobs += [("product", rows, *each) for each in products(config)]
