@@ -2,7 +2,7 @@
 
     python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm|axk2|mistral] [--draft [GAIN]]
 
-Most tests call ``write_checkpoint`` instead. The weights are not trained but constructed, so that the
+Tests call ``write_checkpoint`` instead. The weights are not trained but constructed, so that the
 generated text is a sharp test of a serving system:
 
 - Text depends on the whole context: attention is peaked and positional, and the indexer scores by nearly the
@@ -253,8 +253,8 @@ class _Maker:
     def directions(self, num_layers: int) -> _Directions:
         """Return the directions that the layers of an index group have in common.
 
-        With several layers, each layer must attend by the very scores that selected its positions, so scores
-        depend on the kept channels alone: they read the first half of each latent, which reads those alone.
+        With several layers, each layer must attend by the very scores that selected its positions. So the
+        directions read the kept channels alone: through the first half of each latent, which reads only those.
         """
         half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
         shared_key = self.matrix(SHARED, KV_LORA)
