@@ -254,7 +254,7 @@ class _Maker:
         """Return the directions that the layers of an index group have in common.
 
         With several layers, each layer must attend by the very scores that selected its positions. So the
-        directions read the kept channels alone: through the first half of each latent, which reads only those.
+        directions read the kept channels alone: through the first half of each latent, which reads no others.
         """
         half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
         shared_key = self.matrix(SHARED, KV_LORA)
