@@ -4,9 +4,8 @@ Each function fills the parameters of one kernel (``cuda_params.py``) and launch
 the compiled modules. ``kernels/swap_in.py`` and ``kernels/row_check.py`` call it with checked arguments;
 checks that only matter on a GPU are here. A slice is what one block of a swap-in takes of a request's
 selected positions (``swap_in_blocks.py``). Every launch goes to torch's current stream of the state's device.
-A CUDA graph can capture it, except for the first ``swap_in`` of a state or of a larger batch, which allocates
-memory (``swap_in_blocks.py``). Launches on one state must follow each other in one stream or be ordered by
-events.
+A CUDA graph can capture those of a step, except for the first ``swap_in`` of a state or of a larger batch,
+which allocates memory. Launches on one state must follow each other in one stream or be ordered by events.
 
 cupy is imported, and the code compiled, on the first launch.
 """
@@ -267,6 +266,7 @@ def start_row(
     parameters["staged"] = staged.data_ptr()
     for name in ("hot_slots", "host_pages", "lookup_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
+    # The distances from one group's table to the next one's, in elements.
     parameters["group_lookup_slots"] = state.lookup_to_hot.stride(0)
     parameters["group_entries"] = state.hot_to_lookup.stride(0)
     parameters["row"] = row

@@ -128,7 +128,7 @@ class HotBufferState:
     error_flags: Tensor
     """[num_rows] HotBufferError bits."""
     wrong_rows: Tensor
-    """[num_rows, 6] the first wrong item of a row with WRONG_ROW, by WrongRowField."""
+    """[num_rows, 6] the first wrong item of a row with WRONG_ROW, by WrongRowField; without it, anything."""
     max_context: int
     """Most positions of a row."""
     page_size: int

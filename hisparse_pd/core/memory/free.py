@@ -69,7 +69,8 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 class _GroupFiles(NamedTuple):
-    """Names in a control group's directory, and in its memory.stat."""
+    """Names of two files in a control group's directory, and of the ``file_cache`` line in its
+    memory.stat."""
 
     limit: str
     usage: str

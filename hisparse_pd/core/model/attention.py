@@ -241,7 +241,7 @@ class _GatedQueries:
 
     @property
     def rounding(self) -> Rounding | None:
-        """The rounding of the normed latent query."""
+        """The rounding of the normed latent query, which only the indexer's projection takes rounded."""
         return rounding_of(self._index_queries)
 
     def __call__(self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool) -> _MadeQueries:
