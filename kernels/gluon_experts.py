@@ -101,7 +101,7 @@ def gather_kernel(
     PADDED_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Copy one row and its scales."""
+    """Copy one row and its scales, which are [BLOCKS, rows]."""
     begin(OVERLAPS)
     place = tl.program_id(0)
     first = tl.load(starts + first_expert)
@@ -224,7 +224,7 @@ def num_units_of(plan, sizes: gl.constexpr):
     """Return the number of tiles of the result, the units of work."""
     _, tile_starts, _, first_expert, num_experts = plan
     num_tiles = gl.load(tile_starts + first_expert + num_experts) - gl.load(tile_starts + first_expert)
-    return num_tiles * (sizes[0] // sizes[4])
+    return num_tiles * (sizes[0] // sizes[4])  # by ROWS // BLOCK_ROWS tiles of the matrices
 
 
 @gluon.jit

@@ -286,9 +286,10 @@ def attend_kernel(
     """Attend to one split of one token's slots, for one tile of its heads.
 
     ``q``: [num_tokens, num_heads, RANK + ROPE]. ``latent``, ``scales``, ``rope``: the pool as numbers of each
-    part's dtype; the row's length (``_ROW``) and the part's offset in a row (``_AT``) count such numbers.
-    ``slots``: int32 [num_tokens, top_k]. ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``,
-    to base 2: [num_tokens, num_splits, num_heads], written when IS_PARTIAL.
+    part's dtype; the row's length (``_ROW``) and the part's offset in a row (``_AT``) count such numbers. A
+    scale of fp8 items belongs to SCALE_TILE numbers of the latent. ``slots``: int32 [num_tokens, top_k].
+    ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``, to base 2: [num_tokens, num_splits,
+    num_heads], written when IS_PARTIAL.
     """
     begin(OVERLAPS)
     PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16

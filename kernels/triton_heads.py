@@ -139,7 +139,7 @@ def rotary_part(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
     TILE: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some rotary parts of a tile of tokens; a row belongs to one token and one head."""
+    """Rotate ROWS rotary parts of a tile of tokens, from ``first_row`` on; a row is one head of one token."""
     row = first_row + tl.arange(0, ROWS)
     m = (first_token + row // HEADS).to(tl.int64)
     head = row % HEADS

@@ -213,7 +213,9 @@ def finish_latents_kernel(
     """Make one of a token's four results. The program's second number says which: 0 is the query latent, 1 is
     the KV item, 2 is the index key, 3 is the head weights.
 
-    Rows from ``num_tokens`` to ``num_rows`` are padding of the rounded query latent; they become zeros.
+    ``q``, ``kv``, ``key``, ``head``: [parts, num_tokens, size]; results are contiguous, ``scales`` [blocks,
+    num_rows]. Rows from ``num_tokens`` to ``num_rows`` are padding of the rounded query latent; they become
+    zeros.
     """
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
