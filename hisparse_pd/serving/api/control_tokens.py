@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 _LITERAL_ENDS = ("'", '"', "{", "%")
-"""Characters that may follow a literal in a template's source: its quote, a Jinja tag, or ``%s`` in it."""
+"""Characters that may end a literal in a template's source: its quote, a Jinja tag, or the ``%`` of a ``%s``,
+in whose place a client's string is written."""
 
 _CHANGES_CASE = re.compile(r"\b(?:lower|upper|title|capitalize)\b")
 """A pattern for the filters and methods by which a template may change the case of strings."""
@@ -48,6 +49,7 @@ class ControlTokens:
         self._first_char = re.compile(firsts, flags)
         self._may_remove = "replace" in template
         """Whether the template may remove characters, after which the remaining ones could spell a token."""
+        # Where characters may be removed, any first character of a token may begin one.
         self._spelling_start = (
             self._first_char if self._may_remove else re.compile(_spelling_pattern(self.spellings), flags)
         )

@@ -112,7 +112,7 @@ def refuse_hosted_alone(hosted: Sequence[LeftOutTool], *, are_alone: bool) -> No
 
 
 _DATA_NAMES = {"image": "image", "document": "pdf", "input_image": "image", "input_file": "file"}
-"""By type of a part that is not text, the name of its data in an error."""
+"""Words for the data of a part that is no text, in an error, by the part's type."""
 
 
 def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:

@@ -52,9 +52,9 @@ def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> 
     tools = described_tools("tools", body.tools)
     return ChatPrompt(
         messages,
-        arguments,
-        continue_final,
-        tuple(tools) if may_call else (),
+        template_arguments=arguments,
+        continue_final_message=continue_final,
+        tools=tuple(tools) if may_call else (),
         separate_reasoning=body.separate_reasoning is not False,
         add_generation_prompt=not (continue_final or body.add_generation_prompt is False),
     )

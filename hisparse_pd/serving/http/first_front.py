@@ -85,7 +85,7 @@ class EngineProcesses(Children):
         """Return where the ranks of the node meet each other: in the directory, or at the first machine."""
         size = self._settings.dp_size
         if not self._first_machine_host:
-            return RankPlace(rank, size, str(self._directory / "ranks"))
+            return RankPlace(rank, size, meeting_path=str(self._directory / "ranks"))
         _, init_port = self._settings.dist_init_host_port
         return RankPlace(rank, size, meeting_host=self._first_machine_host, meeting_port=init_port)
 
