@@ -104,7 +104,7 @@ class Rank:
     num_in_flight: int = 0
     """Requests of this router whose first room is the rank's."""
     num_foreign: int = 0
-    """Requests of others that the rank had when its node last reported its load."""
+    """Requests of other routers that the rank had when its node last reported its load."""
     last_picked: int = -1
 
     def draw_room(self) -> int:

@@ -249,7 +249,7 @@ class RelayedRequest:
         if journal is not None and num_records and not journal.is_kept:
             raise error  # a part of what the client has is not known any more
         if failure in (Failure.DECODE_LOST, Failure.DECODE_LEAVING):
-            # Also a call that was closed, or a stream that broke off, because the node shuts down is no loss.
+            # A call that was closed, or a stream that broke off, because the node shuts down is no loss.
             has_said_so = journal is not None and journal.is_leaving
             is_leaving = failure is Failure.DECODE_LEAVING or attempt.was_moved or has_said_so
             self._route.leave_decode_node(error, pair.decode, is_leaving=is_leaving, num_records=num_records)

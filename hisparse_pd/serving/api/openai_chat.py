@@ -29,6 +29,7 @@ from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 
 _DESCRIBING_ROLES = ("system", "developer")
+"""Roles whose messages may describe tools of their own."""
 _MAY_BE_EMPTY = ("assistant", "tool")
 """Roles whose messages may lack content: agents send back empty turns and results."""
 

@@ -131,7 +131,7 @@ def _packed_ids(name: str, value: Raw) -> bytes:
 def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.MsgspecError) -> ApiError:
     if isinstance(error, msgspec.ValidationError):
         with suppress(msgspec.MsgspecError):  # the piece may end within an entry that is a list or a string
-            index = int(Complaint.of(error).steps[0])
+            index = int(Complaint.of(error).steps[0])  # of the entry at fault
             path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
             return InvalidField(path, value, f"must be a token id, an integer from 0 to {parts.MAX_TOKEN_ID}")
     return FieldRefused(name, "must have nothing but token ids")

@@ -90,8 +90,8 @@ class SampleRequest:
     root: PageKey = NO_ISOLATION
     """Root of the prompt's page keys."""
     wanted_scores: WantedScores | None = None
-    """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples has them computed
-    for all (``generate.scores``)."""
+    """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples asks the engine for
+    them, for all (``generate.scores``)."""
     echo: str = ""
     """The prompt's text, where it is shown before the output's."""
     resumed: Resumed = NOT_RESUMED
@@ -156,7 +156,7 @@ async def plan_samples(
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
             samples.append(_plan_sample(request, prompt, sample_index, resumed, scores, id_prefix))
             if not resumed.is_over:
-                scores = None  # this sample has them computed, for all samples of the prompt
+                scores = None  # this sample asks its engine for them, for all samples of the prompt
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
@@ -341,7 +341,7 @@ def _plan_sample(
     """Return the sample at ``sample_index`` among those of its prompt. Raises ApiError 400 if it cannot
     resume.
 
-    ``scores``: logprobs of the prompt that the sample has computed, unless it is over.
+    ``scores``: logprobs of the prompt for which the sample asks its engine, unless it is over.
     """
     number = prompt.first_sample + sample_index
     rendezvous = request.rendezvous[number]

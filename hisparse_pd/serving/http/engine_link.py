@@ -149,7 +149,7 @@ class EngineLink:
         """Send the samples of one HTTP request. Those that have not ended are aborted when the context
         closes.
 
-        ``may_move``: they end with the code MOVED when the node begins to shut down. Raises NodeUnavailable
+        ``may_move``: the samples end with the code MOVED when the node begins to shut down. Raises NodeUnavailable
         unless the engines serve, QueueFull, and ApiError for a request that is too large.
         """
         self.require_serving()

@@ -153,7 +153,8 @@ async def serve(
     """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
 
     After a signal new requests are refused with 503, and requests in flight may finish: until ``num_at_work``
-    returns 0, for ``drain_timeout_secs`` at most, or until a second signal. ``apps``: the application of each
+    (``samples_at_work`` or ``rooms_at_work`` of ``engine_link.py``) returns 0, for ``drain_timeout_secs`` at
+    most, or until a second signal. ``apps``: the application of each
     listener. All fronts serve the port of ``listeners[0]``, and this one alone those of the others.
     """
     loop = asyncio.get_running_loop()
