@@ -149,8 +149,8 @@ class EngineLink:
         """Send the samples of one HTTP request. Those that have not ended are aborted when the context
         closes.
 
-        ``may_move``: the samples end with the code MOVED when the node begins to shut down. Raises NodeUnavailable
-        unless the engines serve, QueueFull, and ApiError for a request that is too large.
+        ``may_move``: the samples end with the code MOVED when the node begins to shut down. Raises
+        NodeUnavailable unless the engines serve, QueueFull, and ApiError for a request that is too large.
         """
         self.require_serving()
         shares = [share for prompt in prompts for share in self._split_by_rank(prompt)]

@@ -154,8 +154,8 @@ async def serve(
 
     After a signal new requests are refused with 503, and requests in flight may finish: until ``num_at_work``
     (``samples_at_work`` or ``rooms_at_work`` of ``engine_link.py``) returns 0, for ``drain_timeout_secs`` at
-    most, or until a second signal. ``apps``: the application of each
-    listener. All fronts serve the port of ``listeners[0]``, and this one alone those of the others.
+    most, or until a second signal. ``apps``: the application of each listener. All fronts serve the port of
+    ``listeners[0]``, and this one alone those of the others.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
