@@ -129,7 +129,8 @@ class SchemaReader:
         raise NotWritable("refers to itself")
 
     def forms_of_parameter(self, name: str) -> list[Forms]:
-        """Return the forms of all schemas of one parameter."""
+        """Return the forms of each schema of one parameter: the root's and those of its branches, or that of
+        further parameters."""
         root = self._root
         found = list(self._property_schemas(name, root))
         if not found and "additionalProperties" in root:

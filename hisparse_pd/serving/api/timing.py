@@ -2,7 +2,8 @@
 
 ``app.py`` makes one ``Timeline`` for each request that generates; the handler in ``decode_node/server.py``
 notes what the engines report, sample by sample. The decode node's first report includes the prefill node's
-phases. A trace gets its spans from these reports, with the engines' times.
+phases. A trace gets its spans from these reports, with the engines' times. ``arrived_at`` and
+``_complete_at`` are times of ``time.monotonic``; all other names in ``_at`` are Unix time, in seconds.
 """
 
 from __future__ import annotations
