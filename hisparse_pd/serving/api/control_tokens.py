@@ -28,8 +28,8 @@ as a tool's name."""
 
 
 def is_control_token(token: Any, template: str) -> bool:
-    """Whether an added token of a tokenizer steers the model. The others are text: runs of spaces, and words
-    that the template does not write."""
+    """Whether ``token``, an added token of a tokenizer (``tokenizers.AddedToken``), steers the model. The
+    others are text: runs of spaces, and words that the template does not write."""
     text = token.content
     if not text.strip():
         return False
@@ -45,7 +45,7 @@ class ControlTokens:
         self.spellings = tuple(sorted(set(spellings)))
         self._max_chars = max(map(len, self.spellings), default=0)
         flags = re.IGNORECASE if _CHANGES_CASE.search(template) else re.NOFLAG
-        firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"
+        firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"  # never matches
         self._first_char = re.compile(firsts, flags)
         self._may_remove = "replace" in template
         """Whether the template may remove characters, after which the remaining ones could spell a token."""

@@ -52,7 +52,8 @@ class EngineProcesses(Children):
     """The engines of this machine's ranks in child processes, and the directory of their sockets."""
 
     def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
-        """``target(settings, endpoints, place)`` runs an engine; the child imports it by name.
+        """``target(settings, endpoints, place)`` runs an engine; the child imports it by name. ``name``: the
+        beginning of the children's names in logs.
 
         Raises StartError if the node has several machines and the first one's name has no address.
         """
