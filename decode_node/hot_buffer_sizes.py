@@ -27,6 +27,7 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     limits = draft.limits
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
+    # Those of at most ``smallest_hot_buffer`` are left out early; ``gain`` then decides by their own minimum.
     large = [
         r for r in draft.running if r.hot_capacity > limits.smallest_hot_buffer and r not in draft.exchanges
     ]

@@ -4,6 +4,9 @@
 at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
 hot buffer up; ``grow``; ``retract`` to take the device slots away; ``release`` at the end. Filling runs
 beside the steps of other requests, in a stream of its own.
+
+A hisparse request has a **lookup slot** for each of its positions, in pages like those of a pool. A table of
+each hot group (``kernels/hot_state.py``) says for a lookup slot where its position is in the hot buffer.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class RequestTables:
         page_size: int,
         max_new: int = 1,
     ) -> None:
-        """``max_new``: the most new positions of a request in one step."""
+        """``max_capacity``: the most entries of a hot buffer. ``max_new``: the most new positions that a step
+        has of a request."""
         self.spec = spec
         self.memory = memory
         self.page_size = page_size
@@ -164,7 +168,8 @@ class RequestTables:
         The next row results say whether one is wrong. Drafts that were not accepted are left out.
         """
         state, row = self.state, request.req_row
-        # An entry has a lookup slot; its position follows from the place of that slot's page in the row.
+        # The table has the lookup slot of each entry. The slot's page is, say, the third page of the row; its
+        # position is then in the third page of the sequence, at the same offset.
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
         at = torch.searchsorted(page_ids, lookup_slots // self.page_size).clamp_(max=len(page_ids) - 1)
@@ -283,13 +288,13 @@ class RequestTables:
     def grow(self, request: Request) -> None:
         """Enter all pages of a running request into its row, after it was given more. No step in flight looks
         at the new ones, and the filling of a row under way writes the same ids."""
-        row = request.req_row
+        row, first_page = request.req_row, 0
         if request.mode is Mode.DENSE:
-            self.state.set_pages(row, 0, self._pages(request, PoolKind.DEVICE))
+            self.state.set_pages(row, first_page, self._pages(request, PoolKind.DEVICE))
         else:
             pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
-            self.state.set_host_pages(row, 0, *pages)
-        self.state.set_index_pages(row, 0, self._pages(request, PoolKind.INDEX))
+            self.state.set_host_pages(row, first_page, *pages)
+        self.state.set_index_pages(row, first_page, self._pages(request, PoolKind.INDEX))
 
     def _pages(self, request: Request, kind: PoolKind) -> Tensor:
         return pages_tensor(request.extents(kind), self.page_size)
