@@ -31,6 +31,7 @@ def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
             return _admit_hisparse(draft, request)
         case HisparseFlag.FALSE:
             num_prompt, limits = request.num_prompt_tokens, draft.limits
+            # with all slots to grow into, or else with a page of them
             lengths = num_prompt + limits.growth_tokens, num_prompt + limits.page_size
             return _admit_dense(draft, request, lengths)
         case HisparseFlag.AUTO:

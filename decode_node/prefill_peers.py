@@ -275,7 +275,7 @@ class PrefillPeers:
                 f"{PROTOCOL_VERSION}; run the same release on both"
             )
         theirs, ours = message.geometry.index_rotation, self.geometry.index_rotation
-        if theirs != ours:  # prefill nodes of older releases do not check it
+        if theirs != ours:  # the peer has checked the rest of the geometry; older releases leave this out
             return (
                 f"index_rotation: prefill node {peer.address} has {theirs!r}, this node {ours!r}; run the "
                 "same release on both"

@@ -126,10 +126,10 @@ class Reserve:
         self._left = order.left
         """What is free when all running requests have ended, without what later admissions own."""
         self._spare: _Slots | None = None
-        """Slots that no kept request with one way to end needs; None if there are no such requests."""
+        """Slots beyond what any request needs that ``_keep`` was called for and that has one way to end; None
+        without such requests."""
         self._spare_by_way: list[list[_Slots]] = []
-        """Slots that each way of a kept request with two ways to end leaves; negative where that way is
-        closed."""
+        """The same for each such request with two ways to end, by way; negative where that way is closed."""
         self.is_safe = order.is_safe
         """Whether all requests can end as things are."""
         for place in order.places:
