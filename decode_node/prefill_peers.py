@@ -320,8 +320,9 @@ class PrefillPeers:
     def _note_num_ranks(self, node: tuple[str, int], num_ranks: int) -> None:
         if num_ranks == self._num_ranks.get(node, 1):
             return
-        self._num_ranks[node] = num_ranks
-        if num_ranks == 1:
+        if num_ranks > 1:
+            self._num_ranks[node] = num_ranks
+        else:
             del self._num_ranks[node]
         self._events.append(RanksChanged(node))
 

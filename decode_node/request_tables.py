@@ -80,7 +80,7 @@ class RequestTables:
         self.slice_bytes = SLICE_BYTES
         self.filling: dict[int, RowStart] = {}
         """By row, what is not launched yet of its filling, in the order in which rows are filled."""
-        self.warming: dict[int, torch.cuda.Event] = {}
+        self.fill_ends: dict[int, torch.cuda.Event] = {}
         """By row, the end of the copies that were launched last to fill it."""
         self._last_slice: torch.cuda.Event | None = None
         """The end of the copies that were launched last for any row."""
@@ -218,7 +218,7 @@ class RequestTables:
         """Launch up to ``most_bytes`` of the copies that fill a row, or all for None. Returns their bytes. If
         that raises, the row is not filled any further."""
         filling = self.filling.pop(row)
-        with self._beside_steps(row, is_first=row not in self.warming):
+        with self._beside_steps(row, is_first=row not in self.fill_ends):
             num_bytes = filling.launch_slice(most_bytes)
         if filling.num_left_bytes is not None:  # None: all is launched
             self.filling = {row: filling, **self.filling}  # the first row is finished before the next
@@ -238,7 +238,7 @@ class RequestTables:
             finally:  # also after an error: what was launched before it still reads the request's slots
                 filled = torch.cuda.Event()
                 filled.record()
-                self.warming[row] = self._last_slice = filled
+                self.fill_ends[row] = self._last_slice = filled
 
     def stop_filling(self, request: Request) -> None:
         """Launch nothing more to fill a request's row. Copies under way go on until ``is_ready``."""
@@ -248,12 +248,12 @@ class RequestTables:
         """Return whether the row of a RUNNING or ENDING request is filled, or its filling has stopped."""
         if request.req_row in self.filling:
             return False
-        filled = self.warming.get(request.req_row)
+        filled = self.fill_ends.get(request.req_row)
         if filled is None:
             return True
         if not filled.query():
             return False
-        del self.warming[request.req_row]
+        del self.fill_ends[request.req_row]
         return True
 
     def _row_start(self, request: Request) -> RowStart:
@@ -323,7 +323,7 @@ class RequestTables:
         self.state.reset_row(row)
 
     def _wait_until_filled(self, row: int) -> None:
-        if (filled := self.warming.pop(row, None)) is not None:
+        if (filled := self.fill_ends.pop(row, None)) is not None:
             filled.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
