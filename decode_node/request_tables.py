@@ -168,8 +168,8 @@ class RequestTables:
         The next row results say whether one is wrong. Drafts that were not accepted are left out.
         """
         state, row = self.state, request.req_row
-        # ``hot_to_lookup`` has the lookup slot of each entry. If the slot's page is, say, the third page of the
-        # row, its position is in the third page of the sequence, at the same offset.
+        # ``hot_to_lookup`` has the lookup slot of each entry. If the slot's page is, say, the third page of
+        # the row, its position is in the third page of the sequence, at the same offset.
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
         at = torch.searchsorted(page_ids, lookup_slots // self.page_size).clamp_(max=len(page_ids) - 1)

@@ -129,8 +129,8 @@ class Reserve:
         """The fewest slots that a request with one way to end leaves, of those whose needs are kept; None
         without such requests."""
         self._spare_by_way: list[list[_Slots]] = []
-        """For each request with two ways to end whose needs are kept, the slots that each way leaves; negative
-        where that way is closed."""
+        """For each request with two ways to end whose needs are kept, the slots that each way leaves;
+        negative where that way is closed."""
         self.is_safe = order.is_safe
         """Whether all requests can end as things are."""
         for place in order.places:
