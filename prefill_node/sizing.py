@@ -16,8 +16,8 @@ from hisparse_pd.core.model.unpacked import unpacked_bytes
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes reserved for libraries' workspaces and for unpacked weights."""
 TOKEN_RESERVE_BYTES = 512 << 10
-"""Bytes reserved for one token's activations: twice the queries, 128 heads of 576 numbers, and smaller
-ones."""
+"""Bytes reserved for one token's activations: the queries (128 heads of 576 numbers of 2 bytes) twice, and
+smaller ones."""
 
 
 class GraphSize(NamedTuple):
@@ -41,9 +41,11 @@ class GraphSize(NamedTuple):
 
 
 GRAPH_SIZES: Final = (
-    *(GraphSize(1024, 240), GraphSize(1024, 15)),
+    GraphSize(1024, 240),
+    GraphSize(1024, 15),
     GraphSize(512, 120),
-    *(GraphSize(256, 60), GraphSize(256, 15)),
+    GraphSize(256, 60),
+    GraphSize(256, 15),
     GraphSize(128, 30),
     GraphSize(64, 15),
     GraphSize(16, 15),
