@@ -1,10 +1,11 @@
 """Takes a chat answer's text apart as it comes: into reasoning, content and tool calls.
 
 Each answer to a chat has a ``MessageParser`` (``chat_reading.py``), which is fed with each piece of text and
-returns what it changes in the answer's blocks. A generator reads the text and says which marks come next;
-calls are read by a ``CallReader``. Text that may be the beginning of a mark is withheld, so blocks do not
-depend on how the text was cut into deltas. Every character is searched once, and those that may begin a mark
-once more: the work for a piece of text is proportional to its length, whatever came before it.
+returns what it changes in the answer's blocks. A generator (``Reading``) yields the marks to look for, and is
+sent each mark that is found and the text between them; calls are read by a ``CallReader``. Text that may be
+the beginning of a mark is withheld, so blocks do not depend on how the text was cut into deltas. Every
+character is searched once, and those that may begin a mark once more: the work for a piece of text is
+proportional to its length, whatever came before it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class MessageParser:
         """The reader of the calls that have begun; None outside of calls."""
         self._reading = self._read_message()
         self._marks: Marks = () if self._is_at_start else next(self._reading)
-        """The marks to look for next."""
+        """The marks to look for next; the answer's start is read without the generator (``_read_start``)."""
 
     @property
     def has_calls(self) -> bool:
@@ -79,8 +80,8 @@ class MessageParser:
         return self._blocks.blocks
 
     def feed(self, text: str, finish: FinishReason | None = None) -> list[BlockChange]:
-        """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
-        this reason."""
+        """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: why the answer ends
+        with this text; None if it goes on."""
         text, self._withheld = self._withheld + text, ""
         is_cut = finish is FinishReason.LENGTH
         unread = self._read_start(text) if self._is_at_start else text
@@ -181,7 +182,7 @@ class MessageParser:
 
     def _show_as_text(self, calls: CallReader) -> None:
         """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
-        self._skips_space = calls.num_calls > 0
+        self._skips_space = calls.num_calls > 0  # space behind a call that was shown is markup
         self._show(calls.unshown)
         self._calls = None
 
@@ -206,7 +207,7 @@ class MessageParser:
         elif not is_cut and not calls.is_in_call:  # no call followed the opening
             self._show_as_text(calls)
             self._show(withheld)
-        elif not is_cut and markup.ends_with_answer:
+        elif not is_cut and markup.ends_with_answer:  # the answer's end is the end of the call
             self._send(markup.call_end, is_mark=True)
 
 
