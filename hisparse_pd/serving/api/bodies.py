@@ -157,7 +157,7 @@ class SamplingFields:
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
     logit_bias: parts.Biases | None
     ignore_eos: bool | None
-    stop_token_ids: parts.TokenIds | None
+    stop_token_ids: parts.StopTokenIds | None
     skip_special_tokens: bool | None
     no_stop_trim: bool | None
     include_stop_str_in_output: bool | None

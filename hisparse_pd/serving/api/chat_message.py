@@ -18,7 +18,6 @@ from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind, BlockList
 from hisparse_pd.serving.api.call_reader import CallReader, Marks, Piece, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
-from hisparse_pd.serving.api.detokenizer import overlap
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
@@ -129,7 +128,7 @@ class MessageParser:
             at = found.end()
         # The rest, up to what may begin a mark.
         tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
-        end = len(text) - max((overlap(tail, mark) for mark in self._marks), default=0)
+        end = len(text) - max((_overlap(tail, mark) for mark in self._marks), default=0)
         self._withheld = text[end:]
         self._send(text[at:end])
 
@@ -226,3 +225,11 @@ def search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
 @cache
 def _pattern(marks: Marks) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, marks)))
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of ``text`` that is a beginning of ``mark``, and not all of it."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -52,7 +52,7 @@ class Lark:
     def begin_rule(self) -> str:
         """Return the name of a rule that is written later, so that it may refer to itself."""
         name = f"r{len(self._names)}"
-        self._names["r", name] = name
+        self._names["r", name] = name  # takes the number, so that no other rule gets the name
         return name
 
     def end_rule(self, name: str, expansion: str) -> None:
@@ -65,13 +65,13 @@ class Lark:
         return self._named("T", "", expression)
 
     def mark(self, mark: str) -> str:
-        """Return the rule of ``mark``."""
+        """Return the expression of ``mark``, with its token if it is or contains one."""
         before, token, behind = self._split(mark)
-        return sequence(literal(before), token, literal(behind) if token else "")
+        return sequence(literal(before), token, literal(behind))
 
     def until(self, mark: str, text: str = ANY, excluded: Sequence[str] = ()) -> str:
-        """Return the rule of ``text``, a regular expression, up to and with the first ``mark``, and without
-        ``excluded`` in it."""
+        """Return the name of a rule: ``text``, a regular expression, up to and with the first ``mark``, and
+        without ``excluded`` in it."""
         before, token, behind = self._split(mark)
         if token:
             free = f"({text} & {without(mark, *excluded)})"
@@ -142,7 +142,9 @@ def search_regex(pattern: str) -> str:
     """Return the expression of texts in which the pattern is found, as for JSON Schema's ``pattern``. Raises
     ValueError."""
     begins, ends = pattern.startswith("^"), _ends_anchored(pattern)
-    if (begins or ends) and _has_alternatives(pattern):  # the anchors are those of one alternative
+    if (begins or ends) and _has_alternatives(pattern):
+        # Each anchor is one alternative's, so it cannot move out of the group. llguidance ignores it
+        # there, so the alternative may be anywhere in the text.
         return sequence(ANY, regex(f"(?:{pattern})"), ANY)
     return sequence("" if begins else ANY, regex(pattern), "" if ends else ANY)
 
