@@ -1,7 +1,8 @@
-"""Gives running requests slots for their next steps, or makes a dense one hisparse if it can get none. Pure.
+"""Gives running requests slots for their next steps, or makes a dense one hisparse if it can get none.
 
 ``scheduler.py`` calls ``grow`` first in each plan. Each request grows in its place of the order in which all
-can end (``reserve.py``). One that gets nothing sits the step out.
+can end: ``Reserve`` calls ``grown`` for one after the other, and keeps the claim that it returns: what the
+request lacks to end. One that gets nothing sits the step out. Only the plan's draft is changed, never a pool.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def grow(draft: PlanDraft) -> bool:
         """Give slots to one request, in its place of the order. Returns what it claims from then on."""
         request = place.request
         if request not in short or _grow_one(draft, request, reserve):
-            # After growth the old claim still serves: the request lacks fewer slots, and as many fewer are
-            # free.
+            # After n slots were given, the request lacks n fewer to end, and n fewer are free. Its end leaves
+            # the others as many as before, so the old claim stays right.
             return place.claim
         if request.has_slots_for_next:
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages and _leave_pages(draft, request, reserve):
-            return Claim(place.claim.owned, place.claim.ways[1:])  # the second way: to end in a hot buffer
+            # Of its two ways to end, in pages or in a hot buffer, the second is left. ``Reserve`` reads only
+            # the claim's ways, against what was free before the exchange, so the old numbers stay right.
+            return Claim(place.claim.owned, place.claim.ways[1:])
         sits_out.append(request)
         return place.claim
 

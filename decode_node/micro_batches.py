@@ -50,8 +50,9 @@ class MicroBatches:
     def forward(self, token_ids: Tensor, new: NewPositions) -> tuple[Tensor, Tensor | None]:
         """Run the model over ``token_ids`` (int64 [num_reqs]) at the ``new`` positions, one for each request.
 
-        Returns logits, float32 [num_reqs, vocab_size], and with a draft layer the hidden states of
-        ``forward_with_hidden``. Requests go to the micro-batches by turns, and so does padding.
+        Returns logits, float32 [num_reqs, vocab_size], and if the model has a draft layer the hidden states
+        that it takes, [num_reqs, hidden_size] (``DsaModel.forward_with_hidden``), else None. Requests go to
+        the micro-batches by turns, and so does padding.
         """
         with matmuls_without(TAKEN_SMS):
             return self._forward(token_ids, new)
@@ -148,7 +149,8 @@ class _MicroBatchStep(DeviceStep):
         self._copies = copies
 
     def page_in(self, layer: int, positions: Tensor) -> Tensor:
-        """See ``DeviceStep.page_in``. An index group's first layer plans; each layer copies what is due."""
+        """See ``DeviceStep.page_in``. An index group's first layer plans the group's misses; each layer
+        copies those of the KV layers that have to be filled before it attends."""
         if self._is_first_of_group(layer):
             with self._planning.turn():
                 self._device_slots = plan_misses(

@@ -110,10 +110,14 @@ class Reserve:
     """What can be given away while all requests can end: the running ones in ``order``, and behind them each
     of those whose KV is on its way.
 
-    A slot that a request gets is missing only to those before it in the order: those behind it wait for its
-    end, and then the slot is free again. While the reserve is made, ``grown`` is therefore called for each
-    running request when just the needs of those before it are kept. It may ``give`` slots to the request, and
-    returns the request's claim from then on.
+    A slot that a request gets can only keep those before it in the order from ending: those behind it come
+    after its end, which frees the slot again. Requests are therefore asked in their order. At a request's
+    turn the reserve keeps the needs of those before it, and calls ``grown``, which may ``give`` it slots and
+    returns the claim whose needs are kept for those behind it.
+
+    The claim is relative to ``Place.available``, which still counts what was given. A request that got slots
+    returns its old claim, because it lacks as many fewer as are no longer free. One that gave up a way to end
+    returns its claim without that way.
     """
 
     def __init__(

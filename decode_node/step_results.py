@@ -10,6 +10,10 @@ The forward joins it on the device (``join_plain``, ``join_verified``), and the 
 Example, after a step that verified up to two drafts of each request (``num_new`` 3), of which this one had
 two, 50 and 51, and the first was right: ``flags hits misses evictions  2 1  50 60 9  70 71``. Its new tokens
 are 50 and 60; 9 was drawn behind the wrong draft.
+
+While the prompt goes on, its own tokens take the places of drafts (``StepEntry``). If both of this row's are
+the prompt's and a third prompt token follows, ``num_known`` is 3, and no drawn token counts. If the second is
+the prompt's last one, ``num_known`` is 2, and the token drawn behind it counts.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ TOKEN_COLUMN = 4
 
 
 def num_columns(num_new: int) -> int:
-    """Return the columns of a step with ``num_new`` positions of each request; 1 for a step without
-    drafts."""
+    """Return the number of columns for a step with ``num_new`` positions of each request, which is 1 in a
+    step without drafts."""
     return TOKEN_COLUMN + (1 if num_new == 1 else 2 + num_new + num_new - 1)
 
 
@@ -71,7 +75,8 @@ class StepResult:
     """Guesses of the draft layer for the next step; empty after a step without drafts, and while the prompt
     goes on."""
     num_known: int = 0
-    """Tokens of the prompt that followed its positions in the step (``StepEntry.known``)."""
+    """Positions of the step whose next token is the prompt's own, so that none was drawn behind them
+    (``StepEntry.known``)."""
 
 
 class _Row(NamedTuple):

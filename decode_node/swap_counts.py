@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 
 class SwapCounts(NamedTuple):
-    """What the swap-ins of one or more requests have counted."""
+    """What the swap-ins of one or more requests have counted, over all steps and index groups. A position
+    that is selected several times counts once a step and group."""
 
     hits: int = 0
+    """Selected positions that were in the hot buffer."""
     misses: int = 0
+    """Selected positions that were not, so that their items came from the host pool."""
     evictions: int = 0
+    """Positions that lost their entry to a miss or to a new position. Taking a free entry counts nothing."""
 
     def plus(self, other: SwapCounts) -> SwapCounts:
         return SwapCounts(

@@ -3,12 +3,13 @@
 For fp8, activations are rounded too, each row in blocks of 128 columns with their own scales, as the
 reference implementations of DeepSeek-V3 and its successors do. Products of blocks are float32, and are scaled
 before they are added up. On a GPU ``kernels.triton_linear`` cuts the columns into parts by the matrix's shape
-alone (split-K), so that a row has the same bits among any number of rows. Where the columns are one part,
-torch's ``scaled_mm`` or cuBLAS multiplies many rows: both fill a GPU without parts, and add up in the same
-order.
+alone (split-K), so that a row has the same bits among any number of rows. Where that makes one part, many
+rows go to torch's ``scaled_mm`` or cuBLAS instead: they fill a GPU without parts, and add up in the kernel's
+order, so that the bits stay the same.
 
 The model's layers call ``block_product`` or ``dense_product``, whose parts the next kernel adds up
-(``add_norm``, ``finish_latents``, ...), which saves a launch.
+(``add_norm``, ``finish_latents``, ...), which saves a launch, and its MLPs ``gated``. ``kernels.experts``
+calls ``block_linear``.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
     """Return ``x @ (values * scales).T`` in parts, [parts, num_tokens, rows], which the caller adds in order.
 
     ``x``: at least ``num_tokens`` rounded rows; ``values``: float8_e4m3fn [rows, columns], contiguous;
-    ``scales``: float32 [blocks down, blocks across]; all on one device. A single part has ``dtype``; several
-    parts are float32, and the caller rounds their sum to ``dtype``. This never waits for the device. Each row
-    of the result depends only on its row of ``x``.
+    ``scales``: float32 [blocks down, blocks across]; all on one device. A single part has ``dtype``, which
+    must be bfloat16 on a GPU; several parts are float32, and the caller rounds their sum to ``dtype``. This never
+    waits for the device. Each row of the result depends only on its row of ``x``.
     """
     if num_tokens == 0:
         return scales.new_empty((1, 0, len(values)), dtype=dtype)
@@ -112,4 +113,5 @@ def gated(gate_up: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> Act
         return Activations(gated_rows(gate_up, dtype))
     multiple = row_multiple(num_tokens, gate_up.device)
     rounded = quantize_gated(gate_up, multiple, ue8m0=rounding.ue8m0)
+    # No dense columns: only the fp8 down projection reads these.
     return Activations(gate_up.new_empty((num_tokens, 0), dtype=dtype), rounded)

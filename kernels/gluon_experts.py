@@ -2,12 +2,16 @@
 # mypy: disallow_untyped_calls=False
 """Products of many rows with the matrices of their experts on Hopper, both in fp8.
 
-``kernels.triton_experts`` calls it where experts have many rows; its own kernel gives the same bits. A layer
-is one ``gather_rows`` and two ``multiply_rows``, one for each product. A tile of the result is 128 rows of
-one expert by 128 rows of its matrices. Programs, warps and the ring of blocks in shared memory are those of
-``kernels.gluon_linear``: a tile's rows are adjacent, because ``gather_rows`` has put the tokens into the
-order of experts. A tile that ends behind its expert's last row reads rows of the next expert, and does not
-store their results.
+``kernels.triton_experts`` calls this module where experts have many rows. For fewer rows, and on other GPUs,
+it has a kernel of its own, which gives the same bits. A layer is one ``gather_rows`` and two
+``multiply_rows``, one for each product. A tile of the result is 128 rows of one expert (tokens routed to it)
+by 128 rows of its matrices.
+
+A program takes one tile after the other, as in ``kernels.gluon_linear``: one warp (``load_blocks``) loads
+blocks of 128 columns into a ring of STAGES places in shared memory, and two groups of four warps
+(``multiply_tiles``) multiply half of the tile's rows each. This works because a tile's rows are adjacent:
+``gather_rows`` has put the tokens into the order of experts. A tile that ends behind its expert's last row
+reads rows of the next expert, and does not store their results.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hisparse_pd.kernels import gluon_linear
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.cuda_launch import num_multiprocessors
 from hisparse_pd.kernels.expert_routing import MANY_TILE_ROWS, ExpertMatrices, Routing
@@ -37,7 +42,6 @@ from hisparse_pd.kernels.gluon_linear import (
     new_ring,
     scaled_sum_of,
 )
-from hisparse_pd.kernels.gluon_linear import takes_groups as takes_operands
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 GATHERED_BYTES: Final = 4096
@@ -50,7 +54,8 @@ def takes_groups(x: Tensor, matrices: ExpertMatrices, routing: Routing) -> bool:
     if not routing.is_rounded or routing.tile_rows != MANY_TILE_ROWS:
         return False
     rows, columns = matrices.values.shape[2:]
-    return takes_operands(x, matrices.values[0, 0]) and rows % BLOCK_ROWS == 0 and columns % BLOCK == 0
+    are_whole = rows % BLOCK_ROWS == 0 and columns % BLOCK == 0
+    return are_whole and gluon_linear.takes_groups(x, matrices.values[0, 0])  # on Hopper, and aligned
 
 
 def gather_rows(tokens: Rounded, routing: Routing, first_expert: int, num_experts: int) -> Rounded:
@@ -229,8 +234,9 @@ def num_units_of(plan, sizes: gl.constexpr):
 
 @gluon.jit
 def place_of(unit, plan, sizes: gl.constexpr):
-    """Return a tile's expert, counted from ``first_expert``; the tile's first row; the end of its expert's
-    rows; and its first row of the expert's matrices. Tiles have the order of ``kernels.gluon_linear``."""
+    """Return a tile's expert, counted from ``first_expert``; the places, in the order of experts, of the
+    tile's first row and of the end of its expert's rows; and the tile's first row of the expert's matrices,
+    which is a column of the result. Tiles have the order of ``kernels.gluon_linear``."""
     starts, tile_starts, tile_experts, first_expert, num_experts = plan
     ROWS: gl.constexpr = sizes[0]
     HALF: gl.constexpr = sizes[3]

@@ -1,7 +1,8 @@
-"""The RMS norm between attention and feed-forward, with the residual sum before it and the rounding after it.
+"""The RMS norms of hidden states, each with the residual sum before it and the rounding after it.
 
-``add_norm`` starts each of these blocks in both nodes' forwards. A block's addition to the hidden states
-comes in parts, [parts, num_tokens, size]: parts of a product's columns (split-K), or the results of several
+``core/model/dsa.py`` calls ``add_norm`` before each block (attention or feed-forward), behind the last layer
+and in the draft layer. A block's addition to the hidden states comes in parts, [parts, num_tokens, size]: the
+partial sums of a product that is split along its inner dimension (split-K), or the results of several
 experts. Parts are added up in order. On a GPU all of this is one launch.
 """
 
@@ -24,7 +25,7 @@ class NormGate:
     down: Tensor
     """[rank, size]"""
     up: Tensor
-    """[size, rank]; on a GPU, the numbers of a rank are adjacent in memory."""
+    """[size, rank]; on a GPU in column-major order, because the kernel reads ``up.t()``, [rank, size]."""
 
     @classmethod
     def of(cls, down: Tensor, up: Tensor) -> NormGate:

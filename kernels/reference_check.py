@@ -14,8 +14,8 @@ from torch import Tensor
 WORD_FACTOR: Final = 0x9E3779B1
 PLACE_FACTOR: Final = 0x85EBCA6B
 POSITION_BITS: Final = 22
-"""Bits of a position: positions below this power of two have distinct numbers in up to 512 layers. The
-factors and this are the same in csrc/row_check.cuh."""
+"""Bits of a position. With positions below 2**22 and up to 512 layers, each layer and position has a
+``place`` of its own in 32 bits. The factors and this are the same in csrc/row_check.cuh."""
 
 
 def reference_checks(rows: Tensor, layer: int, positions: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Te
     ``x``: [num_tokens, num_heads, dim], not changed; ``cos``, ``sin``: float32 [num_tokens, rope_dim / 2],
     with a rope_dim of at most dim; ``out``: of ``x``'s shape and dtype and in other memory, or None for a new
     tensor. All have a last stride of 1 and any other strides. Returns ``out``, computed in float32 and
-    rounded once.
+    rounded once: the first elements of all pairs, their second ones, whatever ``is_interleaved`` says of
+    ``x``, and the copied elements.
 
     On a GPU the launch goes to the current stream; nothing synchronises. Raises KernelArgumentError.
     """

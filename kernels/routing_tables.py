@@ -22,4 +22,5 @@ class RoutingTables(NamedTuple):
     tile_starts: Tensor
     """int32 [num_experts + 1]: each expert's first tile, and the number of tiles."""
     tile_experts: Tensor
-    """int32 [most_tiles(...)]: each tile's expert; ``num_experts`` behind the last tile."""
+    """int32 [the most tiles that the rows can make, ``expert_routing.most_tiles``]: each tile's expert;
+    ``num_experts`` behind the last tile."""

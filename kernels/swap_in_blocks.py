@@ -5,9 +5,9 @@ works on. Each block looks up a slice of one request's selected positions, and a
 other with the copies. On 132 multiprocessors, one request of 2,048 positions is cut into 64 slices of 32, one
 block each, while each of 128 such requests has one block that looks up all its positions.
 
-Workspaces are kept here, one for each state. The blocks of a launch talk to each other through a round, which
-has to be zero when the launch begins. A workspace has two rounds that launches use in turn, and each launch
-clears the next one's. ``csrc/params.cuh`` describes their content.
+Workspaces are kept here, one for each state. The blocks of a launch talk to each other through an area of
+device memory, a Round (``csrc/params.cuh`` describes its content), which has to be zero when the launch
+begins. A workspace has two of them, which launches use in turn: each launch clears the one of the next.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ def angles_kernel(
 ):
     """Compute cos and sin of TOKENS positions."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
+    # A weight, which no earlier kernel writes, can be loaded before the wait for those.
     frequency = tl.load(inv_freq + pair, mask=pair < HALF, other=0.0)
     begin(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -140,6 +141,7 @@ def rotate_kernel(
         first_at, second_at = pairs, HALF + pairs
     first = tl.load(x_heads + first_at, mask=is_here, other=0.0).to(tl.float32)
     second = tl.load(x_heads + second_at, mask=is_here, other=0.0).to(tl.float32)
+    # The result is never interleaved: the first elements of all pairs, then the second ones.
     tl.store(out_heads + pairs, first * cos - second * sin, mask=is_here)
     tl.store(out_heads + HALF + pairs, second * cos + first * sin, mask=is_here)
 

@@ -396,8 +396,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 self.life.start_sending(request, now_secs)
 
     def plan(self) -> tuple[Chunk, ...]:
-        """Return the next forward's chunks. The rows that they read again are verified; while one is wrong,
-        the plan is made again, with fewer pages each time."""
+        """Return the next forward's chunks. The cached rows that they read are verified first. While one is
+        wrong, its page is set aside, and the plan is made again without it."""
         life = self.life
         while True:
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())

@@ -128,11 +128,11 @@ async def _drop_body(request: Request) -> bool:
 
 
 def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Starlette:
-    """Return the read-only discovery endpoint. It answers callers that ``BootstrapGate`` admits, with 503
-    unless the engine is alive.
+    """Return the read-only discovery endpoint. It answers callers that ``BootstrapGate`` admits, with 503 if
+    the engine has ended or has made no progress for ``health_timeout_secs`` (``stall``).
 
-    While the engine is too busy to answer heartbeats, decode nodes learn from this answer that its run goes
-    on, and has not ended.
+    An engine in a long step answers no ``messages.Heartbeat`` meanwhile. Decode nodes then learn from this
+    answer that its run goes on, and has not ended.
     """
     gate = BootstrapGate(context.control_keys, PeerList.parse(settings.allowed_peers))
     logged = LogLimiter()
@@ -167,7 +167,7 @@ def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> B
     endpoints = [rank.control_endpoint.rpartition(":") for rank in ready]
     hosts = [host.strip("[]") for host, _, _ in endpoints]
     ranks = [
-        RankInfo(rank.instance_id, int(port), host if host != hosts[0] else "")
+        RankInfo(rank.instance_id, int(port), host if host != hosts[0] else "")  # "": the control_host
         for rank, host, (_, _, port) in zip(ready, hosts, endpoints, strict=True)
     ]
     return BootstrapInfo(

@@ -7,7 +7,8 @@ a connection whose other end is silent; the client learns of it (``take_loss``) 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
 key pair, and a server admits only clients that prove that they hold it. A server with a list of allowed peers
 admits no other address, with a key or without. At the bootstrap endpoint (``bootstrap.py``), which is HTTP,
-both sides prove by a signature that they hold the key (``ControlKeys.sign``).
+both sides prove by a signature that they hold the key (``ControlKeys.sign``). ``engine/sockets.py`` protects
+the links between machines of one node with the same ``Guard`` and ``prove_key``.
 """
 
 from __future__ import annotations

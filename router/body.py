@@ -85,6 +85,7 @@ class RequestBody:
         """Take a body apart. Raises ApiError 400 for anything that is not a JSON object in UTF-8."""
         check_text(content)
         try:
+            # No other thread runs during a decode of a large body; such calls come one at a time.
             if len(content) > MAX_SMALL_FIELD_BYTES:
                 with taking_interpreter(len(content)):
                     _check_small_fields(content)
@@ -116,8 +117,9 @@ class RequestBody:
     ) -> bytes:
         """Return the body for the decode node, as JSON, which names the prefill node and the prompts' rooms.
 
-        The router's own fields in the client's body are replaced; ``journal`` has those about its journal. In
-        a list the prompts after the first one get random rooms, and so spread over the prefill node's ranks.
+        The router's own fields in the client's body are replaced; ``journal`` has ``journal`` and
+        ``journal_records`` where the router keeps a journal of this stream. In a list the prompts after the
+        first one get random rooms, and so spread over the prefill node's ranks.
         """
         host: object = bootstrap_host
         port: object = bootstrap_port

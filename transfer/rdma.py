@@ -56,7 +56,8 @@ class GidGrade(IntEnum):
     ROCE_V1 = 1
     """Ethernet without RoCE v2, which Mooncake takes only by MC_GID_INDEX."""
     LINK_LOCAL = 2
-    """Ethernet without an IP address, which reaches at most peers on the same link."""
+    """Ethernet without an IP address, or RoCE v1 that MC_GID_INDEX chose: it reaches at most peers on the
+    same link."""
     ROUTABLE = 3
     """InfiniBand, or RoCE v2 with another address than the advertised one."""
     ADVERTISED = 4
@@ -77,8 +78,8 @@ class Port:
     gid_index: int | None = None
 
     def best_gid(self, advertised: Collection[IpAddress] = ()) -> tuple[GidGrade, Gid | None]:
-        """Return the grade of the GID that reaches farthest, and that GID: the first of those that reach
-        equally far."""
+        """Return the best grade of the GIDs that Mooncake may take, and the first GID of that grade. Mooncake
+        may take another one of these: it prefers IPv4, not reach."""
         graded = [
             (self._grade(gid, advertised), gid) for gid in self.gids if self.gid_index in (None, gid.index)
         ]

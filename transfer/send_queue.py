@@ -107,8 +107,8 @@ class _Progress:
 class Slice:
     """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``.
 
-    ``ready``: to be awaited before the source is read, then call ``start``; None for a batch whose earlier
-    slice has awaited it. ``deadline``: when the write has to be over, a time of ``time.monotonic()``.
+    ``ready``: to be awaited before the source is read, then call ``set_deadline``; None for a batch whose
+    earlier slice has awaited it. ``deadline``: when the write has to be over, a time of ``time.monotonic()``.
     """
 
     batch: WriteBatch
@@ -116,7 +116,7 @@ class Slice:
     ready: Ready | None
     deadline: float = float("inf")
 
-    def start(self, now: float) -> None:
+    def set_deadline(self, now: float) -> None:
         """Set the deadline of a write that begins at ``now``, behind any wait for ``ready``."""
         self.deadline = min(now + self.batch.timeout_secs, self.batch.deadline)
 
@@ -214,7 +214,7 @@ class SendQueue:
             progress.is_started = True
             queue.credit -= cost(progress.head)
             taken = Slice(progress.batch, progress.head, ready)
-            taken.start(now)
+            taken.set_deadline(now)
             queue.in_flight = _InFlight(taken, progress)
             return taken
         return None

@@ -71,7 +71,8 @@ class Sender:
             return self._queue.take_completions(time.monotonic())
 
     def overdue(self) -> list[Room]:
-        """Return the rooms that ``SendQueue.overdue`` returns, without waiting."""
+        """Return the rooms with a slice in flight past its deadline, once for each such slice, without
+        waiting."""
         with self._lock:
             return self._queue.overdue(time.monotonic())
 
@@ -113,9 +114,11 @@ class Sender:
             started = time.monotonic()
             try:
                 if taken.ready is not None:
+                    # The source is written by a forward, and waiting for that is not the peer's fault: the
+                    # slice's time counts from here.
                     taken.ready.synchronize()
                     started = time.monotonic()
-                    taken.start(started)
+                    taken.set_deadline(started)
                 self._writer.write(session, taken.writes, partial(self._why_stop, taken))
             except TransferError as failure:
                 outcome.error, outcome.may_still_land = str(failure), failure.may_still_land
@@ -127,7 +130,8 @@ class Sender:
                 self._queue.finish(taken, outcome)
 
     def _why_stop(self, taken: Slice) -> str:
-        # Without the lock: the queue keeps the room of a slice in flight, and only one value of it is read.
+        # No lock is needed: the queue does not forget the room of a slice in flight, and ``why_stop`` only
+        # reads the room's ``refusal``, which another thread replaces in one assignment.
         return self._queue.why_stop(taken, time.monotonic())
 
     def _next_slice(self, session: str) -> Slice | None:

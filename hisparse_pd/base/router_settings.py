@@ -49,8 +49,8 @@ class RouterSettings(HttpSettings, TracedSettings):
         1,
         ge=0,
         le=8,
-        description="how often a request that its client has nothing of yet is sent to another pair "
-        "because a node cannot be reached, is not ready, or, for a prefill node, failed",
+        description="how often a request is sent to another pair, as long as its client has received "
+        "nothing: when a node cannot be reached or is not ready, or the prefill node failed",
     )
     resume_timeout_secs: SecsOrZero = Field(
         30.0,

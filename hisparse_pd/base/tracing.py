@@ -176,7 +176,8 @@ class _OwnSampler(Sampler):
         self, parent_context: Context | None, trace_id: int, name: str, *given: Any, **more: Any
     ) -> SamplingResult:
         caller = trace.get_current_span(parent_context).get_span_context()
-        if not caller.is_remote:  # its parent, if any, is a span here, which decides for a request's parts
+        # A caller of this process is a span whose decision the usual samplers (parentbased_*) repeat.
+        if not caller.is_remote:
             return self._sampler.should_sample(parent_context, trace_id, name, *given, **more)
         drawn = self._sampler.should_sample(None, self._ids.generate_trace_id(), name, *given, **more)
         return SamplingResult(drawn.decision, drawn.attributes, caller.trace_state)

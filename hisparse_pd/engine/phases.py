@@ -36,33 +36,34 @@ class Phase(Struct, frozen=True, array_like=True):
 class PhaseLog:
     """The phases of one request, in order. Times are those of ``time.monotonic``, in seconds."""
 
-    __slots__ = ("_ends", "_names", "_num_taken")
+    __slots__ = ("_bounds", "_names", "_num_taken")
 
     def __init__(self, names: Sequence[str], started_at: float) -> None:
         self._names = names
-        self._ends = [started_at]
+        self._bounds = [started_at]
+        """When the first phase began, and each phase's end so far."""
         self._num_taken = 0
 
     def end(self, now: float) -> None:
         """End the present phase and begin the next one. Does nothing after the last phase."""
-        if len(self._ends) <= len(self._names):
-            self._ends.append(now)
+        if len(self._bounds) <= len(self._names):
+            self._bounds.append(now)
 
     def secs(self, name: str) -> float:
         """Return the seconds that a phase took; 0 while it has not ended."""
         number = self._names.index(name)
-        ends = self._ends[number : number + 2]
-        return max(0.0, ends[1] - ends[0]) if len(ends) == 2 else 0.0
+        bounds = self._bounds[number : number + 2]
+        return max(0.0, bounds[1] - bounds[0]) if len(bounds) == 2 else 0.0
 
     def take(self) -> tuple[Phase, ...]:
         """Return the phases that have ended since the last call."""
-        first, last = self._num_taken, len(self._ends) - 1
+        first, last = self._num_taken, len(self._bounds) - 1
         if first == last:
             return ()
         self._num_taken = last
         ahead = wall_clock_ahead()
         return tuple(
-            Phase(self._names[number], self._ends[number] + ahead, self._ends[number + 1] + ahead)
+            Phase(self._names[number], self._bounds[number] + ahead, self._bounds[number + 1] + ahead)
             for number in range(first, last)
         )
 

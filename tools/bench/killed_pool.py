@@ -4,8 +4,8 @@
 
 A child allocates the pool as a decode node does (a memfd, touched by all cores, registered with CUDA), lets
 the GPU read and write up to a GiB of it all the time, and is killed with SIGKILL, or ends by itself after
-``close``. The time runs from the signal, or from the order to close, until the process is gone and its memory
-free again.
+``close``. The time runs from the signal, or from the order to close, until the kernel reports the process's
+end, which it does once the process has given its memory back.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A decode node's front starts ``python -m hisparse_pd.core.grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS`` and
 asks it before it accepts a request with a grammar. This process has the token trie. Each line of JSON on its
 input is a grammar, for which it forks a child. The child compiles with bounded CPU time, memory and stack,
-because a grammar may exhaust any of them and Rust aborts a process whose stack overflows. The answer is a
-line of JSON, too: a ``Verdict``.
+because a grammar may exhaust any of them, and each then ends the whole process: memory by SIGABRT, since Rust
+aborts when an allocation fails, and the stack by SIGSEGV. The answer is a line of JSON, too: a ``Verdict``.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ transformers supplies the configuration, embeddings, MLP and MoE blocks and the 
 state of requests; a ``KvAccess`` does.
 
 A node calls ``forward`` or, where hidden states are needed, ``forward_with_hidden`` for the new tokens of all
-requests that it computes together, and then ``draft`` if the model has an MTP layer. A decode node with
-micro-batches calls ``forward_by_layer`` instead of ``forward``. A prefill rank without tokens calls
-``join_forward`` and ``join_draft`` while others do this.
+requests that it computes together, and then ``draft`` if the model has an MTP layer, or ``write_draft_kv``
+after a decode step that makes no guesses. A decode node with micro-batches calls ``forward_by_layer`` instead
+of ``forward``. A prefill rank without tokens calls ``join_forward`` and ``join_draft`` while others do this;
+``engine/lockstep.py`` tells ranks how many tokens to pad theirs to, and in a warm-up ``expect_tokens`` does.
 """
 
 from __future__ import annotations
@@ -256,9 +257,10 @@ class _Layer:
         """Return ``hidden``, ``added`` and the selection after the layer.
 
         Before the layer and after it, the hidden states are the sum of ``hidden`` (None: zeros) and all
-        ``added``, of [parts, num_tokens, hidden_size] each: a product that a kernel divides leaves its
-        partial sums as parts (``block_linear.parts_of``). ``selected``: the selection of an earlier layer or
-        pass, used where no indexer runs.
+        ``added``, which are [parts, num_tokens, hidden_size] each: a matrix product that is split along its
+        inner dimension (split-K) leaves its partial sums as parts, for the next norm to add up
+        (``block_linear.parts_of``). ``selected``: the selection of an earlier layer or pass, used where no
+        indexer runs.
         """
         hidden, x = self._input_norm(hidden, added)
         attended, selected = self.attention.forward(x, places, kv, selected, runs_indexer=runs_indexer)

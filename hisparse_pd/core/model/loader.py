@@ -230,7 +230,7 @@ class Loader:
 
     def _allocate_tensors(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
         """Allocate all tensors of the modules, each in the dtype in which the model uses it, and plan to fill
-        them. Returns them by transformers' names."""
+        them. Returns them by transformers' names. RoutedExperts allocate their own, in no state dict."""
         state: dict[str, Tensor] = {}
         for name, weight in hf_model.state_dict().items():
             if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
@@ -261,8 +261,8 @@ class Loader:
         """Return our module of a layer's experts, with memory for this rank's share, and plan to fill it.
 
         ``module``: transformers' module of the experts; ``mlp``: the block that it belongs to. On a GPU
-        without other ranks there is also room for the shared expert, if it has the experts' form and so
-        can be computed with them.
+        without other ranks there is also room for a copy of the shared expert, which
+        ``RoutedExperts.take_shared`` fills later, if it has the experts' form: one launch then computes both.
         """
         num_experts, hidden_size, inner_size = module.down_proj.shape
         shared = getattr(mlp, "shared_experts", None)

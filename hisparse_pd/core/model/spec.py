@@ -55,7 +55,7 @@ class ModelSpec:
     num_layers: int
     index_group_of_layer: tuple[int, ...]
     """Index group of each layer, the draft layer among them. A layer with an indexer and the layers behind it
-    that share its selection are one group; the draft layer is the last group alone.
+    that share its selection are one group; the draft layer is a group of its own, the last one.
     """
     num_heads: int
     kv_lora_rank: int
@@ -191,7 +191,7 @@ class ModelSpec:
         return Geometry(
             model_fingerprint=self.fingerprint,
             dtype=self.kv_format,
-            num_layers=self.num_kv_layers - self.num_draft_layers,
+            num_layers=self.num_kv_layers - self.num_draft_layers,  # only those whose KV crosses
             num_index_layers=self.num_index_layers,
             item_bytes=self.item_bytes,
             index_item_bytes=self.index_item_bytes,

@@ -150,8 +150,8 @@ class Pools:
         self._condemned: set[tuple[PoolKind, int]] = set()
         """Pages in use, by pool and first slot, that are set aside once they are freed."""
         self.num_changes = 0
-        """Number of changes of holdings and stages. While it stays the same, a reservation that failed would
-        fail again."""
+        """Number of changes of stages and of slots taken or freed. While it stays the same, a reservation
+        that failed would fail again."""
 
     @property
     def totals(self) -> SlotCounts:

@@ -135,9 +135,10 @@ class PrefixTree:
         """Move the first pages of ``holding`` in ``kinds``, whose keys are ``keys[num_before:]``, into the
         tree. The pages of ``keys[:num_before]`` must be held.
 
-        Where the tree has a page already, the holding's copy of it is freed, or with ``keeps_copies``, for
-        writes in flight that read it, left in the holding. Returns how many of ``keys`` are held then: all
-        of them, or ``num_before`` where the sequence would get too many runs. Raises PoolIntegrityError.
+        Where the tree has a page already, the holding's copy of it is freed. With ``keeps_copies`` the copy
+        stays in the holding, because writes in flight still read it. Returns how many of ``keys`` are held
+        then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
+        PoolIntegrityError.
         """
         if len(keys) <= num_before:
             return len(keys)
@@ -342,7 +343,8 @@ class PrefixTree:
         del self._prefixes[first]
 
     def _evict(self, prefix: Prefix, num_pages: int) -> None:
-        """Free the last ``num_pages`` pages of an idle prefix without children, or all of it."""
+        """Free the last ``num_pages`` pages of an idle prefix that has no children. If these are all of its
+        pages, the prefix itself is gone."""
         num_left = len(prefix.keys) - num_pages
         if not prefix.is_dropped:
             self._forget_keys(prefix, prefix.keys[num_left:])

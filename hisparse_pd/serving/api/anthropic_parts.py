@@ -16,8 +16,8 @@ from hisparse_pd.serving.api.body_parts import (
     MAX_PARTS,
     Effort,
     JsonSchema,
-    NeededName,
     NewTokens,
+    NonEmptyName,
     TextBlock,
 )
 from hisparse_pd.serving.api.declared import (
@@ -61,13 +61,13 @@ class DocumentBlock:
 class ToolReference:
     """A tool that was searched for. All tools are shown from the start."""
 
-    tool_name: NeededName
+    tool_name: NonEmptyName
 
 
 @tagged("type", "tool_use")
 class ToolUse:
-    id: NeededName
-    name: NeededName
+    id: NonEmptyName
+    name: NonEmptyName
     input: dict[str, Any]
 
 
@@ -76,7 +76,7 @@ ResultBlock = TextBlock | ImageBlock | DocumentBlock | ToolReference
 
 @tagged("type", "tool_result")
 class ToolResult:
-    tool_use_id: NeededName
+    tool_use_id: NonEmptyName
     content: str | Annotated[list[ResultBlock], Meta(max_length=MAX_PARTS)] | None
 
 
@@ -108,7 +108,7 @@ class AnthropicTool:
         Literal["custom"] | None,
         rule('must be "custom"; tools that the API itself defines are not supported'),
     ]
-    name: NeededName
+    name: NonEmptyName
     description: str | None
     strict: bool | None
     input_schema: Annotated[dict[str, Any], rule("must be a JSON schema, an object"), AS_SPELLED]
@@ -117,7 +117,7 @@ class AnthropicTool:
 @declared
 class AnthropicChoice:
     type: Literal["auto", "any", "tool", "none"]
-    name: NeededName | None
+    name: NonEmptyName | None
     disable_parallel_tool_use: bool | None
 
 

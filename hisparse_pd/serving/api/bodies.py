@@ -128,8 +128,8 @@ class ModelBody:
 
 
 class GeneratingBody(ModelBody):
-    """Bodies of requests that generate. A router adds the bootstrap fields (one value for all samples, or a
-    list) and its journal."""
+    """Bodies of requests that generate. A router adds its journal and the bootstrap fields, each of which is
+    one value for all samples, or a list with an entry for each prompt or each sample."""
 
     stream: bool | None
     speculative: bool | None
@@ -272,7 +272,7 @@ _INPUT_ITEMS = (
 
 @declared
 class CompletionsBody(OpenAI):
-    """``/v1/completions``, OpenAI's. A list of prompts has as many bootstrap fields of each kind, or one."""
+    """``/v1/completions``, OpenAI's. It takes a list of prompts, too."""
 
     prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_PROMPT_TEXT), *_or_list(_PROMPT_IDS)])]
     logprobs: parts.NumLogprobs | None
@@ -358,7 +358,7 @@ class ResponsesBody(
     reasoning: responses_parts.Reasoning | None
     text: responses_parts.TextOptions | None
     include: Annotated[list[Included], Meta(max_length=parts.MAX_PARTS)] | None
-    metadata: Annotated[Raw | None, raw(**reference("Labels"))]
+    metadata: Annotated[Raw | None, raw(**reference("Labels"))]  # the answer repeats it as it was sent
     max_tool_calls: int | None
     user: str | None
     safety_identifier: str | None

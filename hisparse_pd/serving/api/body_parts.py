@@ -39,7 +39,7 @@ MAX_RECORD_BLOCKS = 256
 MAX_TOKENS = 2**31 - 1
 
 Name = Annotated[str, Meta(max_length=1024)]
-NeededName = Annotated[str, Meta(min_length=1, max_length=256)]
+NonEmptyName = Annotated[str, Meta(min_length=1, max_length=256)]
 """Name or id of a tool or a call."""
 Effort = Annotated[str, Meta(max_length=64)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]

@@ -68,6 +68,7 @@ class GrammarChecks:
                 "try again",
             )
         self._num_waiting += 1
+        # The size lets short grammars overtake long ones (``CompileThreads``).
         asked = self._threads.submit(len(encoded), self.answer, encoded)
         try:
             return await asyncio.wrap_future(asked)
@@ -75,8 +76,8 @@ class GrammarChecks:
             self._num_waiting -= 1
 
     def answer(self, encoded: bytes) -> Verdict:
-        """Ask the helper, in the only one of ``_threads``. A helper that has ended or does not answer is
-        replaced once."""
+        """Ask the helper process and wait for its answer. A helper that has ended or does not answer is
+        replaced once. ``_threads`` has one thread, so that calls come one at a time and need no lock."""
         for _ in range(2):
             process = self.process or self._start()
             assert process.stdin is not None

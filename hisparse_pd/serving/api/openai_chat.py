@@ -41,6 +41,7 @@ def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> 
     """
     may_call = may_call_tools(body.tool_choice)
     items = message_items("messages", body.messages)
+    # Messages are decoded one by one, and no further ones once they have too many JSON values.
     messages = tuple(limit_values(_chat_message(name, item, may_call) for name, item in items))
     arguments = template_arguments(body, body.reasoning_effort)
     continue_final = bool(body.continue_final_message)

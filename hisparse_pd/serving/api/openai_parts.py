@@ -17,7 +17,7 @@ from hisparse_pd.serving.api.body_parts import (
     MAX_TOOLS,
     ArgumentsText,
     JsonSchema,
-    NeededName,
+    NonEmptyName,
     Refusal,
     TextBlock,
 )
@@ -53,7 +53,7 @@ class ResponseFormat:
 
 @declared
 class NamedFunction:
-    name: NeededName
+    name: NonEmptyName
 
 
 @declared
@@ -75,7 +75,7 @@ class ChatAllowedChoice:
 
 @declared
 class Function:
-    name: NeededName
+    name: NonEmptyName
     parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object"), AS_SPELLED]
 
 
@@ -87,7 +87,7 @@ class Tool:
 
 @declared
 class CalledFunction:
-    name: NeededName
+    name: NonEmptyName
     arguments: ArgumentsText | None
 
 

@@ -1,7 +1,9 @@
-"""Declarations of the objects within bodies of OpenAI's responses, for ``bodies.py`` and the readers of
-conversations.
+"""Declarations of the objects within bodies of OpenAI's responses, for ``bodies.py`` and the modules that
+read conversations, tools and formats.
 
-Docstrings of the classes are their descriptions in ``/openapi.json``.
+Docstrings of the classes are their descriptions in ``/openapi.json``. A field of type Raw stays JSON until
+its reader decodes it, item by item, so that an error names the item; ``list_of`` and ``raw`` only say for
+``/openapi.json`` which classes it has, by their names. A field that may be None may be absent.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from hisparse_pd.serving.api.body_parts import (
     Effort,
     GrammarText,
     JsonSchema,
-    NeededName,
+    NonEmptyName,
     Refusal,
 )
 from hisparse_pd.serving.api.declared import (
@@ -32,6 +34,7 @@ from hisparse_pd.serving.api.declared import (
 )
 
 RESPONSES_TOOLS = ("ResponsesTool", "CustomTool", "NamespaceTool", "HostedTool")
+"""Names of the classes of tools, for ``list_of``."""
 
 
 @declared
@@ -49,8 +52,8 @@ class ToolChoice:
     type: Annotated[
         Literal["function", "custom"], rule('must be "function" or "custom"; other tools are not supported')
     ]
-    name: NeededName
-    namespace: NeededName | None
+    name: NonEmptyName
+    namespace: NonEmptyName | None
 
 
 @declared
@@ -78,12 +81,14 @@ class ReasoningText:
 
 @tagged("type", "input_image")
 class InputImage:
-    """An image in an output that the assistant has answered, shown as ``[image]``."""
+    """An image in a tool's output. It is shown as ``[image]`` if the assistant has answered that output, and
+    refused if not."""
 
 
 @tagged("type", "input_file")
 class InputFile:
-    """A file in an output that the assistant has answered, shown as ``[file]``."""
+    """A file in a tool's output. It is shown as ``[file]`` if the assistant has answered that output, and
+    refused if not."""
 
 
 OutputPart = InputText | InputImage | InputFile
@@ -105,17 +110,17 @@ class AnswerMessage:
 
 @tagged("type", "function_call")
 class FunctionCall:
-    call_id: NeededName
-    name: NeededName
-    namespace: NeededName | None
+    call_id: NonEmptyName
+    name: NonEmptyName
+    namespace: NonEmptyName | None
     arguments: ArgumentsText | None
 
 
 @tagged("type", "custom_tool_call")
 class CustomToolCall:
-    call_id: NeededName
-    name: NeededName
-    namespace: NeededName | None
+    call_id: NonEmptyName
+    name: NonEmptyName
+    namespace: NonEmptyName | None
     input: ArgumentsText
 
 
@@ -124,7 +129,7 @@ class CallOutput:
     """The output of a function or a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: NeededName
+    call_id: NonEmptyName
     output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)] | None
 
 
@@ -137,9 +142,10 @@ class ReasoningItem:
 
 @tagged("type", "item_reference")
 class ItemReference:
-    """A reference to an item of the same input, which is shown once, at the first of its places."""
+    """A reference to another item of the same input. The model is shown that item once: where it or a
+    reference to it comes first."""
 
-    id: NeededName
+    id: NonEmptyName
 
 
 # How ``openai_responses.py`` reads the id of any item, to which an ItemReference may refer.
@@ -157,7 +163,7 @@ class AdditionalTools:
 
 @tagged("type", "function")
 class ResponsesTool:
-    name: NeededName
+    name: NonEmptyName
     description: str | None
     parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object"), AS_SPELLED]
 
@@ -175,7 +181,7 @@ class CustomFormat:
 class CustomTool:
     """A tool that takes a text."""
 
-    name: NeededName
+    name: NonEmptyName
     description: str | None
     format: CustomFormat | None
 
@@ -184,7 +190,7 @@ class CustomTool:
 class NamespaceTool:
     """Tools that are called by the namespace's name and their own."""
 
-    name: NeededName
+    name: NonEmptyName
     description: str | None
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, "ResponsesTool", "CustomTool", min_items=0)]
 

@@ -104,7 +104,7 @@ async def serve_further(
             link.engine_died(WHAT_DIED[instruction])
         elif instruction is Instruction.LEAVE:
             link.fail_all(503, SHUTTING_DOWN)
-            await link.shut_engines_down()
+            await link.shut_engines_down()  # an engine exits once every front has asked it to
         server.should_exit = True
         await serving
     finally:

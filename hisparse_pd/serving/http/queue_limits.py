@@ -21,7 +21,8 @@ its engine (the id, and a share of its page's key) and 4 in a front."""
 class QueueLimits:
     """Limits of what may be in flight. A prompt counts once on each rank that has samples of it."""
 
-    max_requests: int
+    max_samples: int
+    """Most samples that run and wait together."""
     max_prompt_tokens: int
 
     @classmethod
@@ -43,16 +44,16 @@ class QueueLimits:
         ``are_counted``: whether these samples are part of the counts already.
         """
         for num, most, name in (
-            (num_samples, self.max_requests, "samples"),
+            (num_samples, self.max_samples, "samples"),
             (num_prompt_tokens, self.max_prompt_tokens, "prompt tokens"),
         ):
             if num > most:
                 raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
         num_in_flight = counts.num_samples - num_samples * are_counted
-        if num_in_flight + num_samples > self.max_requests:
+        if num_in_flight + num_samples > self.max_samples:
             raise QueueFull(
                 f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
-                f"{self.max_requests} (max_running_requests + max_queued_requests); try again later"
+                f"{self.max_samples} (max_running_requests + max_queued_requests); try again later"
             )
         num_tokens_in_flight = counts.num_prompt_tokens - num_prompt_tokens * are_counted
         if num_tokens_in_flight + num_prompt_tokens > self.max_prompt_tokens:
@@ -63,3 +64,4 @@ class QueueLimits:
 
 
 NO_LIMITS = QueueLimits(sys.maxsize, sys.maxsize)
+"""The default of ``EngineLink``, for tests and tools: nodes set the limits of their settings."""
