@@ -56,8 +56,8 @@ def block_product(x: Rounded, num_tokens: int, dtype: torch.dtype, values: Tenso
 
     ``x``: at least ``num_tokens`` rounded rows; ``values``: float8_e4m3fn [rows, columns], contiguous;
     ``scales``: float32 [blocks down, blocks across]; all on one device. A single part has ``dtype``, which
-    must be bfloat16 on a GPU; several parts are float32, and the caller rounds their sum to ``dtype``. This never
-    waits for the device. Each row of the result depends only on its row of ``x``.
+    must be bfloat16 on a GPU; several parts are float32, and the caller rounds their sum to ``dtype``. This
+    never waits for the device. Each row of the result depends only on its row of ``x``.
     """
     if num_tokens == 0:
         return scales.new_empty((1, 0, len(values)), dtype=dtype)

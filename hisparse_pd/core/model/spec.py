@@ -191,7 +191,7 @@ class ModelSpec:
         return Geometry(
             model_fingerprint=self.fingerprint,
             dtype=self.kv_format,
-            num_layers=self.num_kv_layers - self.num_draft_layers,  # only those whose KV crosses
+            num_layers=self.num_kv_layers - self.num_draft_layers,  # with KV of their own
             num_index_layers=self.num_index_layers,
             item_bytes=self.item_bytes,
             index_item_bytes=self.index_item_bytes,
