@@ -97,12 +97,15 @@ class GrammarChecks:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the helper. It ends when its input is closed, so it ends with this process."""
-        home = str(Path(grammar.__file__).parents[2])
+        home = str(Path(grammar.__file__).parents[3])  # the folder with the package
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hisparse_pd.core.grammar.checker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")])),
+            },
         )
         return self.process
 
