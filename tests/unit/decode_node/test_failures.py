@@ -448,9 +448,9 @@ def test_a_pause_of_this_node_ends_no_quarantine(
 
 
 def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: str) -> None:
-    """Check that ``doomed`` ends with ``error``, and ``spared`` with its 40 tokens."""
+    """Check that ``doomed`` ends with ``error``, and ``spared`` with its 12 tokens."""
     node.failure_of(doomed, status=500, error=error)
-    assert len(node.tokens_of(spared)) == 40
+    assert len(node.tokens_of(spared)) == 12
 
 
 @pytest.mark.I7

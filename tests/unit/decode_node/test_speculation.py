@@ -191,12 +191,12 @@ def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(node: Engi
             stop_token_ids = tuple(set(free.token_ids[1:9]) - {free.token_ids[0]})
             bound = [
                 node.generate(prompt, NUM_NEW, min_new_tokens=number, stop_token_ids=stop_token_ids)
-                for number in range(2, 12, 3)
+                for number in range(2, 9, 3)
             ]
             node.finish(bound)
         texts.append([answer.token_ids for answer in bound])
     assert texts[0] == texts[1]
-    assert all(len(text) >= number for number, text in zip(range(2, 12, 3), texts[0], strict=True))
+    assert all(len(text) >= number for number, text in zip(range(2, 9, 3), texts[0], strict=True))
 
 
 @pytest.mark.I4
@@ -285,7 +285,7 @@ def test_the_context_can_be_filled_to_its_end(
 ) -> None:
     """The last token may be one past the context, where no draft is placed, whether a page ends or not."""
     prompt = PROMPTS[3]  # 65 tokens
-    for context_length in (65, 68, 80, 64 + NUM_NEW):
+    for context_length in (65, 68, 64 + NUM_NEW):
         small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()
