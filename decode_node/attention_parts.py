@@ -43,9 +43,9 @@ class MissCopies:
     def __init__(self, tables: RequestTables, max_reqs: int) -> None:
         self._memory = tables.memory
         self._state = tables.state
-        device, most_reqs = tables.device, -(-max_reqs // NUM_PARTS)
+        device, max_part_reqs = tables.device, -(-max_reqs // NUM_PARTS)
         self.miss_plans = [
-            MissPlan.create(most_reqs, tables.spec.index_topk, device) for _ in range(NUM_PARTS)
+            MissPlan.create(max_part_reqs, tables.spec.index_topk, device) for _ in range(NUM_PARTS)
         ]
         """One for each part."""
         # Copies come first: one that waits for a multiprocessor leaves PCIe idle.

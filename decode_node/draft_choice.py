@@ -5,7 +5,7 @@ serves: ``StepLine`` calls ``choose`` before it launches a step, ``note_verified
 that it has read, and ``note_turn`` at the end of each turn. ``DraftChoice`` thus knows two things:
 
 - the seconds of a step, by size of the batch and number of drafts. Numbers that a size of batch has not tried
-  come first, and neighbours of the best one are tried again from time to time.
+  come first, and from time to time a neighbour of the best one is tried again (a probe).
 - for each place in the chain of drafts, the rate: how often the draft there was right when those before it
   were. It is forgotten while no step tries the place, so that one text with bad drafts does not decide for
   good.
@@ -23,9 +23,10 @@ from typing import NamedTuple
 FIRST_STEPS = 6
 """Steps with a number of drafts, at a size of batch, before that number is judged."""
 PROBE_EVERY = 400
-"""Steps at a size of batch between two trials of another number than the best."""
+"""Steps at a size of batch between two probes, which try another number than the best."""
 PROBE_STEPS = 4
-"""Steps of a trial: the first has no drafts to verify when the best number was 0."""
+"""Steps of a probe, more than one: when the best number is 0, the step before the probe makes no drafts for
+the first one to verify."""
 MIN_GAIN = 1.03
 """How many times as fast as the present number a larger one has to be, so that two that are alike do not
 alternate."""
@@ -71,18 +72,20 @@ class _Size:
     first_secs: list[list[float]]
     """Seconds of the first FIRST_STEPS steps, by number of drafts."""
     present: int
-    """The number of drafts that is chosen outside trials."""
+    """The number of drafts that is chosen outside probes."""
     until_probe: int = PROBE_EVERY
-    """Steps until the next trial of another number."""
+    """Steps until the next probe."""
     probe: int = 0
-    """The number of drafts that the trial under way tries."""
+    """The number of drafts that the probe under way tries."""
     probe_steps: int = 0
-    """Steps that are left of the trial; 0 without one."""
+    """Steps that are left of the probe; 0 without one."""
     probes_up: bool = False
-    """Whether the last trial was of a larger number; trials go up and down by turns."""
+    """Whether the last probe was of a larger number; probes go up and down by turns."""
 
 
 class _TurnStep(NamedTuple):
+    """The step of a turn; two that are equal are like steps."""
+
     num_reqs: int
     num_drafts: int
 
@@ -126,7 +129,7 @@ class DraftChoice:
             if len(size.first_secs[number]) < FIRST_STEPS:
                 return number
 
-        if size.probe_steps:  # a trial is under way
+        if size.probe_steps:  # a probe is under way
             size.probe_steps -= 1
             return min(size.probe, most)
 

@@ -63,7 +63,8 @@ from hisparse_pd.transfer.lane_host import LaneHost
 log = logging.getLogger(__name__)
 
 MAX_TURN_SECS = 1.0
-"""Most time of a turn that counts for quarantines: in a longer turn the process may have been stopped."""
+"""Most time of a turn that counts for quarantines. In a longer turn the process may have been stopped, and
+the time beyond this is added to each quarantine."""
 
 
 class DecodeEngine(EngineLoop[DecodeSettings]):
@@ -102,6 +103,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
         )
+        # What the loop checks, flushes and verifies while it is idle.
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
         self._set_live_record(self.requests, self.requests.held, kv, self.memory.row_checks)
 
@@ -151,7 +153,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         )
         self.prefill_events = PrefillEvents(self.queue_moves, self.plan_moves)
 
-        # Steps. Capturing CUDA graphs needs empty pools.
+        # Steps. CUDA graphs are captured from forwards of padding alone, so before any request has slots.
         send(EngineLoading("kernels and CUDA graphs"))
         self.steps = StepLine(
             make_runner(settings, model, self.tables),
@@ -162,7 +164,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             most_drafts=settings.speculative_num_steps,
             scrubber=Scrubber(self.tables),
         )
-        self._last_turn_at = float("inf")
+        self._last_turn_at = float("inf")  # no time lies between the start and the first turn
 
     @staticmethod
     def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:

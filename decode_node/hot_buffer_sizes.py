@@ -27,7 +27,7 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     limits = draft.limits
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    large = [
+    large = [  # no request's minimum exceeds ``smallest_hot_buffer``; ``gain`` then goes by each one's own
         r for r in draft.running if r.hot_capacity > limits.smallest_hot_buffer and r not in draft.exchanges
     ]
     for request in sorted(large, key=_admission_order, reverse=True):
@@ -49,7 +49,7 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
 
 def enlarge_hot_buffers(draft: PlanDraft) -> None:
     """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
-    those admitted first come first."""
+    those admitted first come first. Nothing is planned after this, so no changes are noted in the draft."""
     if draft.exchanges or draft.admissions or draft.available.device <= draft.device_margin:
         return
     full_size = draft.limits.device_buffer_size

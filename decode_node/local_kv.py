@@ -78,7 +78,7 @@ def copy_source(request: Request, mode: Mode, num_held: int, page_size: int) -> 
         return None
     if first.prefix is not None and first.prefix.is_dropped:  # a row of it is wrong
         return None
-    if first.num_tail_tokens:  # its steps have not computed all rows yet
+    if first.num_tail_tokens:  # its steps count this down to 0, and until then rows are missing
         return None
     num_missing = request.num_landing_tokens - num_held
     return first if num_missing and _can_copy(request, mode, num_missing, page_size) else None
@@ -87,9 +87,10 @@ def copy_source(request: Request, mode: Mode, num_held: int, page_size: int) -> 
 def waits_for_landing(request: Request, mode: Mode, num_held: int, page_size: int) -> bool:
     """Return whether ``request`` should wait for its first sample, whose KV is on its way.
 
-    The first sample is in ``mode``. ``num_held``: tokens whose KV it had when it was admitted; if these are
-    all, nothing is on its way. ``request`` will share the first one's whole pages (``num_usable_pages``) and
-    copy the rest, so it waits only if it may copy as much as that.
+    The first sample is in ``mode``. ``num_held``: how many tokens of the prompt, which both have, were held
+    for the first sample when it was admitted; if that was all of them, no KV is on its way. ``request`` will
+    share the first one's whole pages (``num_usable_pages``) and copy the rest, so it waits only if it may
+    copy as much as that.
     """
     num_unshared = request.num_landing_tokens - request.num_usable_pages * page_size
     return num_held < request.num_landing_tokens and _can_copy(request, mode, num_unshared, page_size)

@@ -70,7 +70,9 @@ class MicroBatches:
                     (new.num_real_reqs + (num_parts - 1 - number)) // num_parts,  # how many of them are real
                 )
                 step = _MicroBatchStep(self._tables, part, of_part, planning, self._copies, self._backup)
-                forwards.append(self._model.forward_by_layer(token_ids[every], step.positions, step, None))
+                forwards.append(
+                    self._model.forward_by_layer(token_ids[every], step.positions, step, logit_rows=None)
+                )
         # Launch a layer of each micro-batch in turn.
         spec = self._model.spec
         logits = token_ids.new_empty((len(token_ids), spec.vocab_size), dtype=torch.float32)
@@ -146,6 +148,7 @@ class _MicroBatchStep(DeviceStep):
         self._copies = copies
 
     def page_in(self, layer: int, positions: Tensor) -> Tensor:
+        """See ``DeviceStep.page_in``. An index group's first layer plans; each layer copies what is due."""
         if self._is_first_of_group(layer):
             with self._planning.turn():
                 self._device_slots = plan_misses(
@@ -158,7 +161,8 @@ class _MicroBatchStep(DeviceStep):
 
 @contextmanager
 def matmuls_without(num_sms: int) -> Iterator[None]:
-    """Keep ``num_sms`` multiprocessors free of matrix products that are launched meanwhile.
+    """Keep ``num_sms`` multiprocessors free of matrix products that are launched meanwhile: the copies of
+    another micro-batch's misses run there.
 
     torch warns in the log that this setting may go some day; without it steps are some 3% longer.
     """

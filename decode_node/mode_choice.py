@@ -31,6 +31,7 @@ def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
             return _admit_hisparse(draft, request)
         case HisparseFlag.FALSE:
             num_prompt, limits = request.num_prompt_tokens, draft.limits
+            # with all slots to grow into, or else with a page of them
             lengths = num_prompt + limits.growth_tokens, num_prompt + limits.page_size
             return _admit_dense(draft, request, lengths)
         case HisparseFlag.AUTO:
@@ -62,14 +63,14 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     min_capacity = draft.limits.min_capacity(request)
     held = draft.matches.find(request, Mode.HISPARSE)
     beside_device = _need(draft.limits, request, Mode.HISPARSE, num_tokens, held)
-    if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, 0), held):
+    if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, hot_capacity=0), held):
         return False
     if not spare_capacity(draft, request):
         shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity))
     # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
     for capacity in (spare_capacity(draft, request), min_capacity):
         need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
-        if capacity and draft.land(Admission(request, Mode.HISPARSE, need, capacity), held):
+        if capacity and draft.land(Admission(request, Mode.HISPARSE, need, hot_capacity=capacity), held):
             return True
     return False
 
@@ -79,7 +80,7 @@ def _admit_dense(draft: PlanDraft, request: Request, lengths: Iterable[int]) -> 
     held = draft.matches.find(request, Mode.DENSE)
     for num_tokens in lengths:
         need = _need(draft.limits, request, Mode.DENSE, num_tokens, held)
-        if draft.land(Admission(request, Mode.DENSE, need, 0), held):
+        if draft.land(Admission(request, Mode.DENSE, need, hot_capacity=0), held):
             return True
     return False
 

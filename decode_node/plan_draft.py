@@ -137,6 +137,7 @@ class PlanDraft:
         self.available -= need + held.taken
         self.matches.take(held)
         self.admissions[request] = replace(admission, num_shared_pages=held.num_pages)
+        # In either mode each position has an index slot.
         num_reserved = need.index + held.num_pages * self.limits.page_size
         if num_reserved < request.life_tokens:
             self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)

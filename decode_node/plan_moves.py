@@ -62,7 +62,8 @@ class PlanMoves:
     def admit(self, admission: Admission, now: float) -> None:
         """Reserve slots for a waiting request, and send its Bootstrap. Without a prefill node, start it.
 
-        What is missing behind its held pages may be copied from the first sample, or computed by its steps.
+        What is missing behind its held pages, which ``use_held`` has noted in it, may be copied from the
+        first sample, or computed by its steps.
         """
         request, num_held = admission.request, admission.request.held_prefix_tokens
         source = copy_source(request, admission.mode, num_held, self.limits.page_size)
@@ -89,7 +90,7 @@ class PlanMoves:
         elif not self.peers.send(request.peer, bootstrap_of(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.ends.fail(request, 503, error, now, PREFILL_NODE_FAILED)
-            self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # it never got the room
+            self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # the peer never got it
 
     def start(self, request: Request, now: float) -> None:
         """Move a request to RUNNING, and begin to fill its row. All its KV is here but what its steps

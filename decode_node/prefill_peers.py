@@ -12,9 +12,11 @@ A peer that is wanted goes from AWAY to REGISTERING when a look-up has told wher
 and to READY when it answers Register (``_take_registered``). It goes back to REGISTERING when its connection
 is lost or it has forgotten this node, and to AWAY when it is given up (``_give_up``).
 
-A peer is alive while ZMQ keeps its connection, however long it computes. After a lost connection it has
-``REGISTER_TIMEOUT_SECS`` to answer again; meanwhile its endpoint is asked whether the run has ended. ZMQ
-answers for an engine that hangs, too. Heartbeats are therefore messages that the engine itself must answer.
+A silent peer is noticed in two ways. ZMQ's own heartbeats notice a connection that is lost. The peer then
+has ``REGISTER_TIMEOUT_SECS`` to answer again, while its endpoint is asked whether the run has ended.
+ZMQ's thread, however, answers for an engine that hangs, too. ``Heartbeat`` messages, which the engine's loop
+itself must answer, therefore notice that; since a long forward delays the loop, they allow for
+``health_timeout_secs``.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class PrefillPeers:
     transfer_protocol: str
     geometry: Geometry
     regions: tuple[Region, ...]
+    """This node's registered pools, into which peers write."""
     heartbeats: Heartbeats
+    """ZMQ's own; ``Heartbeat`` messages to the engines have the same interval."""
     health_timeout_secs: float
     """Time without an answer after which a peer counts as hung."""
     poller: Poller
@@ -250,7 +254,8 @@ class PrefillPeers:
             self._reject(peer, error)
             return
         if message.instance_id != peer.found_instance_id:
-            # The socket has reconnected by itself. A look-up tells whether the number of ranks has changed.
+            # The socket has reconnected by itself, to a later run. That is registered with after a look-up,
+            # because the number of ranks may have changed, too.
             self._end_run(peer, f"prefill node {peer.address} was restarted")
             return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
@@ -270,7 +275,7 @@ class PrefillPeers:
                 f"{PROTOCOL_VERSION}; run the same release on both"
             )
         theirs, ours = message.geometry.index_rotation, self.geometry.index_rotation
-        if theirs != ours:  # prefill nodes of older releases do not check it
+        if theirs != ours:  # the peer has checked the rest of the geometry; older releases leave this out
             return (
                 f"index_rotation: prefill node {peer.address} has {theirs!r}, this node {ours!r}; run the "
                 "same release on both"
@@ -285,19 +290,20 @@ class PrefillPeers:
             self._reject(peer, error)
         elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
             # The peer has forgotten this node: it gave the node up, or was restarted behind the same port.
+            # A refusal that comes sooner after a Register is not answered with another one at once.
             self._register(peer, now)
 
     def _take_lookup(self, peer: Peer, now: float) -> None:
         """Take the result of a look-up: connect to the peer, or learn that its run is over."""
         found = peer.lookups.take(now)
         if found is None or (peer.instance_id and peer.instance_id != found.instance_id):
-            return  # a result from before this run registered says nothing about it
+            return  # the look-up began before this run was registered with, and says nothing about it
         info = found.info
         if isinstance(info, BootstrapLookupError):
             peer.last_error = str(info)
-            if info.refused and peer.instance_id:
+            if info.nobody_listens and peer.instance_id:
                 self._end_run(peer, f"prefill node {peer.address} is gone: {info}")
-            elif info.rejected and peer.phase is PeerPhase.AWAY:
+            elif info.is_final and peer.phase is PeerPhase.AWAY:
                 self._events.append(PeerRefused(peer.address, peer.last_error))
             return
         self._note_num_ranks(peer.address.node, info.num_ranks)
@@ -314,8 +320,9 @@ class PrefillPeers:
     def _note_num_ranks(self, node: tuple[str, int], num_ranks: int) -> None:
         if num_ranks == self._num_ranks.get(node, 1):
             return
-        self._num_ranks[node] = num_ranks
-        if num_ranks == 1:
+        if num_ranks > 1:
+            self._num_ranks[node] = num_ranks
+        else:
             del self._num_ranks[node]
         self._events.append(RanksChanged(node))
 
@@ -341,6 +348,7 @@ class PrefillPeers:
         self._register(peer, now)
 
     def _register(self, peer: Peer, now: float) -> None:
+        """Send Register, for the first time or again; ``_do_what_is_due`` repeats it."""
         peer.phase = PeerPhase.REGISTERING
         peer.register_sent_at = now
         peer.silent_since = max(peer.silent_since, peer.heard_at)

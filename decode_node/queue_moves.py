@@ -152,7 +152,6 @@ class QueueMoves:
             )
         self.requests.queue(request, RequestState.WAITING, request.arrived_at + self.room_timeout_secs)
         if error := refusal(self.limits, request):
-            self.ends.abort_at_peer(request, error)
             self.ends.fail(request, 400, error, now)
 
     def wait_locally(self, request: Request) -> bool:
@@ -213,8 +212,8 @@ class QueueMoves:
                     assert_never(request.state)
 
     def _expire_contact(self, request: Request, now: float) -> None:
-        """Fail a request that got no contact with its prefill node. It may do without one by now, and it
-        waits for longer while registering with the node, which may take long, is under way."""
+        """Fail a request that got no contact with its prefill node. If it can do without one by now, it waits
+        for slots instead. While registering with the node, which may take long, is under way, it waits on."""
         if self.wait_locally(request):
             return
         latest = self._contact_deadline(request, now)

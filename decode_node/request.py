@@ -1,8 +1,8 @@
 """The decode node's record of one request: one sample of one prompt.
 
-``QueueMoves.generate`` makes a record. ``live_requests.py`` alone changes its state and slots; the
-scheduler, the tables and the runner read it, and steps note their tokens in it. It holds no tensors and knows
-no pool.
+``QueueMoves.generate`` makes a record. ``live_requests.py`` alone changes its state and slots, as the moves
+(``queue_moves.py``, ``plan_moves.py``, ``end_moves.py``) tell it to. The scheduler, the tables and the runner
+read the record, and steps note their tokens in it. It holds no tensors and knows no pool.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class Request:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
     def first_stepped(self, page_size: int) -> int:
-        """Return the first position whose KV has the bits of a step, not of a prefill: a prefill node and
-        this one compute it alike."""
+        """Return the first position of the prompt whose KV is rounded as in steps, whichever node computes
+        it; KV before that is rounded as in a prefill (``protocol.messages.first_stepped``)."""
         return first_stepped(self.num_prompt_tokens, self.sampling.num_resumed_tokens, page_size)
 
     @property
@@ -198,8 +198,8 @@ class Request:
         return max(0, -self.next_index)
 
     def known_next(self, max_drafts: int) -> list[int]:
-        """Return the first of the known next tokens: as many as the next step has positions if it takes
-        ``max_drafts`` of them in the place of drafts."""
+        """Return the known next tokens that concern the next step, in order: up to ``max_drafts`` that it
+        computes in the place of drafts, and one that follows the last of these."""
         num_known = self.num_known_next
         if not num_known:
             return []
@@ -273,7 +273,8 @@ class Request:
         self.num_drafts_in_flight += most_drafts
 
     def leave_step(self, num_sure: int, most_drafts: int) -> None:
-        """Note that the results of such a step are read; the caller emits its tokens next."""
+        """Note that the results of a step, entered with the same numbers, are read; the caller emits its
+        tokens next."""
         self.num_in_flight -= num_sure
         self.num_drafts_in_flight -= most_drafts
 
@@ -373,8 +374,9 @@ class Request:
     def stats(self) -> RequestStats:
         """Return the figures of the request so far, for its client."""
         swap_ins = self.earlier_counters.plus(self.row_counters)
-        # Without a prefill node nothing was cached but what is held.
-        delivery = self.delivery or RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
+        delivery = self.delivery
+        if delivery is None:  # without a prefill node nothing was cached but what is held
+            delivery = RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,
             num_cached_tokens=delivery.num_cached_tokens,

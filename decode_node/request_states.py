@@ -18,8 +18,9 @@ class RequestState(StrEnum):
     """Waits in the admission queue. Owns nothing. Its prefill node is registered with, unless it is local."""
     LANDING = "landing"
     """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
-    index pages, an aux slot and a req_row; a hisparse request also owns lookup slots, and the device slots of
-    its future hot buffer. It may use pages of a held prefix before these, which it does not own."""
+    index pages, an aux slot and a req_row; a hisparse request also owns lookup slots (``request_tables.py``),
+    and the device slots of its future hot buffer. It may use pages of a held prefix before these, which it
+    does not own."""
     RUNNING = "running"
     """Owns the same except the aux slot, and what it has grown by. It is in the next step if it is ``READY``;
     the newest token of its first step is the prompt's last one."""

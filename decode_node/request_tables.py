@@ -4,6 +4,9 @@
 at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
 hot buffer up; ``grow``; ``retract`` to take the device slots away; ``release`` at the end. Filling runs
 beside the steps of other requests, in a stream of its own.
+
+A hisparse request has a **lookup slot** for each of its positions, in pages like those of a pool. A table of
+each hot group (``kernels/hot_state.py``) says for a lookup slot where its position is in the hot buffer.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class RequestTables:
         page_size: int,
         max_new: int = 1,
     ) -> None:
-        """``max_new``: the most new positions of a request in one step."""
+        """``max_capacity``: the most entries of a hot buffer. ``max_new``: the most new positions that a step
+        has of a request."""
         self.spec = spec
         self.memory = memory
         self.page_size = page_size
@@ -76,7 +80,7 @@ class RequestTables:
         self.slice_bytes = SLICE_BYTES
         self.filling: dict[int, RowStart] = {}
         """By row, what is not launched yet of its filling, in the order in which rows are filled."""
-        self.warming: dict[int, torch.cuda.Event] = {}
+        self.fill_ends: dict[int, torch.cuda.Event] = {}
         """By row, the end of the copies that were launched last to fill it."""
         self._last_slice: torch.cuda.Event | None = None
         """The end of the copies that were launched last for any row."""
@@ -164,7 +168,8 @@ class RequestTables:
         The next row results say whether one is wrong. Drafts that were not accepted are left out.
         """
         state, row = self.state, request.req_row
-        # An entry has a lookup slot; its position follows from the place of that slot's page in the row.
+        # ``hot_to_lookup`` has the lookup slot of each entry. If the slot's page is, say, the third page of
+        # the row, its position is in the third page of the sequence, at the same offset.
         lookup_slots = state.hot_to_lookup[group, row].long()
         page_ids, pages = state.lookup_pages[row].long().sort()
         at = torch.searchsorted(page_ids, lookup_slots // self.page_size).clamp_(max=len(page_ids) - 1)
@@ -213,7 +218,7 @@ class RequestTables:
         """Launch up to ``most_bytes`` of the copies that fill a row, or all for None. Returns their bytes. If
         that raises, the row is not filled any further."""
         filling = self.filling.pop(row)
-        with self._beside_steps(row, is_first=row not in self.warming):
+        with self._beside_steps(row, is_first=row not in self.fill_ends):
             num_bytes = filling.launch_slice(most_bytes)
         if filling.num_left_bytes is not None:  # None: all is launched
             self.filling = {row: filling, **self.filling}  # the first row is finished before the next
@@ -233,7 +238,7 @@ class RequestTables:
             finally:  # also after an error: what was launched before it still reads the request's slots
                 filled = torch.cuda.Event()
                 filled.record()
-                self.warming[row] = self._last_slice = filled
+                self.fill_ends[row] = self._last_slice = filled
 
     def stop_filling(self, request: Request) -> None:
         """Launch nothing more to fill a request's row. Copies under way go on until ``is_ready``."""
@@ -243,12 +248,12 @@ class RequestTables:
         """Return whether the row of a RUNNING or ENDING request is filled, or its filling has stopped."""
         if request.req_row in self.filling:
             return False
-        filled = self.warming.get(request.req_row)
+        filled = self.fill_ends.get(request.req_row)
         if filled is None:
             return True
         if not filled.query():
             return False
-        del self.warming[request.req_row]
+        del self.fill_ends[request.req_row]
         return True
 
     def _row_start(self, request: Request) -> RowStart:
@@ -283,13 +288,13 @@ class RequestTables:
     def grow(self, request: Request) -> None:
         """Enter all pages of a running request into its row, after it was given more. No step in flight looks
         at the new ones, and the filling of a row under way writes the same ids."""
-        row = request.req_row
+        row, first_page = request.req_row, 0
         if request.mode is Mode.DENSE:
-            self.state.set_pages(row, 0, self._pages(request, PoolKind.DEVICE))
+            self.state.set_pages(row, first_page, self._pages(request, PoolKind.DEVICE))
         else:
             pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
-            self.state.set_host_pages(row, 0, *pages)
-        self.state.set_index_pages(row, 0, self._pages(request, PoolKind.INDEX))
+            self.state.set_host_pages(row, first_page, *pages)
+        self.state.set_index_pages(row, first_page, self._pages(request, PoolKind.INDEX))
 
     def _pages(self, request: Request, kind: PoolKind) -> Tensor:
         return pages_tensor(request.extents(kind), self.page_size)
@@ -318,7 +323,7 @@ class RequestTables:
         self.state.reset_row(row)
 
     def _wait_until_filled(self, row: int) -> None:
-        if (filled := self.warming.pop(row, None)) is not None:
+        if (filled := self.fill_ends.pop(row, None)) is not None:
             filled.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:

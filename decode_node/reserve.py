@@ -126,10 +126,11 @@ class Reserve:
         self._left = order.left
         """What is free when all running requests have ended, without what later admissions own."""
         self._spare: _Slots | None = None
-        """Slots that no kept request with one way to end needs; None if there are no such requests."""
+        """The fewest slots that a request with one way to end leaves, of those whose needs are kept; None
+        without such requests."""
         self._spare_by_way: list[list[_Slots]] = []
-        """Slots that each way of a kept request with two ways to end leaves; negative where that way is
-        closed."""
+        """For each request with two ways to end whose needs are kept, the slots that each way leaves;
+        negative where that way is closed."""
         self.is_safe = order.is_safe
         """Whether all requests can end as things are."""
         for place in order.places:
@@ -147,8 +148,8 @@ class Reserve:
         self._spare = rest if self._spare is None else _least(self._spare, rest)
 
     def allows(self, slots: SlotCounts) -> bool:
-        """Return whether all kept requests can end when ``slots`` are given away; negative counts are slots
-        that are given back."""
+        """Return whether all requests whose needs are kept can end when ``slots`` are given away; negative
+        counts are slots that are given back."""
         need = slots_of(slots)
         if self._spare is not None and not _fits(need, self._spare):
             return False
@@ -163,7 +164,7 @@ class Reserve:
 
     def allows_landing(self, claim: Claim) -> bool:
         """Return whether a request may be admitted: it takes what ``claim`` owns from what is free, and it
-        and all kept requests can end."""
+        and all requests whose needs are kept can end."""
         left = _difference(self._left, claim.owned)
         return self.allows(SlotCounts(*claim.owned)) and claim.can_end(left)
 

@@ -2,7 +2,8 @@
 
 The runner calls ``count`` before it launches a step. It brings the rows of the step's requests up to their
 newest tokens: those that the host has read, and from the device a token that is still in flight. A row whose
-request has changed since its last step is noticed here and starts anew.
+request has changed since its last step is noticed here and starts anew. ``StepDraws.plan`` then asks ``of``
+for the counts at the places where the step draws tokens.
 """
 
 from __future__ import annotations

@@ -71,17 +71,17 @@ def plan_step(
         if only_stuck_wait:
             enlarge_hot_buffers(draft)
     return StepPlan(
-        tuple(no_longer_local),
-        tuple(draft.exchanges.values()),
-        tuple(draft.growths),
-        tuple(draft.admissions.values()),
+        no_longer_local=tuple(no_longer_local),
+        exchanges=tuple(draft.exchanges.values()),
+        growths=tuple(draft.growths),
+        admissions=tuple(draft.admissions.values()),
     )
 
 
 def _admit_in_order(
     draft: PlanDraft, waiting: Iterable[Request], usable: Limits, no_longer_local: list[Request]
 ) -> bool:
-    """Admit requests of the queue until one does not fit. Returns whether those that still wait, if any, need
+    """Admit requests of the queue until one does not fit. Returns True if nobody waits any more, except for
     stuck slots.
 
     ``usable``: the limits without stuck slots. ``no_longer_local`` gets the local requests that need a

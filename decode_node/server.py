@@ -42,7 +42,7 @@ def run(settings: DecodeSettings) -> int:
         role="decode",
         engine=_run_engine,
         choose_rank=ByPrefix(),
-        check=SamplingDefaults.of,
+        check=SamplingDefaults.of,  # raises for a bad generation_config.json before the engine starts
         ports=(settings.port,),
         apps=apps,
     )
@@ -120,7 +120,7 @@ async def _deltas(
                     continue
                 work.timeline.note_phases(output.index, due.phases, due.stats, due.prefill)
                 delta = output.feed(_shown(output, due))
-                output.is_behind = group.has_more_tokens(due.request_id)
+                output.is_behind = group.has_more_tokens(due.request_id)  # ``/generate`` then skips the event
                 clock.note(output.index, delta.last_token - delta.first_token)
                 if delta.finish is not None:
                     work.timeline.note_finished(output.index, len(output.token_ids), delta.finish.reason)

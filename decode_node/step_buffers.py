@@ -30,6 +30,10 @@ class StepEntry:
 
     While its steps compute a short tail of the prompt, tokens of the prompt take the place of drafts, and all
     of them are accepted: they follow whatever is drawn.
+
+    Example: the newest token is at position 96 of a prompt of 100. With up to two drafts, ``drafts`` has the
+    tokens of 97 and 98, and ``known`` those of 97, 98 and 99, which follow the positions 96, 97 and 98. With
+    up to four, ``drafts`` has that of 99, too: behind it, and nowhere else, a token is drawn.
     """
 
     request: Request

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Exits with 0 when the service answers 2xx at the URL: the argument, else HEALTH_URL. For HEALTHCHECK.
+"""The health check of a container, which its image runs as ``healthcheck [URL]``; default: HEALTH_URL.
 
-While a node loads its model, and gets further, this waits: the container stays "starting".
-A node whose loading stands still says so itself, after 15 minutes. So the container engine
-must not end this command; each of its questions has TIMEOUT_SECS.
+Exits with 0 when the service answers 2xx at the URL, with 1 when it answers otherwise or not at all. While it
+answers that it is loading, this waits, so that the container stays "starting": the container engine's limit
+for this command has to be longer than a load. The wait ends, because each question has TIMEOUT_SECS, and a
+node whose loading has stood still for 15 minutes no longer answers that it is loading.
 
 A certificate is not checked: it has the name that others reach the service by, and this asks its own
 container.

@@ -2,8 +2,11 @@
 
 A matrix ``name`` of such a checkpoint is float8_e4m3fn [rows, columns]. Beside it ``name_scale_inv`` holds
 the factors of its elements, one number for each block of 128 x 128. Blocks at the lower and the right edge
-may be smaller. Activations that are multiplied with such a matrix are rounded in blocks of one row and 128
-columns.
+may be smaller. Activations that are multiplied with such a matrix are rounded by ``fp8_rows.py``, in blocks
+of one row and 128 columns.
+
+Products on CPUs and ``weight_reader.py`` call ``dequantize``; ``tools.checkpoints.quantize_fp8`` calls
+``quantize``. The kernels that round activations take BLOCK and SMALLEST_PEAK from here.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Each function fills the parameters of one kernel (``cuda_params.py``) and launches it; this module keeps only
 the compiled modules. ``kernels/swap_in.py`` and ``kernels/row_check.py`` call it with checked arguments;
-checks that only matter on a GPU are here. Every launch goes to torch's current stream of the state's device.
-A CUDA graph can capture it, except for the first ``swap_in`` of a state or of a larger batch, which allocates
-memory (``swap_in_blocks.py``). Launches on one state must follow each other in one stream or be ordered by
-events.
+checks that only matter on a GPU are here. A slice is what one block of a swap-in takes of a request's
+selected positions (``swap_in_blocks.py``). Every launch goes to torch's current stream of the state's device.
+A CUDA graph can capture those of a step, except for the first ``swap_in`` of a state or of a larger batch,
+which allocates memory. Launches on one state must follow each other in one stream or be ordered by events.
 
 cupy is imported, and the code compiled, on the first launch.
 """
@@ -91,8 +91,10 @@ COPY_THREADS = 256
 """Threads of a block that copies or checks items, one warp for each item."""
 COPY_BLOCKS_PER_SM = 4
 CHECK_BLOCKS_PER_SM = 8
+"""Most blocks for each multiprocessor, in a launch that copies items and in one that checks them."""
 FILL_BLOCKS = 12
-"""Multiprocessors that the warm-up of a row takes from concurrent steps; these few already fill PCIe."""
+"""Most blocks of a row's warm-up. Each takes a multiprocessor from concurrent steps, and so few already fill
+PCIe."""
 ANY_PAGE_SIZE = 64
 """Page size for kernels that read no pages: the usual one, for which the code is compiled anyway."""
 
@@ -163,7 +165,8 @@ def _put_split(parameters: npt.NDArray[Any], split: BlockSplit, workspace: Works
     parameters["left_per_block"] = split.left_per_block
     parameters["num_units"] = split.num_units
     parameters["num_slices"] = split.num_slices
-    parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)  # for divisions without a division
+    # The kernel multiplies by this instead of dividing by num_slices.
+    parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)
     parameters["stride"] = split.num_units // split.num_slices
     parameters["slice_len"] = split.slice_len
     parameters["spreads"] = split.copies and split.num_slices < SLICES_THAT_FILL_PCIE
@@ -223,7 +226,7 @@ def replay_misses(
         page_size = state.page_size
         parameters["checks"] = checks_of(state, ReadAt.SWAP_IN)
     kernel = compiled("copy_planned", only_wide_items=is_wide(pool), page_size=page_size)
-    if max_blocks is not None and max_blocks < num_multiprocessors(device):
+    if max_blocks is not None and max_blocks < num_multiprocessors(device):  # few, so each gets many warps
         _launch_copies(kernel, device, parameters, max_blocks)
     else:
         num_blocks = COPY_BLOCKS_PER_SM * num_multiprocessors(device)
@@ -241,8 +244,8 @@ def start_row(
     layers: Sequence[FilledLayer],
     pools: Pools,
 ) -> None:
-    """Run one slice of ``kernels.swap_in.RowStart``: one copy of the host's data to the device, and one
-    launch.
+    """Run one slice of ``kernels.swap_in.RowStart``, in which ``layers`` are copied: one copy of the host's
+    data to the device, and one launch.
     """
     pages = (host_pages, lookup_pages, index_pages)
     # All that the kernel needs from the host goes to the device in one buffer, one part behind the other, in
@@ -263,6 +266,7 @@ def start_row(
     parameters["staged"] = staged.data_ptr()
     for name in ("hot_slots", "host_pages", "lookup_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
+    # The distances from one group's table to the next one's, in elements.
     parameters["group_lookup_slots"] = state.lookup_to_hot.stride(0)
     parameters["group_entries"] = state.hot_to_lookup.stride(0)
     parameters["row"] = row
@@ -281,7 +285,7 @@ def start_row(
 
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None) -> None:
     """See ``kernels.swap_in.backup_newest``; one launch for all requests, positions and layers. Values of
-    ``num_newest`` out of range are clamped to it.
+    ``num_newest`` out of their range are clamped into it.
     """
     state, num_layers = requests.state, pools.dev.shape[0]
     num_items = requests.num_reqs * num_layers * (1 if num_newest is None else state.max_new)
@@ -338,7 +342,7 @@ def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: i
 
 
 def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32], page_size: int) -> bool:
-    """See ``kernels.row_check.has_wrong_item``; one launch."""
+    """See ``kernels.row_check.has_wrong_item``; one launch, for whose result this waits."""
     device = row_checks.device
     pages_dev = torch.from_numpy(pages).to(device)
     is_wrong = torch.zeros(1, dtype=torch.int32, device=device)
@@ -415,6 +419,8 @@ def compiled(
     page_size: int = ANY_PAGE_SIZE,
     max_new: int = 1,
 ) -> Any:
+    """Return the kernel ``name``, compiled with ``compile_options``; kernels that do not depend on one of
+    these constants take its default."""
     return _module(positions_per_thread, only_wide_items, page_size, max_new).get_function(name)
 
 

@@ -80,7 +80,7 @@ class ExpertChoice:
         ids = ranked_topk(biased, self.top_k)[1]
         weights = scores.gather(1, ids)
         if self.normalizes:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)  # never by 0
         weights = weights * self.scale
         if self.has_shared:
             weights = torch.cat((weights, weights.new_ones((len(weights), 1))), dim=1)

@@ -229,7 +229,7 @@ class FlashMlaKvAttention:
         num_sms = num_multiprocessors(table.device)
         num_parts = max(1, len(table) * (num_sms - self.taken_sms) // num_sms)
         table.copy_(spread(num_queries, num_blocks, num_parts, len(table), table.device))
-        torch.arange(num_queries + 1, out=starts)
+        torch.arange(num_queries + 1, out=starts)  # each query has one result: it is cut nowhere
 
 
 def spread(

@@ -101,7 +101,7 @@ def gather_kernel(
     PADDED_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Copy one row and its scales."""
+    """Copy one row and its scales, which are [BLOCKS, rows]."""
     begin(OVERLAPS)
     place = tl.program_id(0)
     first = tl.load(starts + first_expert)
@@ -128,9 +128,9 @@ def multiply_rows(
 ) -> None:
     """Write the products of all rows with the matrices of their experts to ``out``.
 
-    ``routed``: the activations of the rows of ``routing``, in the order of experts. ``out``: [num_rows,
-    num_matrices * rows], in the order of experts if it ``is_first``; otherwise in the rows' original order,
-    and weighed.
+    ``routed``: the activations of the rows of ``routing``, in the order of experts. ``is_first``: whether
+    it is the first of a layer's two products. ``out``: [num_rows, num_matrices * rows], after the first
+    product in the order of experts; after the second in the rows' original order, and weighed.
     """
     x = routed.values
     num_experts, num_matrices, rows, columns = matrices.values.shape
@@ -221,10 +221,10 @@ def expert_rows_kernel(
 
 @gluon.jit
 def num_units_of(plan, sizes: gl.constexpr):
-    """Return the number of tiles of the result."""
+    """Return the number of tiles of the result, the units of work."""
     _, tile_starts, _, first_expert, num_experts = plan
     num_tiles = gl.load(tile_starts + first_expert + num_experts) - gl.load(tile_starts + first_expert)
-    return num_tiles * (sizes[0] // sizes[4])
+    return num_tiles * (sizes[0] // sizes[4])  # by ROWS // BLOCK_ROWS tiles of the matrices
 
 
 @gluon.jit

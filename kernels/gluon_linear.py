@@ -76,8 +76,12 @@ def many_rows_parts(
     sizes: dict[str, Any],
 ) -> None:
     """Write the product to ``out``: [parts, num_tokens, rows] if it ``is_split``, otherwise the sum of the
-    parts, [1, num_tokens, rows]. The other arguments are those of ``kernels.triton_linear.linear_kernel``;
-    ``sizes`` are the constants that both kernels have."""
+    parts, [1, num_tokens, rows].
+
+    ``x``: [num_tokens, columns]; ``values``: [rows, columns]. ``x_scales``: float32 [blocks, >= num_tokens],
+    with ``scales_stride`` from block to block; ``scales``: float32 [blocks of rows, blocks]. Without scales,
+    both are any tensor. ``sizes``: the constants that ``kernels.triton_linear.linear_kernel`` has, too.
+    """
     (splits, num_tokens, rows), (columns, block) = out.shape, (values.shape[1], sizes["BLOCK"])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
     num_units = num_tiles(num_tokens, rows) * splits
@@ -129,8 +133,8 @@ def many_rows_kernel(
     LOADER_REGISTERS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute units of work. With SPLITS > 1 a unit is one part of a tile; otherwise it is a whole tile,
-    whose parts (PARTS) are computed one after the other.
+    """Compute units of work. With SPLITS > 1 a unit is one of a tile's SPLITS parts, and PARTS is 1.
+    Otherwise it is a whole tile, whose PARTS parts are computed one after the other.
     """
     stages = new_ring(x, values, BLOCK, HALF, BLOCK_ROWS, STAGES)
     begin(OVERLAPS)
@@ -148,6 +152,7 @@ def many_rows_kernel(
         STAGES,
     )
     arguments = (x_scales, scales, out, stages, num_tokens, num_units, scales_stride)
+    # The first function runs in the program's own warps; the lists are warps and registers of the others.
     gl.warp_specialize(
         [
             (multiply, (arguments, 0, HAS_SCALES, SCALE_BLOCK, sizes)),

@@ -28,8 +28,8 @@ def check_indexer_sizes(*, num_heads: int, head_dim: int, top_k: int, context_le
 
 
 def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int, num_new: int = 1) -> None:
-    """Check the sizes of the swap-in for ``max_running_requests`` with up to ``num_new`` new positions each.
-    Raises StartError.
+    """Check the sizes of the swap-in for ``max_running_requests`` with up to ``num_new`` new positions each,
+    and hot buffers of up to ``capacity`` entries. Raises StartError.
     """
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
     most_new = MAX_POSITIONS // top_k

@@ -2,7 +2,7 @@
 
 A key has one scale, so a large channel costs the others precision. The rotation spreads it over all channels.
 Because the rotation is orthogonal, dot products of queries and keys do not change. DeepSeek's reference does
-the same before it rounds.
+the same before it rounds. ``hisparse_pd.core.model.attention`` makes the matrix for each layer's indexer.
 """
 
 from __future__ import annotations

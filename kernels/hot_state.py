@@ -42,7 +42,7 @@ ABSENT = -1
 """The sentinel of every table: no position, no hot_index, no slot."""
 
 HITS, MISSES, EVICTIONS = range(3)
-"""Columns of ``counters``."""
+"""Columns of ``HotBufferState.counters``."""
 
 MAX_LOOKUP_SLOTS = 2**31 - 2
 """Most lookup slots, of which the tables have one more, and most host slots: both are int32 on the device."""
@@ -128,7 +128,7 @@ class HotBufferState:
     error_flags: Tensor
     """[num_rows] HotBufferError bits."""
     wrong_rows: Tensor
-    """[num_rows, 6] the first wrong item of a row with WRONG_ROW, by WrongRowField."""
+    """[num_rows, 6] the first wrong item of a row with WRONG_ROW, by WrongRowField; without it, anything."""
     max_context: int
     """Most positions of a row."""
     page_size: int
@@ -247,7 +247,8 @@ class HotBufferState:
         self.error_flags[row].fill_(0)
 
     def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
-        """Make ``row`` a hisparse row with an empty hot buffer.
+        """Make ``row`` a hisparse row with an empty hot buffer, for trials and tests; the rows of requests
+        start warm (``swap_in.RowStart``).
 
         ``hot_slots``: integer [capacity], the device slots that the request owns, at least ``max_new``.
         ``host_pages``, ``lookup_pages``: integer [n], the ids of its first pages; ``set_host_pages`` adds

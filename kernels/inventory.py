@@ -1,6 +1,6 @@
 """Names the kernels in use and the releases of their libraries in one line of a node's log.
 
-Measurements depend on both.
+``AttentionKernels.choose`` logs it, because measurements depend on both.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class IndexVectors:
 
 @dataclass(frozen=True)
 class Latents:
-    """Vectors that a layer makes of its hidden states before attention."""
+    """Vectors that a layer makes of its hidden states before attention; None where it has none, or where the
+    caller wants none."""
 
     q: Activations | None
     """The normed query latent, [num_tokens, q_lora_rank]. If the raw latent is kept, it follows in the dense
@@ -70,4 +71,4 @@ class Latents:
     index_keys: Tensor | None
     """[num_tokens, index_head_dim]"""
     head_weights: Tensor | None
-    """float32 [num_tokens, index heads]"""
+    """float32 [num_tokens, index heads], scaled by the number of heads ** -0.5."""

@@ -90,7 +90,7 @@ def plan_misses(selected: Tensor, requests: StepRequests, *, group: int, miss_pl
 
     The copies, which need PCIe and little else, can thus be separate launches beside kernels that compute.
     """
-    return _resolve(selected, requests, group, 0, None, None, miss_plan)
+    return _resolve(selected, requests, group, layer=0, pools=None, out=None, miss_plan=miss_plan)
 
 
 def _resolve(
@@ -102,7 +102,7 @@ def _resolve(
     out: Tensor | None,
     miss_plan: MissPlan | None,
 ) -> Tensor:
-    """Run ``swap_in``, and copy between ``pools`` if they are given."""
+    """Run ``swap_in``, and copy in ``layer`` of ``pools`` if they are given."""
     state, num_new = requests.state, requests.num_new
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
     num_rows, top_k = selected.shape

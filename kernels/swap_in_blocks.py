@@ -113,7 +113,7 @@ class Workspace:
             _refuse_in_capture("a batch larger than any before")
             device = self.rounds.device
             self._left.append(torch.zeros((num_copies, 4), dtype=torch.int32, device=device))
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # launches in any stream need the zeros
         return self._left[-1]
 
 
@@ -128,7 +128,7 @@ def workspace_of(state: HotBufferState) -> Workspace:
     if workspace is None:
         _refuse_in_capture("a state that was not used before")
         workspace = Workspace.create(state)
-        torch.cuda.synchronize(state.device)
+        torch.cuda.synchronize(state.device)  # launches in any stream need the zeros
         _workspaces[id(state)] = workspace
         weakref.finalize(state, _workspaces.pop, id(state), None)
     return workspace

@@ -59,7 +59,8 @@ BFLOAT16_TILINGS: Final = (
 )
 """Tilings from the one that moves the fewest bytes to the one that needs the least shared memory."""
 SHORT_TILING: Final = Tiling(32, 128, 4, 2)
-"""Tiling for latents of up to SHORT_RANK numbers, tried first: a block's time is mostly its softmax."""
+"""Tiling that is tried first for latents of up to SHORT_RANK numbers: with these a block's time is mostly its
+softmax, so that moving the fewest bytes is not the fastest."""
 SHORT_RANK: Final = 128
 FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
 """Tilings for float32 products, which do not use tensor cores."""
@@ -168,7 +169,7 @@ class TritonAttention:
         split_blocks = -(-(self.split_slots or top_k) // tiling.block_slots)
         split_len = split_blocks * tiling.block_slots
         num_splits = -(-top_k // split_len)
-        results, log_sums = out, out
+        results, log_sums = out, out  # without splits the kernel writes no log_sums
         if num_splits > 1:
             results = q.new_empty((num_tokens, num_splits, num_heads, rank), dtype=torch.float32)
             log_sums = q.new_empty((num_tokens, num_splits, num_heads), dtype=torch.float32)
@@ -194,6 +195,7 @@ class TritonAttention:
             LATENT_ROW=pool.latents.shape[1],
             SCALES_ROW=pool.scales.shape[1],
             ROPE_ROW=pool.ropes.shape[1],
+            # Offsets in bytes become numbers of 4 and of 2 bytes.
             SCALES_AT=kv_format.scales_offset // 4 if is_fp8 else 0,
             ROPE_AT=kv_format.rope_offset // 2 if is_fp8 else rank,
             IS_FP8=is_fp8,
@@ -225,8 +227,9 @@ def combine(results: Tensor, log_sums: Tensor, out: Tensor, to_log2: float = 1.0
     """Fill ``out`` [num_tokens, num_heads, rank] with the weighted sum of ``results``, and return it.
 
     ``results``: [num_tokens, num_splits, num_heads, rank], contiguous, the results of each token's splits.
-    ``log_sums``: float32 [num_tokens, num_splits, num_heads] of any strides, infinite for an empty split;
-    ``to_log2`` is the factor that converts them to base 2.
+    ``log_sums``: float32 [num_tokens, num_splits, num_heads] of any strides, the logarithms of the splits'
+    sums of weights. An empty split has -inf, or +inf, which also counts as -inf. ``to_log2``: the factor that
+    converts them to base 2.
     """
     num_tokens, num_splits, num_heads, rank = results.shape
     block_rank = triton.next_power_of_2(rank)
@@ -283,9 +286,10 @@ def attend_kernel(
     """Attend to one split of one token's slots, for one tile of its heads.
 
     ``q``: [num_tokens, num_heads, RANK + ROPE]. ``latent``, ``scales``, ``rope``: the pool as numbers of each
-    part's dtype; the row's length (``_ROW``) and the part's offset in a row (``_AT``) count such numbers.
-    ``slots``: int32 [num_tokens, top_k]. ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``,
-    to base 2: [num_tokens, num_splits, num_heads], written when IS_PARTIAL.
+    part's dtype; the row's length (``_ROW``) and the part's offset in a row (``_AT``) count such numbers. A
+    scale of fp8 items belongs to SCALE_TILE numbers of the latent. ``slots``: int32 [num_tokens, top_k].
+    ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``, to base 2: [num_tokens, num_splits,
+    num_heads], written when IS_PARTIAL.
     """
     begin(OVERLAPS)
     PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16

@@ -2,9 +2,9 @@
 # mypy: disallow_untyped_calls=False
 """``kernels.fp8_rows`` on a GPU, in one launch instead of five, and what other kernels of the layers share.
 
-One kernel serves the three functions: it adds up the parts of a row, applies the gate if there is one, and
-rounds to fp8 or to a plain dtype. ``round_blocks`` and ``sum_parts`` are its steps that other kernels also
-take.
+One kernel, ``_quantize_kernel``, serves ``quantize_rows``, ``quantize_gated`` and ``gated_rows`` of
+``fp8_rows``: it adds up the parts of a row, applies the gate if there is one, and rounds to fp8 or to a plain
+dtype. ``round_blocks`` and ``sum_parts`` are its steps that other kernels also take.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 MOST_PER_PROGRAM = 4
-"""Rows, and blocks of each, that a program takes of many rows."""
+"""With more than FEW_ROWS rows, a program takes this many rows, and this many blocks of each."""
 FEW_ROWS = 32
-"""Up to this many rows, a program takes one block of one row, because a number may be a sum of many parts."""
+"""Up to this many rows, a program takes one block of one row. Products of few rows leave many parts to add
+up, so a block is work enough for a program."""
 
 
 def quantize_rows_triton(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool) -> None:
-    """Do ``kernels.fp8_rows.quantize_rows`` into ``values`` and ``scales``, those of a ``Rounded``."""
+    """Do ``kernels.fp8_rows.quantize_rows`` for ``x`` [rows, columns].
+
+    Fills ``values``, fp8 [>= rows, columns], and ``scales``, float32 [blocks across, >= rows], of a
+    ``Rounded``. ``ue8m0``: scales are powers of two.
+    """
     _launch(x[None], values, scales, is_gated=False, ue8m0=ue8m0)
 
 
 def quantize_gated_triton(gate_up: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool) -> None:
-    """Do ``kernels.fp8_rows.quantize_gated`` in the same way."""
+    """Do ``kernels.fp8_rows.quantize_gated`` in the same way for ``gate_up`` [parts, rows, 2 * columns]."""
     _launch(gate_up, values, scales, is_gated=True, ue8m0=ue8m0)
 
 
@@ -43,7 +48,11 @@ def gated_rows_triton(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(x: Tensor, values: Tensor, scales: Tensor | None, *, is_gated: bool, ue8m0: bool) -> None:
-    """Fill ``values`` from ``x`` [parts, rows, columns], and ``scales`` if there are any."""
+    """Fill ``values`` [>= rows, columns] from ``x``, and ``scales`` if there are any.
+
+    ``x``: [parts, rows, columns]; with ``is_gated`` [parts, rows, 2 * columns], the gate first. Further rows
+    of ``values`` become zeros.
+    """
     num_rows, columns = values.shape
     num_blocks = triton.cdiv(columns, BLOCK)
     if num_rows and columns:
@@ -104,7 +113,7 @@ def _quantize_kernel(
     number = sum_parts(source, x_part, 0, is_given, PARTS)
     if IS_GATED:
         up = sum_parts(source, x_part, COLUMNS, is_given, PARTS)
-        if PARTS > 1:  # rounded as a product in one part is
+        if PARTS > 1:  # parts are float32, a single one is bfloat16: both must give the same bits
             number, up = number.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
         number = number / (1.0 + tl.exp(-number)) * up
     target = values + row.to(tl.int64) * COLUMNS + column

@@ -1,10 +1,12 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.latents`` on a GPU: ``latent_queries`` and ``lift_values`` for few tokens, ``index_queries`` for
-any number, each in one launch.
+"""``latent_queries`` and ``lift_values`` of ``kernels.latents`` on a GPU for few tokens, and
+``index_queries`` for any number, each in one launch.
 
-Each head's matrix is the wide operand of the tensor cores, and the tokens are the narrow one. In the kernels
-``m`` are tokens, ``n`` columns of the result and ``k`` the dimension that is summed over.
+``kernels.latents`` calls the three functions ``..._triton``. Inputs with the dimension ``parts`` are sums of
+as many tensors, which are added up as they are read (``sum_parts``). Each head's matrix is the wide operand
+of the tensor cores, and the tokens are the narrow one. In the kernels ``m`` are tokens, ``n`` columns of the
+result and ``k`` the dimension that is summed over.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ TILE_TOKENS = (16, 32, 64)
 """Tokens of a program; 16 is the tensor cores' smallest width."""
 ROWS_OF_ROPE = 16
 ROWS_OF_INDEX = 64
-"""Vectors that a program rotates, in queries and index queries; each belongs to one token and one head."""
+"""Vectors that a program rotates, of queries and of index queries; each belongs to one token and one head."""
 
 
 def tile_of(num_tokens: int) -> int:
@@ -39,7 +41,10 @@ def latent_queries_triton(
     q: Tensor, key_up: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, num_warps: int = 4
 ) -> None:
     """Compute latent queries of ``q`` [parts, num_tokens, heads, nope + rope] into ``out`` [num_tokens,
-    heads, latent + rope]."""
+    heads, latent + rope].
+
+    ``key_up``: [heads, nope, latent], contiguous; ``cos``, ``sin``: float32 [num_tokens, rope / 2].
+    """
     parts, num_tokens = q.shape[:2]
     heads, nope, latent = key_up.shape
     rope = out.shape[2] - latent
@@ -134,7 +139,7 @@ def rotary_part(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PARTS: tl.constexpr,
     TILE: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some rotary parts of a tile of tokens; a row belongs to one token and one head."""
+    """Rotate ROWS rotary parts of a tile of tokens, from ``first_row`` on; a row is one head of one token."""
     row = first_row + tl.arange(0, ROWS)
     m = (first_token + row // HEADS).to(tl.int64)
     head = row % HEADS
@@ -144,6 +149,7 @@ def rotary_part(
     s = tl.load(sin + m[:, None] * sin_stride + pair, mask=is_here, other=0.0)
     source = q + (m * q_stride + head * q_head_stride + NOPE)[:, None]
     dtype: tl.constexpr = out.dtype.element_ty
+    # True: queries pair neighbours (``IS_INTERLEAVED``) in all models.
     first, second = rotated(source, q_part, c, s, is_here, pair, ROPE // 2, PARTS, True, dtype)
     target = out + ((m * HEADS + head) * (LATENT + ROPE) + LATENT)[:, None] + pair
     tl.store(target, first, mask=is_here)
@@ -160,11 +166,13 @@ def lift_values_triton(
     num_warps: int = 4,
     num_stages: int = 5,
 ) -> Activations:
-    """See ``kernels.latents.lift_values``. Rounded values must be whole blocks. Rows are not padded."""
+    """See ``kernels.latents.lift_values``. With ``rounding``, a head's values must be whole blocks of BLOCK
+    columns. Rows are not padded."""
     num_tokens = attended.shape[0]
     heads, latent, value_dim = value_up.shape
     columns, device = heads * value_dim, attended.device
     if rounding is None:
+        # The kernel takes no None: ``out`` stands for the scales, which it then does not write.
         out = scales = torch.empty((num_tokens, columns), dtype=attended.dtype, device=device)
         result = Activations(out)
     else:

@@ -2,6 +2,8 @@
 # mypy: disallow_untyped_calls=False
 """``kernels.latents.finish_latents`` on a GPU, in one launch with four programs for each token.
 
+Inputs are in parts, which are added up in order as they are read (``sum_parts``).
+
 The programs of a token are independent: one makes its query latent, one its KV item, one its index key, and
 one its head weights. A program whose result is not wanted returns at once.
 """
@@ -137,7 +139,8 @@ def rotated(
     IS_INTERLEAVED: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Return both halves of rotated vectors, rounded to ``dtype``; ``pair``: the numbers of the pairs."""
+    """Return both halves of rotated vectors, rounded to ``dtype``. ``pair``: the numbers of the pairs;
+    ``IS_INTERLEAVED``: whether a pair is two neighbours (``kernels.rope``)."""
     if IS_INTERLEAVED:
         a = sum_parts(source, part_stride, 2 * pair, mask, PARTS)
         b = sum_parts(source, part_stride, 2 * pair + 1, mask, PARTS)
@@ -210,7 +213,9 @@ def finish_latents_kernel(
     """Make one of a token's four results. The program's second number says which: 0 is the query latent, 1 is
     the KV item, 2 is the index key, 3 is the head weights.
 
-    Rows from ``num_tokens`` to ``num_rows`` are padding of the rounded query latent; they become zeros.
+    ``q``, ``kv``, ``key``, ``head``: [parts, num_tokens, size]; results are contiguous, ``scales`` [blocks,
+    num_rows]. Rows from ``num_tokens`` to ``num_rows`` are padding of the rounded query latent; they become
+    zeros.
     """
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -247,6 +252,7 @@ def finish_latents_kernel(
             source = kv + row * kv_row_stride
             latent = normed_row(source, kv_part_stride, at, at < LATENT, kv_weight, at < LATENT,
                                 kv_eps, LATENT, KV_PARTS, dtype)  # fmt: skip
+            # True: keys pair neighbours (``IS_INTERLEAVED``) in all models.
             first, second = rotated(source + LATENT, kv_part_stride, c, s, is_pair, pair, ROPE // 2,
                                     KV_PARTS, True, dtype)  # fmt: skip
             target = item_out + row * (LATENT + ROPE)

@@ -291,8 +291,9 @@ def choose_kernel(
 def plan_triton(expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int) -> RoutingTables:
     """Return where each expert's rows and tiles are; ``kernels.expert_routing`` has an example.
 
-    ``expert_ids``: int [num_tokens, top_k], contiguous and few, because each program holds all of them. They
-    are in [0, num_experts]; ``num_experts`` is the id of padding, whose rows come last and have no tiles.
+    ``expert_ids``: int [num_tokens, top_k], contiguous, at least one and at most FEW_ROWS of
+    ``kernels.expert_routing``, because each program holds all of them. They are in [0, num_experts];
+    ``num_experts`` is the id of padding, whose rows come last and have no tiles.
     ``num_tiles``: the most tiles that there can be.
     """
     num_rows = expert_ids.numel()
@@ -360,6 +361,7 @@ def plan_kernel(
         ends = tl.cumsum(tiles, axis=0)
         tl.store(tile_starts + expert, ends - tiles, mask=expert <= EXPERTS)
         tile = tl.arange(0, BLOCK_TILES)
+        # A tile's expert is the number of experts whose tiles all lie before it; EXPERTS behind the last.
         is_expert = expert < EXPERTS
         ended = tl.histogram(tl.minimum(ends, BLOCK_TILES - 1), BLOCK_TILES, mask=is_expert)
         tl.store(tile_experts + tile, tl.cumsum(ended, axis=0), mask=tile < num_tiles)

@@ -98,9 +98,9 @@ class PromptRunner:
             memory.index,
             self._page_size,
             paged,
-            hook,
-            self.kernels,
-            memory.row_checks,
+            on_written=hook,
+            kernels=self.kernels,
+            row_checks=memory.row_checks,
         )
         no_logits = kv.last_rows[:0]  # a forward takes the rows whose logits it is to return: none here
 
@@ -116,6 +116,7 @@ class PromptRunner:
         rows = self._score(hidden, wanted)
         if self._model.spec.num_draft_layers:
             next_ids = _token_ids(batch, ahead=1).to(self._model.device)
+            # Nothing is guessed here: the layer's KV is what the decode node's drafts need.
             self._model.draft(next_ids, hidden, kv.positions, kv, no_logits)
 
         is_on_gpu = self._model.device.type == "cuda"
@@ -168,7 +169,8 @@ class PromptRunner:
             num_resumed_tokens=num_stepped,
             scores=WantedScores(1, 1),
         )
-        nobody = Peer("", "", b"", 1, {}, 0.0)  # with pages of a token only resumed tokens are stepped
+        # With a peer whose pages have one token, no tokens but the resumed ones are stepped.
+        nobody = Peer(node_id="", session="", identity=b"", page_size=1, regions={}, last_heard_secs=0.0)
         pages = list(range(-(-num_tokens // self._page_size)))
         return PrefillRequest(nobody, bootstrap, 0.0, page_ids=pages)
 
@@ -184,7 +186,8 @@ class PromptRunner:
         return score_rows(self._model.logits, hidden[rows], next_ids, num_top, self._model.spec.vocab_size)
 
     def _wait(self) -> None:
-        """Wait until the forward is done, but not for copies of other rooms, which other streams make."""
+        """Wait until the forward is done, but not for copies of other rooms, which other streams make. If
+        another rank of the node does not finish its part in time, this process ends."""
         if self._model.device.type == "cuda":
             with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
                 torch.cuda.current_stream(self._model.device).synchronize()

@@ -41,7 +41,7 @@ from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
 from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
-from hisparse_pd.prefill_node.sizing import GRAPH_SIZES, MOST_GRAPH_REQUESTS, size_kv_pool
+from hisparse_pd.prefill_node.sizing import MOST_GRAPH_REQUESTS, MOST_GRAPH_TOKENS, size_kv_pool
 from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
@@ -92,7 +92,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             max_requests=settings.max_running_requests,
             page_size=settings.page_size,
             num_pages=num_pages,
-            graph_tokens=GRAPH_SIZES[0].num_tokens,
+            graph_tokens=MOST_GRAPH_TOKENS,
             graph_requests=MOST_GRAPH_REQUESTS,
         )
 
@@ -390,6 +390,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             self.life.note_computed(request, chunk.stop)
             if (hint := computed.hints.get(request.room)) is not None:
                 assert request.aux_slot_src is not None
+                # The MTP layer's index group is the last; a decode node without drafts has none for it.
                 hint = hint[: request.peer.num_index_groups]
                 self.memory.stage_aux(request.aux_slot_src, request.room, hint)
                 self.life.start_sending(request, now_secs)

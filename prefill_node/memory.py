@@ -99,7 +99,8 @@ class PrefillMemory:
             void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
     def wrong_items(self, pages: PageRows, page_size: int) -> list[WrongItem]:
-        """Return the KV items in ``pages`` that are not as they were written, one layer for each wrong slot.
+        """Return the KV items in ``pages`` that are not as they were written: of each slot that has any, the
+        one in the first such layer.
 
         Returns nothing when the node computes no checks. Waits for the device.
         """

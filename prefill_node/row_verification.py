@@ -22,7 +22,8 @@ from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never
 
 @dataclass(frozen=True)
 class RowVerification:
-    """Verification for one engine. ``wrong_items`` finds the wrong rows in pages of a size."""
+    """Verification for one engine. ``wrong_items`` is called with pages, int32 [n, 3] of page id, first
+    position and number of rows that count, and with the page size; it returns the wrong rows among them."""
 
     life: PrefillLife
     limits: StepLimits

@@ -131,7 +131,8 @@ def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Sta
     """Return the read-only discovery endpoint. It answers callers that ``BootstrapGate`` admits, with 503
     unless the engine is alive.
 
-    While the engine is too busy to answer heartbeats, decode nodes learn from this answer that it is alive.
+    While the engine is too busy to answer heartbeats, decode nodes learn from this answer that its run goes
+    on, and has not ended.
     """
     gate = BootstrapGate(context.control_keys, PeerList.parse(settings.allowed_peers))
     logged = LogLimiter()

@@ -100,16 +100,23 @@ class ShortForwards:
         memory, spec = self._memory, self._model.spec
         max_pages = -(-spec.context_length // self._page_size)
         rows = PagedRows.padding(
-            MOST_GRAPH_REQUESTS,
-            max_pages,
-            size.num_tokens,
-            size.num_stepped,
-            memory.scratch_slot,
-            self._model.device,
-            spec.context_length,
+            num_requests=MOST_GRAPH_REQUESTS,
+            max_pages=max_pages,
+            num_tokens=size.num_tokens,
+            num_stepped=size.num_stepped,
+            scratch_slot=memory.scratch_slot,
+            device=self._model.device,
+            max_len=spec.context_length,
         )
         # A graph looks at all pages that it may unpack, even at padding: small ones get pages of one context.
         most_pages = max_pages if size.num_tokens <= ONE_CONTEXT_TOKENS else None
         pools = memory.kv, memory.index, self._page_size
-        kv = PagedKv(spec, *pools, rows, None, self._kernels, memory.row_checks, most_pages)
+        kv = PagedKv(
+            spec,
+            *pools,
+            rows,
+            kernels=self._kernels,
+            row_checks=memory.row_checks,
+            most_pages=most_pages,
+        )
         return torch.zeros(size.num_tokens, dtype=torch.int64, device=self._model.device), kv

@@ -16,8 +16,8 @@ from hisparse_pd.core.model.unpacked import unpacked_bytes
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes reserved for libraries' workspaces and for unpacked weights."""
 TOKEN_RESERVE_BYTES = 512 << 10
-"""Bytes reserved for one token's activations: twice the queries, 128 heads of 576 numbers, and smaller
-ones."""
+"""Bytes reserved for one token's activations: the queries (128 heads of 576 numbers of 2 bytes) twice, and
+smaller ones."""
 
 
 class GraphSize(NamedTuple):
@@ -41,9 +41,11 @@ class GraphSize(NamedTuple):
 
 
 GRAPH_SIZES: Final = (
-    *(GraphSize(1024, 240), GraphSize(1024, 15)),
+    GraphSize(1024, 240),
+    GraphSize(1024, 15),
     GraphSize(512, 120),
-    *(GraphSize(256, 60), GraphSize(256, 15)),
+    GraphSize(256, 60),
+    GraphSize(256, 15),
     GraphSize(128, 30),
     GraphSize(64, 15),
     GraphSize(16, 15),
@@ -55,6 +57,8 @@ graph takes as long for padding as for tokens, so there is one for each power of
 that together they keep the activations of the largest."""
 ONE_CONTEXT_TOKENS: Final = 64
 """Largest graph whose requests together have at most the pages of one context: it is most often a tail."""
+MOST_GRAPH_TOKENS: Final = GRAPH_SIZES[0].num_tokens
+"""Most tokens in a graph's forward."""
 MOST_GRAPH_REQUESTS: Final = 16
 """Most requests in a graph's forward."""
 
@@ -91,7 +95,7 @@ def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     score_bytes = 4 * num_tokens * spec.context_length
     return (
         BASE_RESERVE_BYTES
-        + (num_tokens + min(num_tokens, GRAPH_SIZES[0].num_tokens)) * TOKEN_RESERVE_BYTES
+        + (num_tokens + min(num_tokens, MOST_GRAPH_TOKENS)) * TOKEN_RESERVE_BYTES
         + min(MAX_INDEXER_BYTES, 2 * score_bytes)
         + unpacked_bytes(spec, settings.page_size)
     )

@@ -5,7 +5,7 @@ front serves it behind a ``BootstrapGate``; the decode node calls ``look_up`` in
 Registration goes over a control socket, which authenticates the peer.
 
 With a control key both ends prove that they hold it: the caller signs a nonce, and the node signs that nonce
-with its answer. A caller without the key gets no answer, and a forged or replayed answer is rejected. With a
+with its answer. A caller without the key gets status 401, and a forged or replayed answer is rejected. With a
 list of allowed peers, only addresses on the list are answered or asked.
 """
 
@@ -45,7 +45,8 @@ CODE_HEADER = "x-hisparse-pd-code"
 _NONCE_BYTES = 16
 _REQUEST_PURPOSE = "bootstrap request"
 _ANSWER_PURPOSE = "bootstrap answer"
-_REJECTED_STATUSES = (401, 403)
+_FINAL_STATUSES = (401, 403)
+"""Statuses with which ``BootstrapGate`` refuses a caller, which will be refused again."""
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
     """The body of ``GET /bootstrap``. A wildcard as ``control_host`` means the host that was asked. The
-    ``instance_id`` differs in every run of the node.
+    ``instance_id`` differs in every run of the node. ``curve``: whether the control sockets are encrypted.
 
     ``ranks``: all ranks in order, or empty for a node of one rank. Rank ``room % len(ranks)`` serves a room.
     The other fields describe the first rank.
@@ -116,14 +117,14 @@ class BootstrapRefused(Exception):
 class BootstrapLookupError(Exception):
     """The bootstrap endpoint could not be used.
 
-    ``refused``: nothing listens there, the node is gone. ``rejected``: the settings of the two nodes do not
-    allow a connection, so asking again changes nothing.
+    ``nobody_listens``: all addresses refused the connection, so the node is gone. ``is_final``: the settings
+    of the two nodes do not allow a connection, so asking again changes nothing.
     """
 
-    def __init__(self, message: str, *, refused: bool = False, rejected: bool = False) -> None:
+    def __init__(self, message: str, *, nobody_listens: bool = False, is_final: bool = False) -> None:
         super().__init__(message)
-        self.refused = refused
-        self.rejected = rejected
+        self.nobody_listens = nobody_listens
+        self.is_final = is_final
 
 
 # --- the prefill node's side -----------------------------------------------------------------------
@@ -181,7 +182,7 @@ def look_up(
     if not is_host(bootstrap_host):
         raise BootstrapLookupError(
             f"bootstrap host {bootstrap_host[:MAX_HOST_CHARS]!r} is no name and no address",
-            rejected=True,
+            is_final=True,
         )
     allowed = allowed or PeerList()
     url = f"http://{in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
@@ -215,7 +216,7 @@ def _ask(
     if answer.status != 200:
         raise BootstrapLookupError(
             f"{url}: status {answer.status}{_error_text(answer.body)}",
-            rejected=answer.status in _REJECTED_STATUSES,
+            is_final=answer.status in _FINAL_STATUSES,
         )
     if keys is not None and not keys.has_signed(
         answer.signature, _ANSWER_PURPOSE, nonce.encode(), answer.body
@@ -223,7 +224,7 @@ def _ask(
         raise BootstrapLookupError(
             f"{url}: the answer is not by a holder of this node's control key; set the same "
             "control_key_file on both nodes",
-            rejected=True,
+            is_final=True,
         )
     return address, parse_info(answer.body, url)
 
@@ -261,7 +262,7 @@ def _get_first(
     addresses: list[str], port: int, headers: dict[str, str], url: str, deadline: float
 ) -> tuple[str, _Answer]:
     """Return the first address that answers, and its answer. Each address gets an equal share of the time
-    left. Raises BootstrapLookupError, which is ``refused`` only if all addresses refused."""
+    left. Raises BootstrapLookupError, with ``nobody_listens`` only if all addresses refused."""
     errors: list[BootstrapLookupError] = []
     for number, address in enumerate(addresses):
         now = time.monotonic()
@@ -270,8 +271,8 @@ def _get_first(
             return address, _get(address, port, headers, url, until)
         except BootstrapLookupError as error:
             errors.append(error)
-    is_refused = all(error.refused for error in errors)
-    raise BootstrapLookupError(str(errors[-1]), refused=is_refused) from errors[-1]
+    nobody_listens = all(error.nobody_listens for error in errors)
+    raise BootstrapLookupError(str(errors[-1]), nobody_listens=nobody_listens) from errors[-1]
 
 
 def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: float) -> _Answer:
@@ -285,8 +286,9 @@ def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: f
             raise late from error
         except OSError as error:
             what = os.strerror(error.errno) if error.errno else str(error)
-            is_refused = error.errno == errno.ECONNREFUSED
-            raise BootstrapLookupError(f"{url}: cannot connect ({what})", refused=is_refused) from error
+            raise BootstrapLookupError(
+                f"{url}: cannot connect ({what})", nobody_listens=error.errno == errno.ECONNREFUSED
+            ) from error
         end = threading.Timer(deadline - time.monotonic(), _shut_down, (connection.sock,))
         end.start()
         try:
@@ -323,7 +325,7 @@ def _addresses(url: str, host: str, allowed: PeerList, deadline: float) -> list[
     if allowed_addresses := [address for address in addresses if allowed.allows(address)]:
         return allowed_addresses
     why = allowed.why_refused(addresses[0]) if addresses else f"{host} has no address"
-    raise BootstrapLookupError(f"{url}: {why} of this decode node", rejected=True)
+    raise BootstrapLookupError(f"{url}: {why} of this decode node", is_final=True)
 
 
 def _error_text(body: bytes) -> str:

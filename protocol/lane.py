@@ -1,8 +1,9 @@
 """Messages on the socket of a lane: a Unix socket between two processes of one machine.
 
-``transfer/lane.py`` speaks them, in this order; one message is one packet (SOCK_SEQPACKET):
+``transfer/lane_host.py`` (the decode node's end) and ``transfer/lane_memory.py`` (the prefill node's) speak
+them, in this order; one message is one packet (SOCK_SEQPACKET):
 
-1. The decode node names the socket and a token (``LaneOffer``) in its registration, over the control channel.
+1. The decode node names the socket and a token (``LaneOffer``) in its Register, over the control channel.
 2. The prefill node connects to the socket and sends the token (``LaneHello``).
 3. The decode node answers with descriptors of its memory (``LaneWelcome``), or refuses (``LaneDenied``).
 4. The prefill node maps the memory and may then promise to write in no other way (``LaneSole``).

@@ -3,6 +3,9 @@
 The system's resolver blocks, and a caller cannot limit its time. ZMQ would call it in the one thread that
 moves the messages of all connections, where a name server that does not answer stalls them all. Names of
 peers are therefore resolved here, in threads, before an address is given to ZMQ (``bootstrap.look_up``).
+
+``own_address_towards`` and ``interface_of``, which ask the kernel, tell ranks of one node on several machines
+which network to use (``rank_group.py``).
 """
 
 from __future__ import annotations

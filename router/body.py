@@ -47,6 +47,7 @@ _LARGE_FIELDS = {*itertools.chain(*_PROMPT_FIELDS.values()), "tools"}
 _LARGE_DECODER = msgspec.json.Decoder(
     msgspec.defstruct("LargeFields", [(name, Raw, Raw()) for name in sorted(_LARGE_FIELDS)])
 )
+"""Decodes the large fields alone, to measure them, and makes no objects of the others."""
 
 _OWN_FIELDS = (
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),

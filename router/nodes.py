@@ -104,7 +104,7 @@ class Rank:
     num_in_flight: int = 0
     """Requests of this router whose first room is the rank's."""
     num_foreign: int = 0
-    """Requests of others that the rank had when its node last reported its load."""
+    """Requests of other routers that the rank had when its node last reported its load."""
     last_picked: int = -1
 
     def draw_room(self) -> int:
@@ -159,7 +159,7 @@ class NodePool:
     def pick(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Pair:
         """Choose the nodes for the next request. Raises RouterError 503 if a kind has no healthy node left.
 
-        ``prompt``: bytes that begin alike for prompts that begin alike.
+        ``excluded``: nodes not to choose. ``prompt``: bytes that begin alike for prompts that begin alike.
         """
         keys = block_keys(prompt) if self._policy == "cache_aware" else []
         ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in NodeKind}

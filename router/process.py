@@ -40,7 +40,7 @@ def run(settings: RouterSettings) -> int:
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
-    server = listener.server(app, "on", num_descriptors_each=descriptors.PER_ROUTED_REQUEST)
+    server = listener.server(app, lifespan="on", num_descriptors_each=descriptors.PER_ROUTED_REQUEST)
     try:
         asyncio.run(_serve(server, listener, drain, settings.drain_timeout_secs))
     except SystemExit:  # uvicorn could not start, and has logged why

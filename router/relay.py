@@ -134,6 +134,8 @@ class RelayedRequest:
         self._headers = headers
         self._span = span
         self._route = Route(relay.pool, relay.max_retries, relay.resume_timeout_secs)
+        """Decides after each failure. Its ``search`` is under way from the loss of a decode node until
+        another pair answers."""
         self.attempt: Attempt | None = None
         """The attempt under way, or else the last one."""
         self.stream: ResumableStream | None = None
@@ -213,7 +215,8 @@ class RelayedRequest:
         if self._journal is not None:
             # When a node shuts down, it may by itself end an answer that is not streamed. It leaves a stream
             # to the router (Attempt._move), which alone knows whether all of its journal was kept.
-            may_move = not self._body.is_streamed and self._pool.has(NodeKind.DECODE, (pair.decode,))
+            has_other = self._pool.has(NodeKind.DECODE, excluded=(pair.decode,))
+            may_move = has_other and not self._body.is_streamed
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
         with self._pool.working(pair.prefill, pair.room):  # until the first token is here
@@ -246,6 +249,7 @@ class RelayedRequest:
         if journal is not None and num_records and not journal.is_kept:
             raise error  # a part of what the client has is not known any more
         if failure in (Failure.DECODE_LOST, Failure.DECODE_LEAVING):
+            # A call that was closed, or a stream that broke off, because the node shuts down is no loss.
             has_said_so = journal is not None and journal.is_leaving
             is_leaving = failure is Failure.DECODE_LEAVING or attempt.was_moved or has_said_so
             self._route.leave_decode_node(error, pair.decode, is_leaving=is_leaving, num_records=num_records)

@@ -30,7 +30,8 @@ class ResumableStream:
         resume: Callable[[Attempt, NodeFailed], Coroutine[None, None, Attempt]],
         ping: bytes,
     ) -> None:
-        """``resume`` returns the attempt that follows one that failed."""
+        """``resume`` returns the attempt that follows one that failed, which it is given with its error.
+        ``ping``: bytes for a client that waits, in the form of its endpoint's API."""
         self._attempt = attempt
         self._journal = journal
         self._pool = pool
@@ -59,6 +60,7 @@ class ResumableStream:
             elif self._journal.is_over:
                 return b""
             else:
+                # Without an error, the node itself ended the stream; its last event may say why.
                 error = error or StreamEnded(self._journal.unshown)
                 self._resuming = asyncio.create_task(self._resume(self._attempt, error))
 

@@ -118,7 +118,8 @@ class _RouterParts:
         )
         self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
         fleet = Fleet(self.pool, calls)
-        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {  # what answers GET, by path
+        # What answers GET, by path.
+        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/health": self._health,
             "/readiness": self._health,
             "/liveness": _liveness,
@@ -176,6 +177,7 @@ class RelayEndpoint:
         self._router = router
         self._path = path
         self._endpoint = Endpoint(path) if path in set(Endpoint) else None
+        """None for a TokenPath."""
         self._error_shape = ErrorShape.of_path(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,7 +244,7 @@ class RelayEndpoint:
         """
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         tail = b"\n\n"  # the last two bytes, which say whether the last event is whole
-        num_left = answer.num_bytes
+        num_left = answer.num_bytes  # infinite for a body whose length is not known, such as a stream
         try:
             async with self._router.drain.time_left():
                 while chunk := await answer.read():
@@ -258,6 +260,7 @@ class RelayEndpoint:
                 span.error = str(error)
             if not answer.is_event_stream:
                 return
+            # A node that ended the stream by itself has sent its own error event.
             event = error.last_words if isinstance(error, StreamEnded) else b""
             if not event:
                 end_of_cut_event = b"" if tail == b"\n\n" else b"\n\n"

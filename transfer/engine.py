@@ -248,9 +248,10 @@ _environment_lock = threading.Lock()
 
 
 def _mooncake_settings(transport: Transport, host: str) -> dict[str, str | None]:
-    """Return the environment for Mooncake's start, which decides the protocol; it ignores its argument.
+    """Return the environment for Mooncake's start, which alone decides the protocol: Mooncake ignores the one
+    that ``initialize`` gets.
 
-    With MC_FORCE_HCA it fails instead of taking TCP when it can open no device.
+    With MC_FORCE_HCA Mooncake fails, instead of taking TCP, when it can open no device.
     """
     is_rdma = transport.protocol == "rdma"
     settings = {"MC_FORCE_TCP": None if is_rdma else "1", "MC_FORCE_HCA": "1" if is_rdma else None}
@@ -280,7 +281,8 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 class _NoMooncake:
-    """Replaces Mooncake where it is not installed, and behaves like a Mooncake engine without peers.
+    """Replaces Mooncake where it cannot be imported, and behaves like a Mooncake engine without peers. Nobody
+    writes with it: ``TransferEngine.fault`` is set.
 
     It holds a port of loopback, so that no other process has the same session.
     """

@@ -77,7 +77,8 @@ class _Opened(NamedTuple):
 
     lane: Lane
     mapping: Mapping | None
-    """None if the memory cannot be opened. It may be mapped though the lane is the network's."""
+    """None if the memory cannot be opened. Memory of which only a part is mapped stays so even where the
+    rest would need a network that does not work; ``lane`` is then refused, and nothing is written."""
     covers_all: bool
     """Whether all that the decode node registered is mapped."""
 
@@ -101,6 +102,7 @@ class Lanes:
     pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
     """Pairs by session. Those on shared memory are removed when their decode node has ended."""
     _decided: list[str] = field(default_factory=list, init=False)
+    """See ``take_decided``."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def register(

@@ -204,11 +204,11 @@ class LaneHost:
         descriptors = [memory.fd for memory in self.memory if memory.fd is not None]
         windows = tuple(
             Window(
-                memory.addr,
-                memory.num_bytes,
-                0 if memory.fd is None else descriptors.index(memory.fd),
-                memory.cuda_handle,
-                memory.cuda_offset,
+                base_addr=memory.addr,
+                num_bytes=memory.num_bytes,
+                descriptor=0 if memory.fd is None else descriptors.index(memory.fd),
+                cuda_handle=memory.cuda_handle,
+                cuda_offset=memory.cuda_offset,
             )
             for memory in self.memory
         )

@@ -8,7 +8,7 @@ the decode node. Destinations come as such addresses; a ``Mapping`` finds the wi
 place where that window is mapped here.
 
 Everything that the decode node's socket sends is checked: a file must have the stated length and be sealed
-against shrinking, or its owner could kill this process in the middle of a write.
+against shrinking. If its owner cut the file off, SIGBUS would end this process in the middle of a write.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Mapping:
             is_long = by_gpu & (part.lengths >= LONG_BYTES)
             pieces = cut_long(part.at(by_gpu & ~is_long), PIECE_BYTES)
             with _gpu_failure():
-                copying = self._gpu.start_copy(part.at(is_long), pieces)
+                copying = self._gpu.start_copy(runs=part.at(is_long), pieces=pieces)
 
         by_cpu = part.at(~by_gpu)
         if by_cpu.lengths.size:
@@ -295,7 +295,8 @@ def _parts(writes: Descriptors) -> Iterator[Descriptors]:
 def _connect(name: str, directory: str) -> socket.socket:
     """Connect to the socket of a decode node. Raises LaneError.
 
-    When the socket's backlog is full, this waits: the kernel queues callers that block.
+    When the socket's backlog is full, this waits: the kernel queues callers that block. The timeout is
+    therefore set as an option: Python's own would make the socket non-blocking, and such a caller fails.
     """
     places = [str(Path(directory) / name)] if directory else []
     for address in (*places, f"\0{name}"):

@@ -25,15 +25,16 @@ from hisparse_pd.transfer.errors import TransferError
 
 MAX_DESCRIPTOR_BYTES: Final = 4 << 20
 """Longest byte range; longer ones are cut, because Mooncake spreads descriptors, not bytes, over its
-connections to a peer. Pieces of 512 KiB get 0.87 of the rate on a machine whose cores are busy."""
+connections to a peer. Much shorter pieces are slower: with 512 KiB, a machine whose cores are busy gets 0.87
+of the rate."""
 
 SLICE_BYTES: Final = 32 << 20
 """Limit for the cost of one slice, and of a room's turn (``send_queue.py``), during which other rooms wait:
 67 ms at 0.5 GB/s. Smaller slices would slow down a fast link: each ends with a wait for its last byte."""
 
 DESCRIPTOR_COST_BYTES: Final = 16 << 10
-"""Cost of a byte range that is not longer: TCP takes 35 us for any range, and could move this many bytes in
-that time."""
+"""Lowest cost of a byte range; that of a longer one is its bytes. TCP takes 35 us for any range, in which it
+could move this many bytes."""
 
 _BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
 """Most descriptors that are made at a time: as many as fit in one slice."""

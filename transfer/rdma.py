@@ -77,7 +77,8 @@ class Port:
     gid_index: int | None = None
 
     def best_gid(self, advertised: Collection[IpAddress] = ()) -> tuple[GidGrade, Gid | None]:
-        """Return the GID that reaches farthest, and its grade."""
+        """Return the grade of the GID that reaches farthest, and that GID: the first of those that reach
+        equally far."""
         graded = [
             (self._grade(gid, advertised), gid) for gid in self.gids if self.gid_index in (None, gid.index)
         ]
@@ -85,7 +86,7 @@ class Port:
 
     def _grade(self, gid: Gid, advertised: Collection[IpAddress]) -> GidGrade:
         if self.link_layer == _ETHERNET:
-            if gid.type != _ROCE_V2:
+            if gid.type != _ROCE_V2:  # RoCE v1, which MC_GID_INDEX may choose, stays on its link
                 return GidGrade.ROCE_V1 if self.gid_index is None else GidGrade.LINK_LOCAL
             if gid.address.is_link_local:
                 return GidGrade.LINK_LOCAL
@@ -120,7 +121,7 @@ def device_names(ib_device: str) -> tuple[str, ...]:
 def wanted_devices(ib_device: str, machine: Machine) -> tuple[tuple[str, ...], Fault | None]:
     """Return the devices that ``ib_device`` or the operator's topology names, in order; empty means any.
 
-    A fault says why the topology cannot be used; the names are then those of ``ib_device``.
+    Where the topology cannot be used, return the names in ``ib_device``, and a fault that says why.
     """
     named = device_names(ib_device)
     path = machine.environ.get(_TOPOLOGY_VARIABLE)

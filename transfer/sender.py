@@ -127,6 +127,7 @@ class Sender:
                 self._queue.finish(taken, outcome)
 
     def _why_stop(self, taken: Slice) -> str:
+        # Without the lock: the queue keeps the room of a slice in flight, and only one value of it is read.
         return self._queue.why_stop(taken, time.monotonic())
 
     def _next_slice(self, session: str) -> Slice | None:

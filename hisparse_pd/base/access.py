@@ -1,8 +1,8 @@
 """``PeerList``: the addresses that may reach a node; and checks of what hosts and addresses look like.
 
-A node parses one list from ``--allowed-peers``. Its control socket (``zap.py``), its bootstrap endpoint and
-look-up (``bootstrap.py``), registrations (``prefill_node/registrations.py``) and the KV ports
-(``transfer/listeners.py``) all ask that list.
+A node parses one list from ``--allowed-peers``. Its control socket (``protocol/zap.py``), its bootstrap
+endpoint and look-up (``protocol/bootstrap.py``), registrations (``prefill_node/registrations.py``) and the KV
+ports (``transfer/listeners.py``) all ask that list.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class PeerList:
 
 
 def parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """Parse an address, which may have brackets and a scope; None if it is none.
+    """Parse an address, which may have brackets and a scope, such as [fe80::1%eth0]; None if it is none.
 
-    IPv4 in the form in which a dual-stack socket shows it becomes IPv4.
+    IPv4 in the form in which a dual-stack socket shows it, such as ::ffff:10.0.0.1, becomes IPv4.
     """
     try:
         address = ip_address(text.strip("[]").partition("%")[0])

@@ -1,6 +1,7 @@
 """Limits log lines about what other machines send, which they may repeat any number of times.
 
-Control channels, the check of API keys and the prefill node's engine ask a ``LogLimiter`` before such a line.
+Control channels, same-host lanes, the check of API keys, the prefill node and the export of traces ask a
+``LogLimiter`` before such a line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class LogLimiter:
         self._quiet_until: dict[Hashable, float] = {}
 
     def permits(self, subject: Hashable = None) -> bool:
-        """Whether a line about ``subject`` may be logged now. If so, it counts as logged."""
+        """Whether a line about ``subject`` may be logged now. If so, it counts as logged. None is a subject,
+        too: the only one of some callers, and the one that subjects beyond MAX_SUBJECTS share."""
         now = time.monotonic()
         if subject not in self._quiet_until and len(self._quiet_until) >= MAX_SUBJECTS:
             self._quiet_until = {other: until for other, until in self._quiet_until.items() if until > now}

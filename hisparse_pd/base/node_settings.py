@@ -125,7 +125,7 @@ class NodeSettings(HttpSettings, TransportSettings):
     room_timeout_secs: Secs = Field(
         300.0,
         description="maximum time that a room waits for its KV, in seconds; a prefill node keeps the room "
-        "longer by the heartbeat limit",
+        "longer by the time after which a silent peer is lost",
     )
     heartbeat_interval_secs: Secs = Field(
         5.0,
@@ -270,7 +270,11 @@ class NodeSettings(HttpSettings, TransportSettings):
         return max(HEALTH_TIMEOUT_SECS, 6 * self.heartbeat_interval_secs)
 
     def _check_free_memory_is_known(self, name: str, num_tokens: int) -> None:
-        """Raises ValueError if a pool is to be sized by free GPU memory and the node is not on a GPU."""
+        """Raise ValueError if the size of a pool comes from free GPU memory, and the node is not on a GPU.
+
+        Validators of the subclasses call it. ``num_tokens``: the size that the setting ``name`` gives; 0
+        leaves it to free memory.
+        """
         if num_tokens == 0 and not self.device.startswith("cuda"):
             raise ValueError(
                 f"{name} 0: the size comes from free GPU memory with --device cuda only, and this node is on "

@@ -15,8 +15,8 @@ FREE_PORTS = range(20_000, 32_768)
 def free_port() -> int:
     """Return a free port of loopback, for a process that is started with it. Raises OSError if none is free.
 
-    A connection of the port to itself is left in TIME_WAIT. For a minute the kernel therefore gives the port
-    to no other caller, nor to anyone who binds it without SO_REUSEADDR, which servers set.
+    The port's end of a loopback connection is left in TIME_WAIT. For a minute the kernel therefore gives the
+    port to no other caller, nor to anyone who binds it without SO_REUSEADDR, which servers set.
     """
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
         with contextlib.suppress(OSError):
@@ -36,7 +36,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def _reserve(port: int) -> None:
-    """Leave a connection of the port to itself in TIME_WAIT. Raises OSError if the port is taken."""
+    """Leave the port's end of a connection in TIME_WAIT. Raises OSError if the port is taken."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
         # After bind: before it, the option would let two servers share the port.

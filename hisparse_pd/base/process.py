@@ -1,7 +1,8 @@
 """What every process does first: standard streams, logging, signals, and ending with its parent process.
 
 ``commands/cli.py`` calls ``occupy_standard_streams`` for all; each service and child process sets up its
-logging, and children of ``multiprocessing`` call ``die_with_parent``.
+logging, and children of ``multiprocessing`` call ``die_with_parent``. A node's first front starts engines on
+a CPU with BRIEF_SPIN in their environment, unless ``openmp_wait_is_set``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads settings from options of the command line and from TOML or YAML files.
 
 Both name a setting as its field in the settings classes (``settings.py`` and its neighbours). The command
-line (``commands/cli.py``) calls ``load_settings`` for one service, and for ``pair`` combines the parts
-itself. Whatever is wrong raises SettingsError, which says where the value came from and what is allowed.
+line (``commands/cli.py``) calls ``load_settings`` for one service. For ``pair``, whose file has sections, it
+calls ``read_file``, ``check_known`` and ``validate`` itself. Whatever is wrong raises SettingsError, which
+says where the value came from and what is allowed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SettingsError(ValueError):
 
 
 def load_settings(model: type[S], given: Mapping[str, Any], config: Path | None = None) -> S:
-    """Return settings from a file, overridden by ``given`` from the command line. Raises SettingsError."""
+    """Return settings from the file ``config``, if there is one, overridden by ``given`` from the command
+    line. Raises SettingsError."""
     from_file = read_file(config) if config is not None else {}
     check_known(from_file, model.model_fields, str(config))
     return validate(model, from_file, str(config), given)
@@ -117,7 +119,8 @@ def flag(name: str) -> str:
 
 
 def metavar(field: FieldInfo) -> str:
-    """Return a word for the values that a field takes, as ``--help`` shows it."""
+    """Return a word for the values that a field takes, as ``--help`` shows it: its ``title``, if it has
+    one."""
     if field.title is not None:
         return field.title
     if allowed := choices(field):

@@ -1,6 +1,7 @@
 """Opens the tracer of a decode node's front or of the router, if traces are on.
 
-This module is apart from ``tracing.py`` so that only processes with traces import opentelemetry.
+``hisparse_pd/serving/api/app.py`` and ``router/server.py`` call ``open_tracer`` once. This module is apart
+from ``tracing.py`` so that only processes with traces import opentelemetry.
 """
 
 from __future__ import annotations

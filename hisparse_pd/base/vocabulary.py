@@ -1,6 +1,6 @@
 """Words that nodes, router and tools share: error codes, modes, sampling parameters, finish reasons, version.
 
-Everything here is plain data without a dependency on another package of the project.
+Nothing here depends on another module of the project, so all of them may import it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Mode(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Why an answer ended: at an eos, a stop token or a stop string; or at a limit of tokens."""
+
     STOP = "stop"
     LENGTH = "length"
 
@@ -110,7 +112,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """Grammar of the output, as llguidance reads it (Lark with ``%json``); empty: any output."""
     num_resumed_tokens: int = 0
     """Number of tokens at the prompt's end that are the beginning of a resumed output. Draws, penalties and
-    the grammar continue after them. The two bounds of new tokens do not count them."""
+    the grammar continue after them. ``max_new_tokens`` and ``min_new_tokens`` do not count them."""
 
     @property
     def needs_prompt(self) -> bool:

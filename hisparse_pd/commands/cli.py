@@ -53,10 +53,12 @@ class PairSettings(FrozenSettings):
     """Settings of ``pair`` alone: where it places the nodes."""
 
     prefill_port: Port = Field(
-        30000, description="port of the prefill node; 0: any free one, which also replaces a default in use"
+        30000,
+        description="port of the prefill node; 0, or a default that is in use: any free one",
     )
     decode_port: Port = Field(
-        30001, description="port of the decode node; 0: any free one, which also replaces a default in use"
+        30001,
+        description="port of the decode node; 0, or a default that is in use: any free one",
     )
     decode_device: Device | None = Field(
         None, description="device of the decode node; default: the prefill node's (--device)"
@@ -69,6 +71,12 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "router": RouterSettings,
 }
 """Settings of each service of a pair, by the service's section in the pair's file."""
+_SETTINGS_OF_NODES = (
+    ("prefill_port", "prefill", "port"),
+    ("decode_port", "decode", "port"),
+    ("decode_device", "decode", "device"),
+)
+"""Options of ``pair`` that set one node's setting: (option, service, setting)."""
 
 NOT_SETTINGS = frozenset(("parser", "command", "config", "json"))
 """Names in argparse's namespace that are no settings."""
@@ -138,18 +146,13 @@ def pair_settings(
     pair = validate(
         PairSettings, _known_to(PairSettings, from_file), str(config), _known_to(PairSettings, given)
     )
-    node_ports: dict[str, dict[str, Any]] = {
-        "prefill": {"port": pair.prefill_port},
-        "decode": {"port": pair.decode_port},
-        "router": {},
-    }
-    merged: dict[str, dict[str, Any]] = {}  # values of the file, by service
-    options: dict[str, dict[str, Any]] = {}  # values of the command line, by service
-    for name in SECTIONS:
-        merged[name] = node_ports[name] | _shared_values(name, from_file) | sections[name]
-        options[name] = _shared_values(name, given)
-    if pair.decode_device is not None:
-        options["decode"]["device"] = pair.decode_device
+    merged = {name: _shared_values(name, from_file) for name in SECTIONS}  # values of the file, by service
+    options = {name: _shared_values(name, given) for name in SECTIONS}  # values of the command line
+    for option, section, name in _SETTINGS_OF_NODES:
+        if (value := getattr(pair, option)) is not None:
+            (options if option in given else merged)[section][name] = value
+    for section in SECTIONS:
+        merged[section] |= sections[section]
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
     chosen = set(from_file) | set(given)  # names that the user set outside any section
@@ -298,13 +301,13 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
         parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
     elif get_origin(field.annotation) is tuple:
         takes_port = get_origin(get_args(field.annotation)[0]) is tuple
-        if takes_port:
+        if takes_port:  # the router's --prefill URL PORT, which may be repeated
             parser.add_argument(
                 flag(name), action="append", nargs="+", metavar=("URL", "BOOTSTRAP_PORT"), **common
             )
-        elif field.title is not None:  # the option takes several values at once
+        elif field.title is not None:  # such as --allowed-peers NETWORK ...
             parser.add_argument(flag(name), action="extend", nargs="+", metavar=field.title, **common)
-        else:
+        else:  # the router's --decode URL, which may be repeated
             parser.add_argument(flag(name), action="append", metavar="URL", **common)
     else:
         parser.add_argument(flag(name), metavar=metavar(field), **common)

@@ -112,7 +112,8 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._is_stopping = False
         """Whether all fronts have sent Shutdown."""
         self._has_stopped = False
-        """Whether the loop ends: all ranks have agreed to stop, or the front is gone."""
+        """Whether the loop ends: all ranks have agreed to stop, or the front that started this process is
+        gone."""
         self._has_work = False
         """Whether the last step left something to do, so that the next turn does not wait."""
         self._next_stats_at = self._next_check_at = 0.0
@@ -131,7 +132,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._scrub = PrefixScrub(prefixes, live.set_aside, self._settings.page_size, kv, row_checks)
 
     def run(self) -> None:
-        """Serve until Shutdown, or until the front is gone."""
+        """Tell the fronts that this engine is ready, and serve until ``_has_stopped``."""
         transport = self.transfer.transport
         self.socket.send(
             replace(

@@ -152,8 +152,8 @@ class EngineLoading(Struct, frozen=True, tag="loading"):
 class EngineReady(Struct, frozen=True, tag="ready"):
     """The engine serves. The front refuses requests that exceed these bounds.
 
-    ``control_endpoint``, ``instance_id`` and ``geometry`` (msgpack of ``messages.Geometry``) go to the
-    bootstrap endpoint of a prefill node and are empty for a decode node.
+    ``control_endpoint``, ``instance_id`` and ``geometry`` (msgpack of ``protocol.messages.Geometry``) go to
+    the bootstrap endpoint of a prefill node and are empty for a decode node.
     """
 
     context_length: int
@@ -176,9 +176,9 @@ class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
     Each that an engine sends carries the ``stats`` so far, because a stop string lets the front end a request
-    at any token. They are None where a front repeats what a journal without them has.
-    ``phases``: those that have ended since the message before. ``prefill``: the prefill node's times, with
-    the first token; None where no prefill node took part.
+    at any token. ``stats`` is None only in what a front makes of a journal's record without them, to replay a
+    resumed stream. ``phases``: those that have ended since the message before. ``prefill``: the prefill
+    node's times, with the first token; None where no prefill node took part.
     """
 
     request_id: str

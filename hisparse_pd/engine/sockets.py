@@ -37,10 +37,11 @@ from hisparse_pd.protocol.polling import BURST_MESSAGES, SEND_HWM, burst
 log = logging.getLogger(__name__)
 
 _HWM = 64
-"""Messages from a front to an engine that ZMQ keeps on each side; a prompt of a million tokens has 4 MB.
+"""Most messages from a front to an engine that ZMQ keeps on each side: few, because one with a prompt of a
+million tokens has 4 MB.
 
-An engine on another machine takes SEND_HWM, more than a front has in flight: at its limit ZMQ reads no sign
-of life either, and would take an engine for lost that is only busy."""
+An engine on another machine receives up to SEND_HWM, which is more than a front has in flight. At its limit
+ZMQ would read no heartbeats either, and the front would take an engine for lost that is only busy."""
 
 _RECEIVED_A_TURN = 64
 """Messages that a front takes in at a time: one or two milliseconds of its loop, with the work they cause."""
@@ -60,7 +61,8 @@ class Crossing:
 
     @classmethod
     def of(cls, settings: NodeSettings) -> Crossing | None:
-        """Return the settings, or None for a node of one machine. Raises ControlKeyError."""
+        """Return the crossing of a node with these settings; None if it is one machine. Raises
+        ControlKeyError."""
         if settings.nnodes == 1:
             return None
         return cls(
@@ -231,7 +233,8 @@ class FrontSocket:
 
     def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
         """``crossing``: None when the engine is on this machine. Raises OSError when it cannot be bound."""
-        self._context = zmq.Context.instance() if crossing is None else zmq.Context()  # a Guard has its own
+        # A Guard guards all server sockets of its context, so it gets a context of its own.
+        self._context = zmq.Context.instance() if crossing is None else zmq.Context()
         self._guard: Guard | None = None
         self._watch: _EngineWatch | None = None
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -266,7 +269,7 @@ class FrontSocket:
         """Yield what has arrived, at most ``_RECEIVED_A_TURN`` messages."""
         for _ in range(_RECEIVED_A_TURN):
             try:
-                if self._watch is None:  # a Frame object, which knows its sender, takes twice as long
+                if self._watch is None:  # nobody asks for the sender, and a Frame takes twice as long
                     yield engine_messages.from_engine_decoder.decode(self.socket.recv(zmq.NOBLOCK))
                     continue
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import SamplingParams
-from hisparse_pd.core.model.sampling import enqueue_sample, sample
+from hisparse_pd.core.model.sampling import enqueue_sample
 from hisparse_pd.kernels.bit_masks import allowed_logits
 from tests.gpu.support import no_waiting
+from tests.sampling import sample
 from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 

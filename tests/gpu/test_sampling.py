@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import SamplingParams, pack_logit_bias
-from hisparse_pd.core.model.sampling import Sampled, enqueue_sample, sample
+from hisparse_pd.core.model.sampling import Sampled, enqueue_sample
 from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts, to_device
 from tests.gpu.support import no_waiting
+from tests.sampling import sample
 
 pytestmark = [
     pytest.mark.I5,

@@ -252,7 +252,7 @@ class World:
     def _look_up(self, address: PeerAddress) -> BootstrapInfo:
         node = self.prefill.get(address)
         if node is None:
-            raise BootstrapLookupError("connection refused", refused=True)
+            raise BootstrapLookupError("connection refused", nobody_listens=True)
         if node.is_stopped:
             raise BootstrapLookupError("no answer")
         geometry = SPEC.geometry(PAGE_SIZE)

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
-from hisparse_pd.core.model.sampling import sample
 from tests.property.examples import num_examples
+from tests.sampling import sample
 from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, load_checkpoint
 from tests.unit.model.paged_model import PagedModel

@@ -319,6 +319,23 @@ def test_the_nodes_of_a_pair_may_have_a_gpu_each(tmp_path: Path) -> None:
         pair_settings({**MODEL, "decode_device": "gpu"})
 
 
+def test_of_a_pairs_own_options_a_section_wins_over_the_file_and_the_command_line_over_both(
+    tmp_path: Path,
+) -> None:
+    whole_file = 'prefill_port = 31000\ndecode_port = 31001\ndecode_device = "cuda:1"\n'
+    sections = '[prefill]\nport = 32000\n[decode]\nport = 32001\ndevice = "cuda:2"'
+    by_option = {"prefill_port": "33000", "decode_port": "33001", "decode_device": "cuda:3"}
+    for text, options, expected in (
+        (whole_file, {}, (31000, 31001, "cuda:1")),
+        (whole_file + sections, {}, (32000, 32001, "cuda:2")),
+        (whole_file + sections, by_option, (33000, 33001, "cuda:3")),
+        (whole_file, {"device": "cuda:4"}, (31000, 31001, "cuda:4")),
+    ):
+        _, prefill, decode, router = pair_settings({**MODEL, **options}, file(tmp_path, text))
+        assert (prefill.port, decode.port, decode.device) == expected
+        assert router.decode == (f"http://127.0.0.1:{decode.port}",)
+
+
 def test_port_zero_of_a_pair_becomes_free_ports() -> None:
     zero = dict.fromkeys(("port", "prefill_port", "decode_port", "bootstrap_port"), "0")
     _, prefill, decode, router = pair_settings({**MODEL, **zero})

@@ -1,4 +1,9 @@
-"""Counts the answers that ``tools.bench.accuracy`` got, by system, length and depth, and prints tables."""
+"""Counts the answers that ``tools.bench.accuracy`` got, by system, length and depth, and prints tables.
+
+``accuracy`` makes a ``Response`` of each answer, writes what ``summary`` returns as the report's "systems",
+and gives the report to ``print_report``. A system is one way to compute answers, such as transformers or a
+mode of a pair.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,9 @@ from tools.bench.served import Served, tokens_per_step
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Served):
-    """One system's answer to one prompt. ``right``: whether each of the prompt's answers is in it;
-    ``depths``: where their facts stand in the prompt, 0 to 1; ``secs``: the time of the whole request."""
+    """One system's response to one prompt of about ``length`` tokens. ``right``: whether each of the prompt's
+    right answers is in it; ``depths``: where their facts stand in the prompt, 0 to 1; ``tokens``: its ids,
+    empty if not known; ``secs``: the time of the whole request; ``error``: why there is none, or empty."""
 
     system: str
     length: int
@@ -84,6 +90,7 @@ def _by_depth(answers: Sequence[Response]) -> list[list[int]]:
 
 
 def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
+    """Return the sums of output tokens and of drafts, and the tokens of a step."""
     with_tokens = [answer for answer in answers if answer.num_output_tokens]
     num_tokens = sum(answer.num_output_tokens for answer in with_tokens)
     num_accepted = sum(answer.num_accepted for answer in with_tokens)

@@ -82,7 +82,7 @@ class Case:
 def make_cases() -> list[Case]:
     short, long = (retrievals(length, 1)[0] for length in (SHORT_TOKENS, LONG_TOKENS))
     chat, plain = "/v1/chat/completions", "/v1/completions"
-    return [
+    return [  # each with its title, path, retrieval, hisparse flag and expected mode
         Case("short, hisparse: true", chat, short, True, "hisparse"),
         Case("short, hisparse: false", chat, short, False, "dense"),
         Case("short, no flag", chat, short, None, "dense"),
@@ -113,10 +113,12 @@ class Outcome:
     itl_secs: float | None = None
     evictions: int = 0
     moved_bytes: int = 0
+    """Bytes of KV that the prefill node has sent for it."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> list[bool]:
+        """Whether each of the prompt's answers is in the text."""
         return judge(self.text, self.case.retrieval.answers)
 
     @property
@@ -125,10 +127,10 @@ class Outcome:
         return self.served.num_prompt_tokens - self.served.num_cached_tokens <= SHORT_TAIL
 
     def check(self, knows_the_task: bool) -> None:
-        """Fill ``problems``."""
+        """Add to ``problems`` what is not as the case expects. ``knows_the_task``: answers must be right."""
         case, found = self.case, self.served
         is_dense = case.expected_mode == "dense"
-        expectations = {
+        expectations = {  # by the problem that there is if one does not hold
             f"mode {found.mode}, expected {case.expected_mode}": found.mode == case.expected_mode,
             "no output tokens": found.num_output_tokens > 0,
             f"{self.right.count(False)} wrong answers": not knows_the_task or all(self.right),
@@ -229,6 +231,7 @@ def compare_modes(outcomes: list[Outcome]) -> None:
     """Record a problem where an answer differs from the first one to the same prompt, in whatever mode."""
     first: dict[tuple[str, bool], Outcome] = {}
     for outcome in outcomes:
+        # A prompt as plain text has other tokens than the same one in the chat template.
         key = outcome.case.retrieval.content, outcome.case.path == "/v1/completions"
         if outcome.text != (reference := first.setdefault(key, outcome)).text:
             outcome.problems.append(f"other text than {reference.case.title!r} for the same prompt")

@@ -25,6 +25,7 @@ from tools.bench.facts import ROOT
 
 RETRIEVAL_MODEL = ROOT / "tools" / "checkpoints" / "retrieval"
 QUESTIONS = 8
+"""Questions of a prompt, if it has as many facts."""
 ANSWER_WIDTH = 6
 """Tokens of the longest answer: adjective, animal, three of the number, full stop."""
 SEED = 90_000
@@ -115,7 +116,9 @@ def documents(length: int, count: int) -> Iterator[Document]:
         """Draw an integer below ``bound`` for each sentence of each document."""
         return (rand(count, num_sentences) * bound).long().tolist()
 
-    most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1  # and "Answer:", the answers and the end token
+    # The prompt's, and "Answer:", the answers and the end token: a bound above what a prompt needs. Any other
+    # one would draw other documents.
+    most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1
     num_sentences = most_tokens // _MIN_SENTENCE_TOKENS
     is_fact = rand(count, num_sentences) < _FACT_SHARE
     # One fact comes so early that the document has it before it is full.

@@ -5,11 +5,9 @@ channel of the hidden state gives every indexer query a part that all tokens sha
 jitter. The shared part's size is a norm's weight, which can be set between two measurements:
 
 - Channel 0 of the hidden state is CONSTANT: embeddings write it, and what layers add is small.
-- The norm before indexer queries, or the query latent before it, makes element 0 of it; this element's weight
-is
-  the size of the shared part.
-- Column 0 of the indexer's query matrix is the query that all tokens share; the other columns give the
-jitter.
+- The indexer's query matrix reads a normed vector: the query latent, or in Mistral the hidden state itself.
+  Element 0 of that vector is the same for all tokens, and its weight in the norm sets the shared part's size.
+- Column 0 of that matrix is the query that all tokens share; the other columns give the jitter.
 - Heads come in pairs of opposite sign, whose weights have these signs, too.
 
 ``tools.bench.whole_node`` loads its model with ``draw_weight``, and calls ``set_jitter`` before each cell.
@@ -64,6 +62,7 @@ class DummyLocality:
         self.num_bytes += target.nbytes
         is_scale = name.endswith(SCALES)
         match name.split(".")[-2]:  # the module that the weight belongs to
+            # What layers add. Of an fp8 matrix only the scales are multiplied.
             case "o_proj" | "down_proj" | "wo" | "w2" if is_scale or target.dtype != FP8:
                 target.mul_(LAYER_GAIN)
             case "embed_tokens" | "tok_embeddings":
@@ -95,7 +94,7 @@ class DummyLocality:
             spec.qk_rope_head_dim,
             norm=1.0,
         )
-        if spec.family.interleaves_index_rope:
+        if spec.family.interleaves_index_rope:  # RoPE pairs element i with i + 1, not with i + half
             rope = shared[: spec.qk_rope_head_dim]
             rope.copy_(rope.view(2, -1).T.flatten())
         pairs = target.view(-1, 2, spec.index_head_dim, target.shape[1])

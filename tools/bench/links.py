@@ -2,12 +2,12 @@
 
     python -m tools.bench.links [--devices cuda:0 cuda:1 …] [--seconds 170] [--out STEM]
 
-Each GPU has a process that copies large pinned blocks to it, back, and both at once; the processes of a cell
-start at the same time. Blocks lie on the GPU's own NUMA node (``own``), on the one farthest from it
-(``remote``), or wherever unbound threads touch them (``unbound``). Their pages are those of pools, in a memfd
-(``shared``, what prefill nodes map) or ``private``, both with huge pages where the kernel gives them; pages
-of 4 KiB (``small``); or reserved huge pages, where enough are free (``hugetlb``). Where the kernel does not
-name a GPU's node, each node is measured by its number; ``--numa`` names the GPUs' nodes.
+Each GPU has a process (``link_copies.py``) that copies large pinned blocks to it, back, and both at once; the
+processes of a cell start at the same time. Blocks lie on the GPU's own NUMA node (``own``), on the one
+farthest from it (``remote``), or wherever unbound threads touch them (``unbound``). Their pages are those of
+pools, in a memfd (``shared``, what prefill nodes map) or ``private``, both with huge pages where the kernel
+gives them; pages of 4 KiB (``small``); or reserved huge pages, where enough are free (``hugetlb``). Where the
+kernel does not name a GPU's node, each node is measured by its number; ``--numa`` names the GPUs' nodes.
 
 The first 1, 2, 3, 4 … GPUs of the order given are measured at once. On shared pages of their own node, each
 GPU is also measured alone, and so is every pair: two that are slower together than others share a PCIe switch
@@ -64,7 +64,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. ``gpus``: the GPUs that copy, by their places in ``--devices``."""
+    """One measurement. ``place``: a name from ``blocks_by_place``. ``pages``: a kind from ``kinds_of_pages``.
+    ``gpus``: the GPUs that copy, by their places in ``--devices``. ``direction``: one of DIRECTIONS."""
 
     place: str
     pages: str
@@ -91,7 +92,11 @@ def plan(num_gpus: int, places: Sequence[str], pages: Sequence[str]) -> list[Cel
 def blocks_by_place(
     placements: Sequence[Placement], nodes: Mapping[int, NumaNode], machine: Machine
 ) -> dict[str, list[int | None]]:
-    """Return the node of each GPU's block, by the name of the place: its own node, no node, the farthest."""
+    """Return the node of each GPU's block, by the name of the place: "own", "unbound" (None) and "remote".
+
+    Where a GPU's node is not known, each node has a place of its own instead of "own" and "remote". With
+    fewer than two nodes that have CPUs and memory, "unbound" is the only place.
+    """
     usable = [number for number, node in nodes.items() if node.cpus and node.total_bytes]
     unbound: dict[str, list[int | None]] = {"unbound": [None] * len(placements)}
     if len(usable) < 2:
@@ -216,8 +221,8 @@ def received(connection: Connection, timeout_secs: float) -> Any:
 
 
 def measure_host(nodes: Sequence[int | None], num_bytes: int, secs: float) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``serve_host_rates``, measured in a separate process, whose threads move between
-    nodes."""
+    """Yield the rows of ``serve_host_rates``, which runs in a process of its own, because it binds its
+    threads to one node after the other."""
     context = get_context("spawn")
     answers, theirs = context.Pipe()
     process = context.Process(target=serve_host_rates, args=(theirs, nodes, num_bytes, secs))
@@ -234,7 +239,8 @@ def measure_host(nodes: Sequence[int | None], num_bytes: int, secs: float) -> It
 
 
 def measure_cell(cell: Cell, workers: Sequence[Worker], secs: float) -> dict[str, Any]:
-    """Return the GB/s of each GPU of the cell, and of all together, by direction."""
+    """Return the cell's row: for each direction the GB/s of its GPUs, a list in their order, and their
+    sum."""
     order = Copy(cell.direction, time.monotonic() + START_SECS, secs)
     active = [workers[gpu] for gpu in cell.gpus]
     for worker in active:

@@ -3,9 +3,10 @@
     python -m tools.bench.rank_agreement [--ranks 1 2 4 8] [--calls 1000] [--rest-ms 0 5] [--out STEM]
 
 Every rank is a process, as in a node; no GPU is needed. Without rest, agreements follow each other. With it,
-all ranks begin an agreement together every so many milliseconds, as in steps, and sleep in between. Times are
-the first rank's, by its clock, from giving its four numbers to having those of all. Where there are more
-ranks than cores, they mostly wait for cores.
+all ranks begin an agreement together every so many milliseconds, as in steps, and sleep in between.
+``tools.bench.whole_node`` calls ``agreement_us`` on its own ranks. Times are the first rank's, by its clock,
+from giving its four numbers to having those of all. Where there are more ranks than cores, they mostly wait
+for cores.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ GRACE_SECS = 5.0
 
 
 def agreement_us(ranks: RankGroup, num_calls: int, *, by_network: bool = False, rest_secs: float = 0) -> Any:
-    """Return median, p99 and maximum of this rank's agreements. All ranks make the same call."""
+    """Return median, p99 and maximum of this rank's agreements, in us. All ranks make the same call.
+
+    ``by_network``: agree by gloo, even where ranks share memory. ``rest_secs``: from one beginning to
+    the next; 0: without rest.
+    """
     agree = ranks.agree_over_network if by_network else ranks.agree
     for _ in range(NUM_WARM_CALLS):
         agree(*SAID)

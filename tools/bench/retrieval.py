@@ -1,6 +1,6 @@
 """Retrieval tasks: long prompts of the retrieval model with known answers, and the judging of responses.
 
-The demo and ``accuracy`` send them. ``documents.py`` makes the prompts.
+The demo, ``accuracy`` and tests send them. ``documents.py`` makes the prompts.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ def served(usage: Mapping[str, Any]) -> Served:
     num_accepted = usage.get("spec_accept_token_num") or output.get("accepted_prediction_tokens") or 0
     num_rejected = output.get("rejected_prediction_tokens") or 0
     return Served(
-        usage.get("prompt_tokens", 0),
-        usage.get("completion_tokens", 0),
-        usage.get("cached_tokens") or prompt.get("cached_tokens") or 0,
-        usage.get("spec_draft_token_num") or num_accepted + num_rejected,
-        num_accepted,
-        own.get("mode", ""),
-        own.get("hits") or 0,
-        own.get("misses") or 0,
+        num_prompt_tokens=usage.get("prompt_tokens", 0),
+        num_output_tokens=usage.get("completion_tokens", 0),
+        num_cached_tokens=usage.get("cached_tokens") or prompt.get("cached_tokens") or 0,
+        num_drafted=usage.get("spec_draft_token_num") or num_accepted + num_rejected,
+        num_accepted=num_accepted,
+        mode=own.get("mode", ""),
+        hits=own.get("hits") or 0,
+        misses=own.get("misses") or 0,
     )
 
 

@@ -1,7 +1,7 @@
 """The GPU memory that ``tools.bench.decode_step`` takes, by part, beside what a decode node plans for each.
 
 It shows whether ``decode_node/sizing.py`` plans enough: ``MemoryByPart`` reads the memory in use at each
-stage.
+stage, and ``planned_weights`` and ``planned_pools`` have the plan. ``tools.bench.whole_node`` uses it, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.sizing import device_demand
 
 RESERVE = ("graphs and workspaces", "steps")
-"""The last two parts, for which a node plans its reserve for activations and the counts of tokens that its
-runner makes."""
+"""The last two parts that ``decode_step`` marks. For both a node plans one reserve: for activations, and for
+the counts of tokens that its runner makes."""
 
 
 class MemoryByPart:
@@ -49,7 +49,8 @@ def planned_weights(model_path: Path) -> float:
 
 
 def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts) -> dict[str, float]:
-    """Return the GB that ``decode_node.sizing`` counts for pools of these sizes."""
+    """Return the GB that ``decode_node.sizing`` counts for pools of these sizes, by part: "tables", "pools"
+    and "reserve"."""
     sizes = {
         "host_pool_tokens": totals.host,
         "device_pool_tokens": totals.device,

@@ -1,8 +1,9 @@
 """Puts load on an OpenAI-compatible endpoint by streamed ``/v1/completions``, and computes figures of the
 records.
 
-Times are taken when bytes arrive, before they are parsed. A chunk may carry several tokens, so tokens are
-counted by the answer's usage, which requests ask for.
+``tools.bench.serve`` makes the requests' bodies and has ``closed_loop`` send them; ``distribution`` and
+``full_load`` make figures of the records. Times are taken when bytes arrive, before they are parsed. A chunk
+may carry several tokens, so tokens are counted by the answer's usage, which requests ask for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Record:
     served: Served | None = None
     """None where the answer had no usage."""
     error_class: str = ""
-    """Empty for a request that succeeded."""
+    """A word for how it failed, such as "timeout" or "HTTP 503"; empty if it succeeded."""
     error: str = ""
 
     @property
@@ -121,7 +122,7 @@ class Client:
             ) from error
 
     async def send(self, content: bytes) -> Record:
-        """Send one request. Returns its record when it has ended or failed."""
+        """Send one request with this body. Returns its record when it has ended or failed."""
         record = Record(time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout_secs):
@@ -184,8 +185,8 @@ def _take(record: Record, data: bytes, arrived: float) -> bool:
 async def closed_loop(
     client: Client, contents: Sequence[bytes], num_clients: int, on_done: Callable[[], None] = lambda: None
 ) -> list[Record]:
-    """Send all requests, each client the next one when its last one has ended. Returns their records in the
-    order in which they started."""
+    """Send a request for each body in ``contents``, each client the next one when its last one has ended.
+    Returns their records in the order in which they started; ``on_done`` is called after each."""
     waiting = iter(contents)
     records: list[Record] = []
 
@@ -214,7 +215,7 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] | None:
     """Return tokens a second while all clients were busy and had their first token, without ramp-up and tail;
-    None if that never happened."""
+    None if that never happened. ``records``: as ``closed_loop`` returns them."""
     if len(records) < num_clients:
         return None
     # All clients are busy from the last first token of their first requests, until only the last requests of
@@ -225,6 +226,7 @@ def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] |
         return None
     tokens = 0.0
     for record in records:
+        # Each chunk counts with the mean number of tokens of its answer's chunks.
         if inside := sum(begin < arrival <= end for arrival in record.arrivals):
             tokens += inside * record.num_tokens / len(record.arrivals)
     return {"secs": end - begin, "output_tokens_per_sec": tokens / (end - begin)}

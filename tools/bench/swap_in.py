@@ -67,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each cell: its settings, what ``measure`` returns, and how near it is to plain
+    copies."""
     pool = pinned_pool()
     peak = copy_peak(pool)
     most_new = max(options.new)
@@ -82,10 +84,10 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 else:
                     tokens = selections(NUM_TOKENS, batch, miss_percent, options.seed)
                 for max_new, num_new in kinds:
-                    cell = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
-                    cell |= {"max_new": max_new, "num_new": num_new}
-                    cell |= measure(host, tokens, max_new, num_new, options)
-                    yield cell | {"copy_gb_s": peak, "of_copy": f"{cell['gb_s'] / peak['median']:.0%}"}
+                    row = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
+                    row |= {"max_new": max_new, "num_new": num_new}
+                    row |= measure(host, tokens, max_new, num_new, options)
+                    yield row | {"copy_gb_s": peak, "of_copy": f"{row['gb_s'] / peak['median']:.0%}"}
 
 
 # --- what is selected ----------------------------------------------------------------------------------
@@ -196,13 +198,15 @@ class Cell:
         if verifies:
             slots = torch.arange(batch * self.host_slots_each, device=device)
             checks = row_checks_of(host, slots, slots % self.host_slots_each)
-        self.state = HotBufferState.create(
-            1, batch, context, capacity, PAGE_SIZE, batch * self.host_slots_each, device, max_new, checks
+        num_lookup_slots = batch * self.host_slots_each
+        self.state = HotBufferState.create(  # with one index group
+            1, batch, context, capacity, PAGE_SIZE, num_lookup_slots, device, max_new, row_checks=checks
         )
         hot_slots = torch.arange(batch * capacity).view(batch, capacity)
         host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
         for row in range(batch):
-            self.state.assign_row(row, hot_slots[row], host_pages[row], host_pages[row])
+            # Host, look-up and index pages have the same numbers: each request has as many of each.
+            self.state.assign_row(row, hot_slots[row], host_pages[row], lookup_pages=host_pages[row])
             self.state.set_index_pages(row, 0, host_pages[row])
         self.rows = torch.arange(batch, dtype=torch.int32, device=device)
         self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
@@ -245,8 +249,9 @@ class Cell:
 def measure(
     host: Tensor, tokens: Tensor, max_new: int, num_new: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one cell. ``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU, whose number tells whether
-    steps have drafts."""
+    """Measure one cell. ``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU, from ``selections``;
+    NUM_DRAFTED_TOKENS of them mean that steps have drafts. ``gb_s``: of the missed items in replayed
+    calls."""
     num_tokens, batch, _ = tokens.shape
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
     capacity = DRAFTS_CAPACITY if has_drafts else CAPACITY
@@ -269,7 +274,7 @@ def measure(
             cell.call(call, seq_lens, out)
         cell.state.counters.zero_()
         graph_us.append(timed_us(graph.replay) / num_timed)
-        counted = cell.counted()
+        counted = cell.counted()  # the same in each repetition
         cell.verify(calls[-1], out)
         del graph, cell
 

@@ -3,12 +3,13 @@
     python -m tools.bench.whole_node [--layers 61] [--seconds 570] [--out STEM]
 
 It uses as many ranks as there are GPUs, and DeepSeek-V3.2's published sizes with dummy weights in fp8 and an
-MTP layer. Four GPUs hold ``--layers 30``; ``--model-path`` takes another model's sizes, or stores these for
-nodes that will serve them. First it measures the links, each alone and all at once, the ranks' agreement, the
-load, and collectives by tokens a rank and by transport (``--collectives-only`` stops there). Then it times
-the second pass of one prompt's prefill, and the steps of ``tools.bench.decode_step``, most valuable cells
-first: those whose settings stand first in ``--batch``, ``--context``, ``--jitter``, ``--drafts`` and
-``--modes``. The JSON is written after every cell, and the call ends by its own clock, whatever hangs.
+MTP layer. Four GPUs hold ``--layers 30``. ``--model-path DIR`` takes the sizes of the model in DIR; if it has
+none, the measured config is written there, so that nodes can serve the same. First it measures the links,
+each alone and all at once, the ranks' agreement, the load, and collectives by tokens a rank and by transport
+(``--collectives-only`` measures these alone). Then it times the second pass of one prompt's prefill, and the
+steps of ``tools.bench.decode_step``, most valuable cells first: those whose settings stand first in
+``--batch``, ``--context``, ``--jitter``, ``--drafts`` and ``--modes``. The JSON is written after every cell,
+and the call ends by its own clock, whatever hangs.
 
 A batch that does not fit becomes the largest that does, by a decode node's plan for the GPU and by the main
 memory that there is for all ranks. Dummy weights accept no drafts: tokens a second "as accepted" assume the
@@ -81,7 +82,9 @@ AGREEMENTS = 200
 
 
 def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return all cells to measure, most valuable first: those whose settings stand first in their options."""
+    """Return all cells to measure, most valuable first: the lower the places of a cell's settings in the
+    options add up, the earlier. A cell has one of each option's values, by the option's name, so one mode as
+    "modes"."""
     options = {name: getattr(arguments, name) for name in ("batch", "context", "jitter", "drafts", "modes")}
     found = []
     for places in product(*(range(len(values)) for values in options.values())):
@@ -92,8 +95,8 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def largest_batch(spec: ModelSpec, cell: argparse.Namespace, device: torch.device) -> int:
-    """Return the largest batch, up to the cell's, that fits the free memory; 0 if not even one request
-    does."""
+    """Return the largest batch, up to the cell's, that fits the free memory; 0 if not even one request does.
+    ``cell``: all options, those that list settings replaced by the cell's own."""
     free_gb = DeviceMemory.read(device).free_bytes / 1e9 if device.type == "cuda" else float("inf")
     free = free_memory(Machine())
     host_gb = float("inf") if free is None else MAIN_MEMORY_SHARE * free.num_bytes / 1e9
@@ -155,7 +158,8 @@ def measure_cells(
         started = time.monotonic()
         locality.set_jitter(cell["jitter"])
         cut = prompt.up_to(cell["context"])
-        row = measure(model, cell_arguments, cut, Mode(cell["modes"]), batch, cell["drafts"], None)
+        mode = Mode(cell["modes"])
+        row = measure(model, cell_arguments, cut, mode, batch, num_drafts=cell["drafts"], grammar=None)
         secs = time.monotonic() - started
         secs_by_tokens.append((num_tokens, secs))
         asked = {"asked": cell["batch"], "context": cell["context"], "jitter": cell["jitter"], "secs": secs}
@@ -238,7 +242,7 @@ def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> lis
     dev = torch.empty_like(host, device=device, pin_memory=False)
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> int:
-        """Return the rate of copies in MB/s."""
+        """Return the rate of copies in MB/s, an integer, because ranks tell each other integers."""
         started = time.perf_counter()
         for _ in range(LINK_REPEATS):
             target.copy_(source, non_blocking=True)
@@ -247,8 +251,8 @@ def measure_links(ranks: RankGroup, device: torch.device, num_bytes: int) -> lis
 
     rows: list[dict[str, Any]] = [{"rank": rank} for rank in range(ranks.size)]
     for name, target, source in (("to_device", dev, host), ("to_host", host, dev)):
-        copies(target, source)
-        for active in (*range(ranks.size), None):
+        copies(target, source)  # the first copies take longer
+        for active in (*range(ranks.size), None):  # the rank that copies; None: all of them
             ranks.agree(0)
             mb_s = copies(target, source) if active in (ranks.rank, None) else 0
             for row, (found,) in zip(rows, ranks.agree(mb_s), strict=True):
@@ -264,7 +268,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     title = f"{report['num_ranks']} ranks, {report['num_layers']} layers, {report['device']}: "
     for name in ("links", "collectives"):
         console.print(table_of(title + name, report.get(name, [])))
-    if not report["rows"]:
+    if not report["rows"]:  # with --collectives-only
         return
     for name in ("agreement", "load_secs", "memory_gb", "planned_weights_gb", "prefill_tokens_a_second"):
         console.print(f"{name}: {report.get(name)}", highlight=False)
@@ -295,6 +299,7 @@ def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     arguments = parse(argv)
+    # A time of the monotonic clock, which the processes of all ranks share.
     arguments.ends_at = started + arguments.seconds - GRACE_SECS
     written = arguments.out.with_suffix(".json")
     written.unlink(missing_ok=True)
@@ -328,6 +333,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(
         load_format="dummy", kv_cache_dtype="fp8_e4m3", chunk=2048, modes=["hisparse", "dense"]
     )
+    # ``make_settings`` reads no_graphs, which is an option of decode_step alone.
     parser.set_defaults(micro_batch_min_bs=0, no_graphs=False)
     if torch.cuda.is_available():
         parser.set_defaults(device="cuda:0")  # the first GPU; collectives need its number
@@ -349,7 +355,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--computed-tokens",
         type=int,
         default=1 << 20,
-        help="computed tokens of a longer context, which repeats their KV",
+        help="most tokens of the prompt that are computed; a longer context repeats their KV",
     )
     parser.add_argument(
         "--jitter",

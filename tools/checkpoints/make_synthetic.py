@@ -50,8 +50,8 @@ MIN_PERIOD = 500
 CONSTANT = 3.0
 """Value of hidden channel 0, where the others have unit variance."""
 CIRCLE_GAIN = 80.0
-"""Logit of the circle's next word for an embedding alone. The layers add to the hidden state, whose norm then
-makes the embedding's part smaller."""
+"""Logit of the circle's next word where the last hidden state is the word's embedding alone. Layers add to
+that state, so that the final norm shrinks the embedding's part, and the logit with it."""
 SHARED_QUERY = 8.0
 """Element 0 of the query latent, where the others have unit variance. It is the part that all tokens
 share, and only the indexer reads it."""
@@ -192,6 +192,7 @@ def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **c
 
 
 def _config(shape: SyntheticShape) -> dict[str, Any]:
+    """Return the values for ``write_config``, whose defaults are DeepSeek-V3.2's, with one dense layer."""
     draft = {} if shape.draft_agreement is None else {"num_nextn_predict_layers": 1}
     sizes = {name: value for name, value in asdict(shape).items() if name not in _NOT_IN_CONFIG}
     return {
@@ -277,8 +278,8 @@ class _Maker:
                 weights |= self._mlp(f"mlp.{name}", shape.expert_dim)
         norms = ["input_layernorm", "post_attention_layernorm"]
         if number == shape.num_layers:
-            # The embedding, from which the head reads the guess, and the hidden state with the same variance,
-            # mixed so that the head reads no word in it.
+            # The layer's input is the sum of the embedding, from which the head reads the guess, and of the
+            # hidden state times a random matrix, which keeps its variance and in which no word can be read.
             mixed = self._to_hidden(shape.hidden_size, 1.0)
             mixed[:, 0] = 0
             weights["eh_proj.weight"] = torch.cat(

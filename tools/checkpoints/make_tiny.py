@@ -2,7 +2,8 @@
 
     python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm|axk2|mistral] [--draft [GAIN]]
 
-The weights are not trained but constructed, so that the generated text is a sharp test of a serving system:
+Tests call ``write_checkpoint`` instead. The weights are not trained but constructed, so that the
+generated text is a sharp test of a serving system:
 
 - Text depends on the whole context: attention is peaked and positional, and the indexer scores by nearly the
   same directions as attention, so that a wrong selection or a wrong KV item changes tokens.
@@ -57,7 +58,9 @@ INDEX_DIM = 32
 SHARED = INDEX_DIM - ROPE
 """Key dimensions without rope that attention and indexer have in common."""
 NUM_KEPT = HIDDEN * 3 // 8
-"""The first hidden channels, which carry a token unchanged through an index group's layers but the last."""
+"""The kept channels: the first hidden channels, which no layer of an index group but its last writes to. An
+index group is a layer with an indexer and the layers behind it that share its selections; all layers of
+Mistral count as one group."""
 NUM_EXPERTS = 8
 EXPERT_DIM = 32
 DENSE_DIM = 192
@@ -71,7 +74,8 @@ indexer."""
 MISTRAL_INDEXERS = ("full", "full", "shared", "full", "full", "shared")
 
 
-# Gains of the generated weights, tuned so that both implementations agree with a wide margin.
+# Gains of the generated weights, tuned so that transformers and this project choose the same tokens with a
+# wide margin.
 CONSTANT = 3.0
 QUERY_GAIN = 6.0
 HEAD_NOISE = 0.15
@@ -85,8 +89,9 @@ LOGITS_GAIN = 4.0
 def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = None) -> None:
     """Write config, weights and tokenizer of ``variant``, one of VARIANTS, to ``out_dir``, made when missing.
 
-    ``draft_gain``: add an MTP layer, which guesses what the first layer's attention alone would say, and give
-    the model's other parts this gain. With 1 they are as without an MTP layer.
+    ``draft_gain``: add an MTP layer, which guesses what the first layer's attention alone would say, and
+    scale by ``draft_gain`` what everything else adds to the hidden state. 1 leaves it as without an MTP
+    layer.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
@@ -193,8 +198,8 @@ class _Maker:
     def __init__(self, seed: int) -> None:
         self._random = np.random.RandomState(seed)
         self.keeps_channels = False
-        """Whether the layer that is drawn next must not write to the kept channels: others of its index group
-        come behind it."""
+        """Whether the layer that is drawn next must not write to the kept channels, because it is not the
+        last of its index group."""
 
     def matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Array:
         """Return a matrix that turns inputs of unit variance into outputs of standard deviation ``gain``."""
@@ -208,8 +213,8 @@ class _Maker:
         return drawn
 
     def to_hidden(self, num_in: int, gain: float) -> Array:
-        """Return a ``matrix`` that does not write to the constant channel, nor to kept ones if the layer
-        ``keeps_channels``."""
+        """Return a ``matrix`` that does not write to the constant channel, nor, if ``keeps_channels`` says
+        so, to the kept ones; its other outputs are then scaled up to the same total variance."""
         drawn = self.matrix(HIDDEN, num_in, gain)
         drawn[0] = 0
         if self.keeps_channels:
@@ -248,8 +253,8 @@ class _Maker:
     def directions(self, num_layers: int) -> _Directions:
         """Return the directions that the layers of an index group have in common.
 
-        With several layers, the directions read only hidden channels that no layer of the group but the last
-        writes to, so that each layer attends by the very scores that selected its positions.
+        With several layers, each layer must attend by the very scores that selected its positions. So the
+        directions read the kept channels alone: through the first half of each latent, which reads no others.
         """
         half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
         shared_key = self.matrix(SHARED, KV_LORA)
@@ -283,7 +288,7 @@ class _Maker:
                 q_b.append(self.matrix(V_DIM, Q_LORA))
             kv_b += [shared_key, self.matrix(NOPE - SHARED, KV_LORA), self.matrix(V_DIM, KV_LORA)]
         queries = np.concatenate(q_b)
-        if variant == "axk2":  # the raw latent query beside the normed one
+        if variant == "axk2":  # its queries also read the raw latent, behind the normed one
             queries = np.concatenate((queries, 0.02 * self.matrix(*queries.shape)), axis=1)
         weights = {
             "q_a_proj.weight": directions.q_a,
@@ -326,7 +331,8 @@ class _Maker:
         self, directions: _Directions, query: Array, *, has_rope: bool, has_kv: bool, has_indexer: bool
     ) -> dict[str, Array]:
         """Return attention as Mistral-Large-4 has it: queries come from the hidden state, and a layer without
-        rope has as many more dimensions of the other kind. ``query``: from ``direct_query``."""
+        rope has NOPE + ROPE dimensions that are all like the other layers' NOPE ones. ``query``: from
+        ``direct_query``."""
         num_own = NOPE - SHARED + (0 if has_rope else ROPE)
         noise = QUERY_GAIN * HEAD_NOISE
         queries, kv_b = [], []
@@ -346,7 +352,8 @@ class _Maker:
             weights["kv_a_proj_with_mqa.weight"] = np.concatenate(kv_a)
             weights["kv_a_layernorm.weight"] = np.ones(KV_LORA)
         if has_indexer:
-            # Without rope, a token would score the same at any position, so keys include its context.
+            # Without rope, a token would score the same at any position. So in place of the rope part, keys
+            # have one that reads all channels, to which earlier layers add the token's context.
             keys = directions.k_rope if has_rope else self.from_hidden(ROPE)
             common = np.concatenate((query[SHARED:] * has_rope, query[:SHARED]))
             heads = [sign * (common + self.from_hidden(INDEX_DIM, noise / 2)) for sign in INDEX_SIGNS]
@@ -360,13 +367,14 @@ class _Maker:
         return {f"self_attn.{name}": value for name, value in weights.items()}
 
     def _position_scaling(self, name: str, num_heads: int) -> dict[str, Array]:
-        """Return the scaling of queries: about 0.8 at the first position, and 1.4 at the 2000th."""
+        """Return what scales each head's queries by bias + scale * log(position + 1): about 0.8 at the first
+        position, and 1.4 at the 2000th."""
         slopes = 0.08 + 0.02 * self._random.standard_normal(num_heads)
         return {f"{name}.scale": slopes, f"{name}.bias": np.full(num_heads, 0.8)}
 
     def norm(self, name: str, is_gated: bool) -> dict[str, Array]:
-        """Return a norm of the hidden state. Its gate is about a half, and exactly a half for the constant
-        channel."""
+        """Return a norm of the hidden state. A gate is about a half, and exactly a half for the constant
+        channel, so the norm below it has weights of 2."""
         if not is_gated:
             return {f"{name}.weight": np.ones(HIDDEN)}
         return {
@@ -413,7 +421,7 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain:
                 weights[name] = weights[name] * draft_gain
     if variant == "mistral":
         stored_name = FAMILIES["mistral_large4"].stored_name  # transformers' loader knows these names, too
-        weights = {
+        weights = {  # its router chooses by softmax, without the correction that ``moe`` draws
             stored_name(name): value for name, value in weights.items() if "correction_bias" not in name
         }
     save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
@@ -424,8 +432,7 @@ def _layers(maker: _Maker, variant: str, config: dict[str, Any]) -> dict[str, Ar
     weights: dict[str, Array] = {}
     num_layers = config["num_hidden_layers"]
     has_indexer = [kind == "full" for kind in config.get("indexer_types", ["full"] * num_layers)]
-    # An index group is a layer with an indexer and the layers behind it that share its selections. Mistral's
-    # share KV across them, and so have the same directions.
+    # Mistral's layers share KV, whatever their indexers do, and so have the same directions.
     starts = [0] if variant == "mistral" else [n for n in range(num_layers) if has_indexer[n]]
     group_ends = dict(zip(starts, [*starts[1:], num_layers], strict=True))
     for number in range(num_layers):

@@ -1,9 +1,9 @@
 """Greedy tokens of transformers' own ``generate``, the independent oracle of tests and benchmarks.
 
-It computes in float32 on the CPU, one prompt at a time, with eager attention unless asked otherwise, and
-without this project's model code. Two things are not transformers' own: of equal scores the lowest positions
-are selected (``LowestFirst``), and GLM's latent norms have the configuration's epsilon, as in its authors'
-module.
+Tests and ``tools.bench.accuracy`` call it. The oracle computes in float32 on the CPU, one prompt at a time,
+with eager attention unless asked otherwise, and without this project's model code. Two things are not
+transformers' own: of equal scores the lowest positions are selected (``LowestFirst``), and GLM's latent norms
+have the configuration's epsilon, as in its authors' module.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
     config = AutoConfig.from_pretrained(checkpoint)
     is_of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_type: Any = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
-    text = config.get_text_config()
-    # The faster kernel, by a factor of 2 at 16 tokens, takes rows that are multiples of 16 bytes.
+    text = config.get_text_config()  # a model that takes images has its text model's configuration in it
+    # grouped_mm, twice as fast at 16 tokens, takes rows that are multiples of 16 bytes, or 4 float32 values.
     experts = "eager" if text.hidden_size % 4 or text.moe_intermediate_size % 4 else "grouped_mm"
     model = model_type.from_pretrained(
         checkpoint,
@@ -61,11 +61,11 @@ def load(checkpoint: Path, attention: str = "eager") -> Any:
 
 def _lowest_first(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def selecting(*args: Any, **kwargs: Any) -> Any:
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
         with LowestFirst():
             return forward(*args, **kwargs)
 
-    return selecting
+    return in_mode
 
 
 class LowestFirst(TorchFunctionMode):
@@ -83,10 +83,12 @@ class LowestFirst(TorchFunctionMode):
 def _topk(
     values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> torch.return_types.topk:
-    """Return ``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
+    """Do ``torch.topk`` for the largest values. Of values equal to the smallest chosen one, those at the
+    lowest positions are chosen."""
     if not largest or dim not in (-1, values.dim() - 1):
         raise ValueError(f"topk: expected the largest of the last dimension, got dimension {dim}")
-    # A stable sort is the rule but takes ten times as long; only rows with equals at the boundary need it.
+    # A stable sort chooses them but takes ten times as long. Only rows whose values k - 1 and k are equal
+    # need it.
     rows = values.flatten(0, -2)
     more, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
     best, indices = more[:, :k], indices[:, :k].clone()
@@ -101,7 +103,8 @@ def _topk(
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], num_new_tokens: int, *, ignore_eos: bool = False
 ) -> Iterator[list[int]]:
-    """Yield the new tokens of each prompt, one prompt after the other. An EOS ends them and is included."""
+    """Yield the new tokens of each prompt, one prompt after the other. An EOS ends them and is included,
+    unless ``ignore_eos``: then there are ``num_new_tokens`` whatever they are."""
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         ending: dict[str, Any] = {"min_new_tokens": num_new_tokens, "eos_token_id": None}

@@ -3,8 +3,8 @@
     python -m tools.checkpoints.quantize_fp8 DIR OUT_DIR [--device cuda]
 
 The layout is that of DeepSeek-V3.2's and GLM-5's fp8 checkpoints, so that tests and benchmarks can load other
-models in the same way. Embeddings, the LM head, norms, the router's weights and the indexer's head weights
-stay as they are.
+models in the same way; tests call ``quantize_checkpoint``, and ``make_synthetic`` quantizes as it writes.
+Embeddings, the LM head, norms, the router's weights and the indexer's head weights stay as they are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
 
 
 def quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the matrix and its scales in main memory, by their names in a checkpoint."""
+    """Return the matrix in fp8, and its float32 scales [rows / 128, columns / 128], rounded up, by their
+    names in a checkpoint. Both are in main memory."""
     values, scales = quantize(tensor)
     return {name: values.cpu(), f"{name}_scale_inv": scales.cpu()}
 

@@ -176,6 +176,7 @@ def measure(
         raise DoctorError(
             f"the other doctor offers {offer.num_bytes} bytes, a message of {max(message_bytes)} does not fit"
         )
+    # The longest batch: every other one writes a beginning of the same bytes to the same place.
     num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
     source = Buffer(engine, num_bytes, device)
     random = np.random.default_rng(SEED)
@@ -207,7 +208,8 @@ def measure(
 def _measure_size(
     over: LaneKind, writer: Writer, offer: Offer, source: Buffer, size: int, secs: float
 ) -> Rate:
-    """Write batches of messages of ``size`` bytes for ``secs``, at least one."""
+    """Write batches of messages of ``size`` bytes for ``secs``, at least one. ``over``: the lane of
+    ``writer``."""
     num_messages = _batch_length(size, offer.num_bytes)
     offsets = np.arange(num_messages, dtype=np.int64) * size
     lengths = np.full(num_messages, size, np.int64)
@@ -240,7 +242,7 @@ def _write(writer: Writer, session: str, writes: Descriptors) -> None:
 
 
 def _batch_length(message_bytes: int, buffer_bytes: int) -> int:
-    """Return the messages in one batch: as many as a prefill node sends at once, if they fit in the
+    """Return the number of messages in one batch: as many as a prefill node sends at once, or as fit in the
     buffer."""
     return min(MAX_BATCH_DESCRIPTORS, buffer_bytes // message_bytes)
 

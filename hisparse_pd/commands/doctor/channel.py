@@ -20,6 +20,7 @@ from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.protocol.messages import Address, Count, Name, Text
 
 DOCTOR_VERSION = 2
+"""Version of the messages below. A doctor refuses questions of another version."""
 MAX_MESSAGE_BYTES = 16 << 10
 
 M = TypeVar("M")
@@ -54,6 +55,8 @@ class Offer(Struct, frozen=True, array_like=True, tag=1):
 
 
 class QuestionRefused(Struct, frozen=True, array_like=True, tag=3):
+    """The reply to a question that is malformed or cannot be answered; ``error`` says why."""
+
     error: Text
 
 
@@ -80,7 +83,8 @@ class _Socket(Generic[M]):
         self._context.term()
 
     def _receive(self, timeout_secs: float) -> bytes | None:
-        """Return one message; None if none came in time, b"" if it has several frames."""
+        """Return one message; None if none came in time; b"", which is malformed, for one of several
+        frames."""
         if not self._socket.poll(round(timeout_secs * 1000)):
             return None
         frames = self._socket.recv_multipart(zmq.NOBLOCK)

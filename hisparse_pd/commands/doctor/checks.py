@@ -87,6 +87,7 @@ class CudaFacts:
     torch_version: str = ""
     cuda_version: str = ""
     devices: tuple[str, ...] = ()
+    """Name and memory of each CUDA device."""
     error: str = ""
     """Why there is no torch or no device."""
     pin_error: str = ""
@@ -210,7 +211,8 @@ def check_memory(num_bytes: int, machine: Machine) -> Check:
 
 
 def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machine: Machine) -> Check:
-    """Check whether ``num_bytes`` of main memory may be registered with each of ``num_devices``."""
+    """Check whether ``num_bytes`` of main memory may be registered with each of ``num_devices``, at least
+    one."""
     limit = machine.memlock_bytes()
     if (fault := memlock_fault(num_bytes, max(num_devices, 1), machine)) is not None:
         return Check.of("locked memory", fault, _RDMA_STATUS[asked])
@@ -238,7 +240,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
     devices = read_devices(machine)
     if not devices:
         return [Check.of("RDMA", no_device_fault(machine), _RDMA_STATUS[asked])]
-    named, _ = wanted_devices(ib_device, machine)
+    named, _ = wanted_devices(ib_device, machine)  # the fault, if any, is one of the KV transport's check
     is_usable = bool(select_devices(ib_device, host, machine).devices)
     checks = []
     for name in dict.fromkeys((*named, *devices)):
@@ -277,9 +279,10 @@ def check_address(host: str) -> Check:
 def check_transport(
     settings: TransportSettings, num_host_bytes: int, machine: Machine, near: Sequence[str] = ()
 ) -> tuple[Check, Transport | None]:
-    """Check the KV transport, with RDMA devices ``near`` a node's memory.
+    """Check the KV transport of a node that registers ``num_host_bytes`` of main memory.
 
-    Returns what a node would run on, None if it would not start.
+    ``near``: the RDMA devices nearest to that memory, preferred where none are named. Returns the check and
+    the transport that a node would have, None if it would not start.
     """
     try:
         if (fault := environment_fault(machine)) is not None:

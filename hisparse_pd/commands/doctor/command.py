@@ -155,6 +155,7 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
         with closing(DoctorClient(host, int(port), settings.peer_timeout_secs)) as client:
             allowed = PeerList.parse(settings.allowed_peers)
             is_asked_back = transport.protocol == "rdma"  # an RDMA peer connects back for the GID
+            # The ports on which the engine begins to listen are open to these peers alone.
             with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
             device, directory = settings.device, settings.same_host_dir
@@ -178,7 +179,8 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
         signal.signal(number, lambda *_: stopped.set())
     deadline_secs = time.monotonic() + SERVE_SECS
     try:
-        transport = choose_transport(settings, BUFFER_BYTES if settings.device == "cpu" else 0)
+        num_host_bytes = BUFFER_BYTES if settings.device == "cpu" else 0  # a GPU's buffer is not main memory
+        transport = choose_transport(settings, num_host_bytes)
         with guarded_listeners(settings.reachable_host, PeerList.parse(settings.allowed_peers)):
             engine = TransferEngine(settings.reachable_host, transport)
             server = DoctorServer(settings.host, settings.port)

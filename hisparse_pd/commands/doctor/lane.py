@@ -93,9 +93,11 @@ def lane_to(
     directory: str,
     gpu: GpuWriter | None,
 ) -> Iterator[tuple[Lanes, Lane]]:
-    """Open the lane to another doctor, whose memory is ``region`` (address and bytes).
+    """Open the lane to the doctor at ``session``, whose memory is ``region`` (address and bytes).
 
-    Yields all lanes and this one, whose ``kind`` is shm, or the network's with the reason why.
+    ``offer``: how to map that memory; None if it cannot be. ``gpu``: copies from this doctor's GPU, None if
+    its bytes are in main memory. Yields the ``Lanes``, through which to write, and the lane: its ``kind`` is
+    shm, or the network's, and its ``reason`` says why.
     """
     decided = threading.Event()
     lanes = Lanes(
@@ -107,7 +109,7 @@ def lane_to(
         gpu=gpu,
     )
     with closing(lanes):
-        lane = lanes.register(session, offer, [region])
+        lane = lanes.register(session, offer, [region])  # None while the memory is being opened
         if offer is not None:
             decided.wait(OPEN_SECS)
             lane = lanes.lane(session)

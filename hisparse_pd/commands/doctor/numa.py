@@ -68,9 +68,11 @@ def _check(
     """Check one rank's place: its NUMA node, free memory there, and the distance of its RDMA devices."""
     if (node := placement.node) is None:
         return Check(name, Status.WARN, f"not placed: {placement.why}", placement.remedy)
+    # Either call sets a remedy: if the node has too little memory, or this process may not bind any.
     placement = with_allowed_policy(with_pools(placement, num_pool_bytes, machine), bind)
     free_bytes = read_nodes(machine)[node].free_bytes
-    found = f"{replace(placement, remedy='')}; {show_bytes(free_bytes)} of it free"
+    place = str(replace(placement, remedy=""))  # as the log of a node describes it
+    found = f"{place}; {show_bytes(free_bytes)} of it free"
     remedies = [placement.remedy] if placement.remedy else []
     remedies += _far_cards(placement, settings, machine)
     return Check(name, Status.WARN if remedies else Status.OK, found, "; ".join(remedies))

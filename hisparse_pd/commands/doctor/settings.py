@@ -1,4 +1,7 @@
-"""Settings of ``hisparse-pd doctor``: those of a planned node's transport, and the peer to measure."""
+"""Settings of ``hisparse-pd doctor``: those of a planned node's transport, and the peer to measure.
+
+``commands/cli.py`` makes them of the options, and ``command.py`` gets them.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ class DoctorSettings(TransportSettings):
 
     @property
     def peer_address(self) -> tuple[str, str]:
+        """Host, without brackets, and port of ``peer``; both empty without one."""
         host, _, port = self.peer.rpartition(":")
         return host.removeprefix("[").removesuffix("]"), port
 

@@ -51,6 +51,7 @@ class Verdict(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
+    """Answer for each grammar on the input, until it ends. ``argv``: TOKENIZER_JSON, VOCAB_SIZE, EOS."""
     tokenizer_json, vocab_size, eos_token_id = argv
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the front
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     except (OSError, GrammarError) as raised:
         verdict = Verdict(f"cannot be used: {raised}")
     for line in sys.stdin:  # ends when the front is gone
-        if trie is not None:
+        if trie is not None:  # otherwise each grammar gets the error of the trie
             verdict = check(trie, json.loads(line))
         print(json.dumps(verdict), flush=True)
     return 0

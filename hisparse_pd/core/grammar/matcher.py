@@ -1,7 +1,7 @@
 """Tracks an output's progress in its grammar, and fills masks of the tokens that may follow.
 
-A decode step with grammars calls ``fill_masks`` for its rows, and ``Matcher.advance`` with each token that
-was drawn.
+``TokenTrie`` compiles a grammar and makes the ``Matcher`` of each output. A decode step with grammars calls
+``fill_masks`` for its rows, and ``Matcher.advance`` with each token that was drawn.
 
 A mask is a row of int32 words with a bit for each token; token 0 is the lowest bit of the first word, and a
 set bit allows the token. Ending tokens are allowed where the grammar may end; where it must end, nothing else

@@ -69,7 +69,8 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 class _GroupFiles(NamedTuple):
-    """Names in a control group's directory, and in its memory.stat."""
+    """Names of two files in a control group's directory, and of the ``file_cache`` line in its
+    memory.stat."""
 
     limit: str
     usage: str
@@ -92,6 +93,7 @@ def _memory_groups(machine: Machine) -> list[tuple[Path, _GroupFiles]]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
+        # Version 2 has one tree, which is listed without controllers.
         base, names = (top, _V2) if not controllers else (top / "memory", _V1)
         relative = Path(path.lstrip("/"))
         groups += [(base / part, names) for part in (relative, *relative.parents) if ".." not in part.parts]

@@ -112,7 +112,12 @@ class Attention:
     def forward(
         self, x: Activations, places: Places, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return what to add to the hidden states, [parts, num_tokens, hidden_size], and the selection."""
+        """Return what to add to the hidden states, [parts, num_tokens, hidden_size], and the selection.
+
+        ``x``: the hidden states after the layer's input norm. ``runs_indexer``: whether the layer's indexer,
+        if it has one, makes a new selection; otherwise ``selected``, that of an earlier layer or pass, is
+        used.
+        """
         indexer = self.indexer if runs_indexer else None
         rotation = self._rotation(places)
         q_a, latents = self._write(x, rotation, kv, indexer, with_queries=True)
@@ -236,7 +241,7 @@ class _GatedQueries:
 
     @property
     def rounding(self) -> Rounding | None:
-        """The rounding of the normed latent query."""
+        """The rounding of the normed latent query, which only the indexer's projection takes rounded."""
         return rounding_of(self._index_queries)
 
     def __call__(self, normed: Activations, raw: Tensor, places: Places, *, with_index: bool) -> _MadeQueries:

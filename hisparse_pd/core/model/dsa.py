@@ -5,9 +5,9 @@ transformers supplies the configuration, embeddings, MLP and MoE blocks and the 
 state of requests; a ``KvAccess`` does.
 
 A node calls ``forward`` or, where hidden states are needed, ``forward_with_hidden`` for the new tokens of all
-requests that it computes together (a decode node with micro-batches ``forward_by_layer``), and then ``draft``
-if the model has an MTP layer. A prefill rank without tokens calls ``join_forward`` and ``join_draft`` while
-others do this.
+requests that it computes together, and then ``draft`` if the model has an MTP layer. A decode node with
+micro-batches calls ``forward_by_layer`` instead of ``forward``. A prefill rank without tokens calls
+``join_forward`` and ``join_draft`` while others do this.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class DsaModel:
         self._inv_freq = _inv_freq(self._rotary)
         self._softcap: float | None = getattr(hf_model.config, "final_logit_softcapping", None)
         self._norm = _Norm(hf_model.model.norm)
+        # The epsilon of the latents' norms; None: each norm has its own.
         has_latent_eps = spec.family.has_configured_latent_eps
         latent_eps = float(hf_model.config.rms_norm_eps) if has_latent_eps else None
         self.lm_head = hf_model.lm_head

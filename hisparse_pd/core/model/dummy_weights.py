@@ -23,8 +23,8 @@ def draw(name: str, target: Tensor) -> None:
     """Fill a model's tensor, on its device.
 
     Matrices are normal and keep the variance of their input; in fp8 their values have variance 1, and their
-    scales, [blocks down, blocks across], do the rest. Norms' weights are 1, and biases are 0, but those of
-    scaled queries are 1, which leaves the queries as they are.
+    scales, [blocks down, blocks across], do the rest. Norms' weights are 1. All else in one dimension is 0,
+    but the bias of Mistral-Large-4's factor of queries (``ssmax_scaling.b``) is 1: the factor then is 1.
     """
     if target.ndim < 2:
         target.fill_(float(name.endswith(("weight", "ssmax_scaling.b"))))

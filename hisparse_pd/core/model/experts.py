@@ -43,9 +43,10 @@ class RoutedExperts(torch.nn.Module):
 
         ``dtype``: the weights' dtype; ``kernels.block_fp8.DTYPE`` has scales. ``ranks``: the ranks that share
         the experts; None: this rank has all. ``ue8m0``: see ``kernels.fp8_rows``. ``has_room``: allocate one
-        more expert, which ``take_shared`` fills.
+        more expert, which ``take_shared`` fills; only without ``ranks``.
         """
         super().__init__()
+        assert ranks is None or not has_room, "has_room and ranks: a shared expert among those of all ranks"
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
         """The numbers of this rank's experts."""
         num_local = len(self.experts) + has_room
@@ -60,7 +61,8 @@ class RoutedExperts(torch.nn.Module):
         """Return the weighted sum of each token's experts.
 
         ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k]. All ranks
-        make this call together, for equally many tokens or for up to ``step_tokens``.
+        make this call together, each for up to ``RankGroup.step_tokens`` tokens, or for equally many if that
+        is 0.
         """
         return self.parts(Activations(hidden), expert_ids, weights).sum(dim=0)
 
@@ -111,6 +113,8 @@ class RoutedExperts(torch.nn.Module):
         self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
 
     def _compute(self, x: Activations, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Return what each of a token's experts adds: [num_tokens, top_k, hidden_size], with zeros for other
+        ranks' experts. Where fp8 is multiplied, ``x.rounded`` is read, if it is there (``rounds``)."""
         is_rounded = rounds(x.dense, self.gate_up)
         in_bfloat16 = x.dense.dtype == torch.bfloat16 == self.gate_up.values.dtype and x.dense.is_cuda
         routing = Routing.plan(

@@ -1,9 +1,10 @@
 """Computes which layers of a model share an indexer's selection, KV, and hot buffers.
 
-``ModelSpec`` calls these functions, which take and return numbers. There are three kinds of groups:
+``ModelSpec`` calls these functions, which take and return numbers. Layers share in three ways:
 
 - An **index group** is a layer with an indexer and the layers behind it that attend to its selection.
-- A **KV layer** is a layer of the KV pools. A layer without KV of its own attends to an earlier layer's.
+- A **KV layer** is a layer of the KV pools. The layer that writes it attends to it, and so do later ones
+  without KV of their own.
 - A **hot group** is a set of index groups that attend to KV layers in common, directly or through others.
   They share tables of hot buffers: an entry is one slot in all KV layers of the hot group, so a position that
   one index group has copied there is a hit for the others.

@@ -43,7 +43,7 @@ from hisparse_pd.kernels.row_math import RowLinear
 SCALES = "_scale_inv"
 """Suffix of the name of an fp8 matrix's scales; the rest of the name is the matrix's."""
 ABSORBED = "kv_b_proj"
-"""The matrix that MLA absorbs into queries and results, split by head; it is in the model's dtype."""
+"""The matrix that MLA absorbs into queries and results, split by head. This needs it in the model's dtype."""
 HEAD_WEIGHTS = "weights_proj"
 """The matrix of the indexer's head weights; it is in float32, whatever its dtype in the checkpoint."""
 IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
@@ -52,7 +52,7 @@ NEVER_IN_FP8 = (ABSORBED, HEAD_WEIGHTS, "fc1", "fc2")
 """Linear layers whose matrices are always converted from fp8. The last two belong to a norm's gate, whose 16
 rows or columns are too few for blocks."""
 PUBLISHED_DENSE = ("lm_head", "eh_proj")
-"""Linear layers that fp8 checkpoints have in bfloat16."""
+"""Linear layers that fp8 checkpoints have in bfloat16; dummy weights follow them."""
 
 
 def load_model(
@@ -261,7 +261,8 @@ class Loader:
         """Return our module of a layer's experts, with memory for this rank's share, and plan to fill it.
 
         ``module``: transformers' module of the experts; ``mlp``: the block that it belongs to. On a GPU
-        without other ranks there is also room for the shared expert, if it has the experts' form.
+        without other ranks there is also room for the shared expert, if it has the experts' form and so
+        can be computed with them.
         """
         num_experts, hidden_size, inner_size = module.down_proj.shape
         shared = getattr(mlp, "shared_experts", None)

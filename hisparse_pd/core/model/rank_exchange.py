@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.rank_exchange import SUM_DTYPES, MemoryOffer, RankMemory
+from hisparse_pd.kernels.rank_exchange import MAX_RANKS, SUM_DTYPES, MemoryOffer, RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +109,12 @@ class RankExchange:
 def _values(first_row: int, num_rows: int, trial: int, rank: int, device: torch.device) -> Tensor:
     """Return rows of the input of ``rank`` to a trial; every rank computes those of all ranks.
 
-    They are whole numbers of both signs and very different sizes, so that sums are rounded.
+    They are whole numbers of both signs and very different sizes, so that sums are rounded. Each rank has
+    other ones in each trial.
     """
     start, stop = first_row * TRIAL_COLUMNS, (first_row + num_rows) * TRIAL_COLUMNS
     places = torch.arange(start, stop, device=device)
-    values = (places * 48271 + (8 * trial + rank + 1) * 16807) % _PRIME - _PRIME // 2
+    values = (places * 48271 + (MAX_RANKS * trial + rank + 1) * 16807) % _PRIME - _PRIME // 2
     return values.bfloat16().view(num_rows, TRIAL_COLUMNS)
 
 
@@ -181,12 +182,13 @@ class _Results(NamedTuple):
     """The results of a meeting, by rank."""
 
     words: dict[int, str]
+    """What ``do`` returned; an empty string where it failed."""
     refusals: dict[int, str]
     """The errors of the ranks that could not do their part."""
 
 
 def _meet_with_result(meet: Meet, what: str, do: Callable[[], str]) -> _Results:
-    """Run ``do`` on every rank, and meet. Its results become the words."""
+    """Run ``do``, which every rank does, and tell all ranks what it returned, or why it failed."""
     try:
         word = {"word": do()}
     except Exception as error:

@@ -66,23 +66,6 @@ class _Logprobs:
     """Logprobs of the drawn token, then of the likeliest ones: float32 [num_rows, 1 + num_logprobs]."""
 
 
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    num_generated: Sequence[int],
-    eos_token_ids: Sequence[int],
-    *,
-    counts: CountedRows | None = None,
-    masks: Tensor | None = None,
-) -> tuple[list[int], list[TokenLogprob | None]]:
-    """Do ``enqueue_sample``, wait for it, and return each row's token and logprobs."""
-    if counts is None and any(param.changes_logits for param in params):
-        raise ValueError("sample: params with penalties or biases, and no counts")
-    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts, masks=masks)
-    token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, hence for the logprobs, too
-    return token_ids, sampled.read_logprobs(token_ids)
-
-
 def enqueue_sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
@@ -92,7 +75,8 @@ def enqueue_sample(
     counts: CountedRows | None = None,
     masks: Tensor | None = None,
 ) -> Sampled:
-    """Enqueue ``sample`` on the logits' device and current stream, without waiting.
+    """Draw a token for each row, and compute the logprobs that rows want, on the logits' device and current
+    stream, without waiting.
 
     ``logits``: float32 [num_reqs, vocab_size], not changed. ``num_generated``: how many output tokens each
     request has drawn on this node. The output index of the token that is drawn now is this number plus
@@ -104,7 +88,7 @@ def enqueue_sample(
     """
     if not len(params) == len(num_generated) == logits.shape[0]:
         raise ValueError(
-            f"sample: {logits.shape[0]} rows of logits, {len(params)} params, "
+            f"enqueue_sample: {logits.shape[0]} rows of logits, {len(params)} params, "
             f"{len(num_generated)} output lengths"
         )
     changed = logits if counts is None else counts.change(logits, params)
@@ -156,7 +140,8 @@ def _forbid_early_stop(
     for row, (param, generated) in enumerate(zip(params, num_generated, strict=True)):
         if generated >= param.min_new_tokens:
             continue
-        # Ignored eos ends nothing, or is allowed by a grammar only where it would be drawn in any case.
+        # An ignored eos ends nothing without a grammar. With one it does (``finish_reason``), but the grammar
+        # allows it only where it allows nothing else, so there it is drawn in any case.
         ending = set(param.stop_token_ids) | (set() if param.ignore_eos else set(eos_token_ids))
         # Ids outside the vocabulary can never be drawn.
         ending = {token_id for token_id in ending if 0 <= token_id < logits.shape[1]}

@@ -68,7 +68,7 @@ class TokenCounts:
                 _add_one(counts, prompt_dev[-params.num_resumed_tokens :])
         bias_ids = np.zeros(MAX_LOGIT_BIAS, np.int64)
         biases = np.zeros(MAX_LOGIT_BIAS, np.float32)
-        num_biases = _num_biases(params)
+        num_biases = _num_biases(params)  # ``logit_bias`` has so many ids, and behind them as many biases
         bias_ids[:num_biases] = np.frombuffer(params.logit_bias, "<i4", num_biases)
         biases[:num_biases] = np.frombuffer(params.logit_bias, "<f4")[num_biases:]
         self.bias_ids[row] = to_device(bias_ids, device)
@@ -140,7 +140,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
 
 
 def _num_biases(params: SamplingParams) -> int:
-    return len(params.logit_bias) // 8  # ``pack_logit_bias``: all ids, int32, then all biases, float32
+    return len(params.logit_bias) // 8  # ``pack_logit_bias``: ids in int32, biases in float32
 
 
 def _add_one(counts: Tensor, places: Tensor) -> None:

@@ -75,7 +75,8 @@ class PrefixTree:
         return sum(parts, SlotCounts())
 
     def find(self, keys: Sequence[PageKey], kinds: Kinds) -> Match | None:
-        """Return the longest beginning of ``keys`` that is held in ``kinds``."""
+        """Return the longest beginning of ``keys`` that is held in ``kinds``, or None if not even one page
+        is."""
         by_key = self._by_key.get(kinds, {})
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
@@ -152,7 +153,7 @@ class PrefixTree:
         self._num_events += 1
         last = parent
         if added is not None:
-            last = Prefix(kinds, parent, len(keys), list(keys[num_found:]), added)
+            last = Prefix(kinds, parent, end_page=len(keys), keys=list(keys[num_found:]), holding=added)
             self._insert(last)
             self._num_idle_pages[kinds] += len(last.keys)
         if copies is not None and keeps_copies:
@@ -172,7 +173,7 @@ class PrefixTree:
         Where they are too few, all that could help are evicted.
         """
         page_size = self._pools.page_size
-        while True:
+        while True:  # each round evicts from one run, and so may change which pools lack pages
             free = self._pools.free
             missing_pages = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
             if max(missing_pages.values()) <= 0:
@@ -304,11 +305,11 @@ class PrefixTree:
         first = Prefix(
             kinds,
             second.parent,
-            len(keys),
-            second.keys[:num_first],
-            holding,
-            second.num_users,
-            second.last_used,
+            end_page=len(keys),
+            keys=second.keys[:num_first],
+            holding=holding,
+            num_users=second.num_users,
+            last_used=second.last_used,
             children={second},
         )
         if second.parent is not None:

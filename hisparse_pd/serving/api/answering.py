@@ -67,7 +67,7 @@ async def streamed(
     """
     outputs, dialect = _prepare(context, work)
     journal = work.request.journal
-    units, over = None, b""  # both stay so without a journal
+    units, over = None, b""  # without a journal the stream has neither records nor the line OVER
     if journal is not None:
         await _replay(journal, outputs, dialect)
         units, over = _UnitWriter(context, outputs), journal_line(OVER)
@@ -91,7 +91,7 @@ async def streamed(
         if not has_begun or (journal is None and last is None):
             raise  # the caller writes the API's own error
         event = _encode_event(last) if last else error.event(ErrorShape.of_path(work.request.endpoint))
-        yield event + (over if error.status < 500 else b"")
+        yield event + (over if error.status < 500 else b"")  # from 500 on, another node may go on with it
         return
     yield b"".join(map(_encode_event, dialect.last_events(outputs))) + dialect.end + over
 

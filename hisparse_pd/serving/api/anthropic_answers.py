@@ -1,6 +1,7 @@
 """Writes the answers to ``/v1/messages`` in Anthropic's published form, whole and streamed.
 
-``answering.py`` makes a ``MessagesDialect`` for each request. A block is a content block of the message.
+``answering.py`` makes a ``MessagesDialect`` for each request and calls it as ``dialect.py`` says; most of it
+is in ``block_dialect.py``. A block of the answer becomes a content block of the message.
 """
 
 from __future__ import annotations

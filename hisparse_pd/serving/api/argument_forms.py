@@ -129,7 +129,8 @@ class SchemaReader:
         raise NotWritable("refers to itself")
 
     def forms_of_parameter(self, name: str) -> list[Forms]:
-        """Return the forms of all schemas of one parameter."""
+        """Return the forms of each schema of one parameter: the root's and those of its branches, or that of
+        further parameters."""
         root = self._root
         found = list(self._property_schemas(name, root))
         if not found and "additionalProperties" in root:
@@ -203,6 +204,7 @@ class SchemaReader:
         """Return the forms of a schema of types, of which strings are split from the others."""
         types = types_of(schema)
         known = {"type", "nullable"} | _STRING_KEYWORDS | _OTHER_KEYWORDS
+        # Without types, or with keywords that are not known, it is not known what is about strings.
         if not self._is_lenient and (not types or ("string" in types and not keywords <= known)):
             return Forms(whole=schema)
         if not types:
@@ -220,7 +222,7 @@ class SchemaReader:
     ) -> Forms:
         """Return the forms of a schema that is an ``anyOf``, ``oneOf`` or ``allOf`` of ``branches``."""
         if combiner == "allOf" and len(branches) > 1:
-            return self._merge_all_of(branches, depth) if self._is_lenient else Forms(whole=schema)
+            return self._merged_forms(branches, depth) if self._is_lenient else Forms(whole=schema)
         all_forms = [self.forms(branch, depth + 1) for branch in branches]
         num_with_strings = sum(bool(forms.texts or forms.strings) for forms in all_forms)
         is_one_of = combiner == "oneOf"
@@ -246,9 +248,9 @@ class SchemaReader:
             is_anything=all(forms.is_anything for forms in distinct),
         )
 
-    def _merge_all_of(self, branches: Sequence[object], depth: int) -> Forms:
-        """Return the forms of all branches merged into one schema; a later branch's keywords replace earlier
-        ones."""
+    def _merged_forms(self, branches: Sequence[object], depth: int) -> Forms:
+        """Return the forms of an ``allOf`` for a lenient reader: of one schema with the keywords of all
+        ``branches``, in which a later branch's keyword replaces an earlier one's."""
         merged: dict[str, object] = {}
         for branch in map(self.target_of, branches):
             if isinstance(branch, dict):
@@ -339,7 +341,8 @@ def _anything() -> Forms:
 
 
 def _forms_of_values(values: Sequence[object], schema: Mapping[str, object]) -> Forms:
-    """Return the forms of an enum's values; strings are left out where ``schema`` has another type."""
+    """Return the forms of the values of a ``const`` or ``enum``, without those that ``schema``'s type
+    excludes."""
     typed = {"type": schema["type"]} if "type" in schema else {}
     takes_strings = not typed or "string" in types_of(schema)
     texts = [value for value in values if isinstance(value, str)] if takes_strings else []
@@ -358,7 +361,7 @@ def _structures_of(schema: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def bare_texts(texts: Sequence[str], strings: Sequence[str]) -> str:
-    """Return the expression of all ``texts``, which are literal, and ``strings``, which are expressions; ""
-    for none."""
+    """Return the expression of any one of ``texts``, which are literal, and ``strings``, which are
+    expressions; "" where there are none."""
     written = [*(literal(text) or '""' for text in texts), *(f"({string})" for string in strings)]
     return f"({' | '.join(written)})" if written else ""

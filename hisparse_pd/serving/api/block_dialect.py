@@ -24,7 +24,7 @@ _NO_CHOICE = Raw(msgspec.json.encode(None))
 class BlockDialect(Dialect):
     """A dialect of requests with one sample."""
 
-    end = b""
+    end = b""  # the last event says by its type that it is the last
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         super().__init__(context, work)

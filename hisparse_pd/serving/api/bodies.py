@@ -4,8 +4,10 @@ Parsing (``declared_decoding.py``), its errors (``declared_errors.py``) and the 
 (``openapi.py``) come from these declarations. Plain classes are groups of fields, which bodies inherit;
 classes under ``declared`` are whole objects. ``Annotated[Raw | None, unsupported(...)]`` is a field that is
 refused unless its value is one of those listed. Any other ``Raw`` field stays JSON until its reader takes it
-apart. Within an ``AS_SPELLED`` field, numbers keep the client's spelling. ``schemas.py`` adds defaults and
-checks fields against each other. ``BODIES`` has each path's body.
+apart; ``raw`` and ``list_of`` describe it in the OpenAPI document, by names of classes that are declared here
+or in the ``*_parts.py``. Within an ``AS_SPELLED`` field, numbers keep the client's spelling. Annotations such
+as ``parts.FLAG`` are texts of errors. ``schemas.py`` adds defaults and checks fields against each other.
+``BODIES`` has each path's body.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from hisparse_pd.serving.api import anthropic_parts, openai_parts, responses_par
 from hisparse_pd.serving.api import body_parts as parts
 from hisparse_pd.serving.api.declared import AS_SPELLED, declared, list_of, raw, reference, rule, unsupported
 
-# What errors say of fields that are refused.
+# Texts of errors about refused fields.
 _TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
 
 _ELSEWHERE = (
@@ -36,7 +38,7 @@ _TOOL_CHOICE = raw(
 )
 
 _RECORD_IDS: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-# Journal records (``request_journal.py``), as far as the document describes them.
+# Schema of a journal record in the OpenAPI document; ``request_journal.py`` says what each entry is.
 _RECORD: dict[str, object] = {"type": "array", "items": {"anyOf": [{"type": "integer"}, _RECORD_IDS]}}
 _RECORD_BLOCKS = raw(
     type="array", items={"type": "array", "items": _RECORD}, maxItems=parts.MAX_RECORD_BLOCKS
@@ -126,8 +128,8 @@ class ModelBody:
 
 
 class GeneratingBody(ModelBody):
-    """Bodies of requests that generate. A router adds the bootstrap fields (one value, or one for each
-    prompt) and its journal."""
+    """Bodies of requests that generate. A router adds the bootstrap fields (one value for all samples, or a
+    list) and its journal."""
 
     stream: bool | None
     speculative: bool | None
@@ -155,7 +157,7 @@ class SamplingFields:
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
     logit_bias: parts.Biases | None
     ignore_eos: bool | None
-    stop_token_ids: parts.TokenIds | None
+    stop_token_ids: parts.StopTokenIds | None
     skip_special_tokens: bool | None
     no_stop_trim: bool | None
     include_stop_str_in_output: bool | None

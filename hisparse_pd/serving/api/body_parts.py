@@ -1,6 +1,8 @@
 """Types with bounds for the fields of bodies, and objects that the bodies of several APIs share.
 
-``bodies.py`` and the ``*_parts.py`` beside it declare fields with them.
+``bodies.py`` and the ``*_parts.py`` beside it declare fields with them. The annotations are those of
+``declared.py``: ``rule`` sets the text of errors, ``AS_SPELLED`` keeps numbers as they are written, and
+``unsupported`` refuses all values but those in its brackets.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ NumSamples = Annotated[int, Meta(ge=1, le=MAX_SAMPLES_PER_PROMPT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=256)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 Biases = Annotated[
@@ -97,7 +99,7 @@ class Labels:
 
 @declared
 class JournalHead:
-    """What is drawn once for an answer that may go on at another node."""
+    """The head of a router's journal: what lets an answer go on at another node (``request_journal.py``)."""
 
     id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     created: Annotated[int, Meta(ge=0, le=2**53)]

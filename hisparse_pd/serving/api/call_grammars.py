@@ -4,7 +4,7 @@
 ``grammars.py`` asks ``callable_tools`` for the tools of a request and puts a writer's ``behind_opening``
 behind the mark that opens calls. Methods return text in Lark's notation (``lark.py``). A call that these
 grammars admit is read back by ``call_reader.py`` as the same call, with one exception: they cannot exclude a
-mark that is spelled within a string of a JSON value. No model writes one.
+mark that is spelled within a string of a JSON value, where no model writes it.
 """
 
 from __future__ import annotations
@@ -229,6 +229,7 @@ class _Glm(_WithArguments):
         return f"({' | '.join(written)})"
 
     def _bare(self, text: str) -> str:
+        """Return a bare value up to the mark that ends it, without the mark that would end the call."""
         return self._lark.until(self._markup.end_of_value, text, (self._markup.call_end,))
 
     def _is_read_back(self, tool: str, name: str, text: str) -> bool:
@@ -239,7 +240,9 @@ class _Glm(_WithArguments):
 
 
 class _Dsml(_WithArguments):
-    """DeepSeek-V3.2's markup, in which each argument says whether it is a bare string."""
+    """DeepSeek-V3.2's markup, in which each argument says whether it is a bare string:
+    ``<invoke name="name"><parameter name="key" string="true">value</parameter></invoke>``, with line breaks
+    and the prefix ``DSML`` in each tag."""
 
     gap = f"({NEWLINE} {NEWLINE})?"
 
@@ -269,7 +272,7 @@ class _Dsml(_WithArguments):
 
 
 class _DeepSeekV31(CallWriter):
-    """DeepSeek-V3.1's markup, in which the arguments are one JSON object."""
+    """DeepSeek-V3.1's markup: ``<begin>name<sep>{...}<end>``, with the marks of ``V31``."""
 
     def _calls(self, call: str, at_most_one: bool) -> str:
         return sequence(call if at_most_one else f"{call}+", self._lark.mark(self._markup.closing))
@@ -313,20 +316,21 @@ CALL_WRITERS: Final[Mapping[ToolMarkup, type[CallWriter]]] = {
 
 
 def callable_tools(tools: Sequence[Mapping[str, object]], names: Sequence[str]) -> Iterator[CallableTool]:
-    """Yield the tools of ``names``; of several tools of one name the last one, as in ``ToolSchemas``. Raises
-    ApiError for a schema that is too large."""
+    """Yield those of ``tools``, as chats describe them, whose names are among ``names``; of several tools of
+    one name the last one, as in ``ToolSchemas``. Raises ApiError for a schema that is too large."""
     found: dict[str, CallableTool] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function")
         if not isinstance(function, dict) or (name := str(function["name"])) not in names:
             continue
         parameters = function.get("parameters")
-        schema_text(f"tools[{index}]", parameters)
+        place = f"tools[{index}]"
+        schema_text(place, parameters)  # raises if the schema is too large
         no_parameters = {"type": "object", "additionalProperties": False}
         found[name] = CallableTool(
-            f"tools[{index}]",
+            place,
             name,
-            parameters if isinstance(parameters, dict) else no_parameters,
-            function.get("strict") is True,
+            parameters=parameters if isinstance(parameters, dict) else no_parameters,
+            is_strict=function.get("strict") is True,
         )
     yield from found.values()

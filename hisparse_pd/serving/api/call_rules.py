@@ -36,7 +36,8 @@ class CallRule:
 def openai_calls(
     tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_chat: bool
 ) -> CallRule | None:
-    """Return the rule of chat completions and responses; None if the model may call any tool in any way.
+    """Return the rule of chat completions and responses; None if calls need no grammar, since the model may
+    call any tool in any way, or no tool is offered to it.
 
     ``is_chat``: whether ``tool_choice`` names tools as in chats, within ``function``, and not beside their
     type, as in responses.
@@ -65,11 +66,13 @@ def openai_calls(
         case _:
             rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
             raise InvalidField(field, choice, rule)
-    return _call_rule(prompt, field, names, is_forced, at_most_one, "parallel_tool_calls")
+    return _call_rule(
+        prompt, field, names, is_forced=is_forced, at_most_one=at_most_one, serial_field="parallel_tool_calls"
+    )
 
 
 def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
-    """Return the rule of messages; None if the model may call any tool in any way."""
+    """Return the rule of messages; None as for ``openai_calls``."""
     names = names_of_tools(prompt)
     if choice is None:
         return _call_rule(prompt, "", names, is_forced=False, at_most_one=False, serial_field="")
@@ -84,20 +87,28 @@ def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: Chat
                 raise InvalidField(field, choice.type, "needs tools")
         case "tool":
             names = (_checked_name("tool_choice.name", choice.name, names),)
-    at_most_one = bool(choice.disable_parallel_tool_use)
-    return _call_rule(prompt, field, names, is_forced, at_most_one, "tool_choice.disable_parallel_tool_use")
+    return _call_rule(
+        prompt,
+        field,
+        names,
+        is_forced=is_forced,
+        at_most_one=bool(choice.disable_parallel_tool_use),
+        serial_field="tool_choice.disable_parallel_tool_use",
+    )
 
 
 def _call_rule(
     prompt: ChatPrompt,
     field: str,
     names: tuple[str, ...],
+    *,
     is_forced: bool,
     at_most_one: bool,
     serial_field: str,
 ) -> CallRule | None:
     """Return the rule that ``field`` asks for. Where the client chose no tools, ``field`` is "", and there is
-    a rule only if ``serial_field`` asks for one call at most, or the schema of a strict tool is enforced."""
+    a rule only if ``serial_field`` asks for ``at_most_one`` call, or a tool is strict, so that its schema is
+    enforced."""
     if not names:
         return None
     if not field and at_most_one:

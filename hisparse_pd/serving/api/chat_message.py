@@ -1,10 +1,11 @@
 """Takes a chat answer's text apart as it comes: into reasoning, content and tool calls.
 
 Each answer to a chat has a ``MessageParser`` (``chat_reading.py``), which is fed with each piece of text and
-returns what it changes in the answer's blocks. A generator reads the text and says which marks come next;
-calls are read by a ``CallReader``. Text that may be the beginning of a mark is withheld, so blocks do not
-depend on how the text was cut into deltas. Every character is searched once, and those that may begin a mark
-once more: the work for a piece of text is proportional to its length, whatever came before it.
+returns what it changes in the answer's blocks. A generator (``Reading``) yields the marks to look for, and is
+sent each mark that is found and the text between them; calls are read by a ``CallReader``. Text that may be
+the beginning of a mark is withheld, so blocks do not depend on how the text was cut into deltas. Every
+character is searched once, and those that may begin a mark once more: the work for a piece of text is
+proportional to its length, whatever came before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.serving.api.answer_blocks import Block, BlockChange, BlockKind, BlockList
 from hisparse_pd.serving.api.call_reader import CallReader, Marks, Piece, Reading
 from hisparse_pd.serving.api.chat_format import THINK, Markup, ThinkMarks
-from hisparse_pd.serving.api.detokenizer import overlap
 from hisparse_pd.serving.api.tool_schemas import ToolSchemas
 
 
@@ -64,7 +64,7 @@ class MessageParser:
         """The reader of the calls that have begun; None outside of calls."""
         self._reading = self._read_message()
         self._marks: Marks = () if self._is_at_start else next(self._reading)
-        """The marks to look for next."""
+        """The marks to look for next; the answer's start is read without the generator (``_read_start``)."""
 
     @property
     def has_calls(self) -> bool:
@@ -80,8 +80,8 @@ class MessageParser:
         return self._blocks.blocks
 
     def feed(self, text: str, finish: FinishReason | None = None) -> list[BlockChange]:
-        """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: it is the last, for
-        this reason."""
+        """Take in ``text``, and return what it changes (``BlockList.take``). ``finish``: why the answer ends
+        with this text; None if it goes on."""
         text, self._withheld = self._withheld + text, ""
         is_cut = finish is FinishReason.LENGTH
         unread = self._read_start(text) if self._is_at_start else text
@@ -128,7 +128,7 @@ class MessageParser:
             at = found.end()
         # The rest, up to what may begin a mark.
         tail = text[max(at, len(text) - max(map(len, self._marks), default=0)) :]
-        end = len(text) - max((overlap(tail, mark) for mark in self._marks), default=0)
+        end = len(text) - max((_overlap(tail, mark) for mark in self._marks), default=0)
         self._withheld = text[end:]
         self._send(text[at:end])
 
@@ -182,7 +182,7 @@ class MessageParser:
 
     def _show_as_text(self, calls: CallReader) -> None:
         """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
-        self._skips_space = calls.num_calls > 0
+        self._skips_space = calls.num_calls > 0  # space behind a call that was shown is markup
         self._show(calls.unshown)
         self._calls = None
 
@@ -207,7 +207,7 @@ class MessageParser:
         elif not is_cut and not calls.is_in_call:  # no call followed the opening
             self._show_as_text(calls)
             self._show(withheld)
-        elif not is_cut and markup.ends_with_answer:
+        elif not is_cut and markup.ends_with_answer:  # the answer's end is the end of the call
             self._send(markup.call_end, is_mark=True)
 
 
@@ -225,3 +225,11 @@ def search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
 @cache
 def _pattern(marks: Marks) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, marks)))
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of ``text`` that is a beginning of ``mark``, and not all of it."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -74,8 +74,11 @@ class ChatReading:
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer up to the one that ends its reasoning, with the closing mark or one of
-    ``interruptions``: openings of calls, where the model may call without closing its reasoning."""
+    """Counts the tokens of an answer's reasoning, the last one included.
+
+    Reasoning ends with the closing mark or with one of ``interruptions``: the openings of calls, if the model
+    may call without closing its reasoning.
+    """
 
     def __init__(
         self, token_bytes: TokenBytes, think: ThinkMarks, interruptions: Sequence[str], *, in_reasoning: bool

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 _LITERAL_ENDS = ("'", '"', "{", "%")
-"""Characters that may follow a literal in a template's source: its quote, a Jinja tag, or ``%s`` in it."""
+"""Characters that may end a literal in a template's source: its quote, a Jinja tag, or the ``%`` of a ``%s``,
+in whose place a client's string is written."""
 
 _CHANGES_CASE = re.compile(r"\b(?:lower|upper|title|capitalize)\b")
 """A pattern for the filters and methods by which a template may change the case of strings."""
@@ -27,8 +28,8 @@ as a tool's name."""
 
 
 def is_control_token(token: Any, template: str) -> bool:
-    """Whether an added token of a tokenizer steers the model. The others are text: runs of spaces, and words
-    that the template does not write."""
+    """Whether ``token``, an added token of a tokenizer (``tokenizers.AddedToken``), steers the model. The
+    others are text: runs of spaces, and words that the template does not write."""
     text = token.content
     if not text.strip():
         return False
@@ -44,10 +45,11 @@ class ControlTokens:
         self.spellings = tuple(sorted(set(spellings)))
         self._max_chars = max(map(len, self.spellings), default=0)
         flags = re.IGNORECASE if _CHANGES_CASE.search(template) else re.NOFLAG
-        firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"
+        firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"  # never matches
         self._first_char = re.compile(firsts, flags)
         self._may_remove = "replace" in template
         """Whether the template may remove characters, after which the remaining ones could spell a token."""
+        # Where characters may be removed, any first character of a token may begin one.
         self._spelling_start = (
             self._first_char if self._may_remove else re.compile(_spelling_pattern(self.spellings), flags)
         )

@@ -70,8 +70,8 @@ def may_call_tools(tool_choice: Raw | None) -> bool:
 
 
 def template_arguments(body: TemplateFields, effort: str | None) -> dict[str, object]:
-    """Return the template's arguments that the client sets. ``effort``: what it asks for in a field of its
-    own, unless ``reasoning_effort`` is among the arguments."""
+    """Return the template's arguments that the client sets. ``effort``: the effort that it asks for in
+    another field; ``reasoning_effort`` among the arguments has precedence."""
     arguments = body.chat_template_kwargs or {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
         raise InvalidField("chat_template_kwargs", arguments, f"must not set {', '.join(reserved)}")
@@ -105,14 +105,15 @@ def without_hosted(items: list[Item]) -> tuple[list[Item], tuple[LeftOutTool, ..
 
 
 def refuse_hosted_alone(hosted: Sequence[LeftOutTool], *, are_alone: bool) -> None:
-    """Raises InvalidField for hosted tools without any other tool: the request is about them then."""
+    """Raises InvalidField for hosted tools if they ``are_alone``, without other tools: such a request needs
+    them."""
     if hosted and are_alone:
         rule = "is not supported: no server runs it here; it is left out only where there are other tools"
         raise InvalidField(f"{hosted[0].place}.type", hosted[0].kind, rule)
 
 
 _DATA_NAMES = {"image": "image", "document": "pdf", "input_image": "image", "input_file": "file"}
-"""By type of a part that is not text, the name of its data in an error."""
+"""Words for the data of a part that is no text, in an error, by the part's type."""
 
 
 def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:

@@ -38,8 +38,8 @@ def decode(kind: UnionType, text: Json, name: str = "") -> Any: ...
 def decode(kind: Any, text: Json, name: str = "") -> Any:
     """Decode ``text`` as an object of a declared class, or of a union of tagged ones. Raises ApiError 400.
 
-    Errors begin with ``name``, the path to the object, which is "" for the body itself. A field takes at most
-    MAX_FIELD_BYTES of JSON, or MAX_FIELD_VALUES values; strings and ``Raw`` fields may be larger.
+    Errors begin with ``name``, the path to the object, which is "" for the body itself. A field is refused if
+    it exceeds both MAX_FIELD_BYTES of JSON and MAX_FIELD_VALUES values; strings and ``Raw`` fields may do so.
     """
     try:
         value = _decode_object(_declaration_of(kind), text, name)
@@ -57,9 +57,11 @@ def decode_body(kind: type[T], body: bytes) -> T:
 
 
 def _decode_object(declaration: _Declaration, text: Json, name: str) -> Any:
-    """Decode ``text``. If it is large, its ``Raw`` fields are taken out first and set afterwards. A null in a
-    ``Raw`` field may stay JSON. Raises ApiError if ``text`` is not as declared, and MsgspecError if it is not
-    JSON."""
+    """Decode ``text``. If it is large, its ``Raw`` fields are taken out first and set afterwards.
+
+    A null in a ``Raw`` field may come out as JSON, which ``_check_raw_fields`` makes None. Raises ApiError if
+    ``text`` is not as declared, and MsgspecError if it is not JSON.
+    """
     is_large = len(memoryview(text)) > MAX_FIELD_BYTES
     split = declaration.split(text, name) if is_large else _SplitObject(text, {})
     try:

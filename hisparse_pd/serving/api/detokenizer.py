@@ -52,7 +52,7 @@ class TokenBytes:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token. A text has at least its bytes divided by this many tokens."""
+        """Bytes of the longest token. A text's bytes, divided by this, are a lower bound of its tokens."""
         return max((len(self._to_bytes(token)) for token in self._tokenizer.get_vocab()), default=1)
 
     def _to_bytes(self, token: str) -> bytes:
@@ -139,8 +139,8 @@ class StopStrings:
 def _advance(stop: str, num_begun: int, text: str) -> tuple[int, int]:
     """Advance by ``text``, before which the first ``num_begun`` characters of ``stop`` have come.
 
-    Returns how many have come behind it, and the number of characters read: reading ends behind the first
-    whole ``stop``.
+    Returns with how many characters of ``stop`` the text ends, as far as it was read, and how many characters
+    of ``text`` were read: reading ends behind the first whole ``stop``.
     """
     if not num_begun and stop[0] not in text:
         return 0, len(text)
@@ -164,14 +164,6 @@ def _borders(stop: str) -> tuple[int, ...]:
             length = borders[length - 1]
         borders[index] = length + (stop[length] == stop[index])
     return tuple(borders)
-
-
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``stop``, and not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 def _is_byte_level(decoder: object) -> bool:

@@ -17,8 +17,9 @@ from typing import Final, TypeGuard
 _MAX_EXACT: Final = 2**53
 """Largest integer up to which a double has every integer."""
 _MAX_DECIMALS: Final = 22
-"""Most digits behind a point. Doubles have powers of ten up to this one exactly. Digits of at most _MAX_EXACT
-divided by such a power make the double nearest to the number; else llguidance may read a neighbour of it."""
+"""Most digits behind a point. Doubles have the powers of ten up to 10 ** _MAX_DECIMALS exactly. llguidance
+divides a number's digits by such a power, and gets the nearest double if the digits are at most _MAX_EXACT;
+else it may get a neighbour of that double."""
 _MAX_BOUND: Final = 2**63
 """Bound of llguidance's ranges, which are of 64-bit integers."""
 _MAX_COEFFICIENT: Final = 2**32 // 10 - 1
@@ -77,7 +78,8 @@ def spelling_for_llguidance(value: Number) -> str:
 
 
 def write_json(value: object, spell: Callable[[Number], str] = spelling) -> str:
-    """Return ``value`` as JSON, with its numbers as ``spell`` has them. Takes two stack frames a level."""
+    """Return ``value`` as JSON, with its numbers as ``spell`` has them. A level of nesting takes two of
+    Python's stack frames."""
     if isinstance(value, dict):
         parts = [f"{_encoded(name)}:{write_json(each, spell)}" for name, each in value.items()]
         return "{" + ",".join(parts) + "}"

@@ -1,6 +1,7 @@
 """Writes the answers to SGLang's native ``/generate``, whole and streamed.
 
-``answering.py`` makes a ``GenerateDialect`` for each request and calls it as ``dialect.py`` says.
+``answering.py`` makes a ``GenerateDialect`` for each request and calls it as ``dialect.py`` says: ``keep``,
+``choice`` and ``whole`` for a whole answer, ``events`` for a stream, after ``replay`` where it is resumed.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class GenerateDialect(Dialect):
 
     def replay(self, output: SampleOutput, delta: Delta) -> None:
         self.keep(output, delta)  # the next event repeats all earlier ones
+        # Each record came with an event, so the client has the first one, with the prompt's logprobs.
         self._begun.add(output.index)
 
     def _show(self, output: SampleOutput, *, with_prompt: bool) -> Json:

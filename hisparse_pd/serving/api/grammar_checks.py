@@ -1,8 +1,8 @@
 """Checks the grammars of requests before an engine sees them, one at a time in a process beside the front.
 
-``TextCodec.check_grammar`` calls it for each grammar of a request. A check takes a core for a second at most,
-and the front only waits. A result is remembered if it is certain, that is, if a repetition would give the
-same.
+``TextCodec.check_grammar`` calls ``GrammarChecks.check`` for each grammar of a request. A check takes a core
+for a second at most, in a helper process (``core/grammar/checker.py``) that a thread of the front asks. A
+result is remembered if it is certain, that is, if a repetition would give the same.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class GrammarChecks:
             self._num_waiting -= 1
 
     def answer(self, encoded: bytes) -> Verdict:
-        """Ask the helper, in the thread. A helper that has ended or does not answer is replaced once."""
+        """Ask the helper, in the only one of ``_threads``. A helper that has ended or does not answer is
+        replaced once."""
         for _ in range(2):
             process = self.process or self._start()
             assert process.stdin is not None
@@ -95,12 +96,15 @@ class GrammarChecks:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the helper. It ends when its input is closed, so it ends with this process."""
-        home = str(Path(grammar.__file__).parents[2])
+        home = str(Path(grammar.__file__).parents[3])  # the folder with the package
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hisparse_pd.core.grammar.checker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")])),
+            },
         )
         return self.process
 

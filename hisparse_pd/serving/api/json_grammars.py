@@ -50,17 +50,18 @@ _ENFORCED = {
     *_ARRAY_KEYWORDS,
     *_SCALAR_KEYWORDS,
 }
-"""Keywords that llguidance enforces; a lenient grammar must not leave them out, either."""
+"""Keywords that llguidance enforces. Even a lenient grammar must not leave them out: a schema with one that
+the rules written here cannot enforce is NotWritable, and ``json_value`` decides what becomes of it."""
 
 _MAX_DEPTH: Final = 100
 """Most schemas within each other."""
 
 
 def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = False) -> str:
-    """Return the rule of the JSON that ``schema`` describes.
+    """Return the expression of the JSON that ``schema`` describes.
 
-    ``is_lenient``: leave out what cannot be enforced, instead of an error. Raises InexactNumber, TooManySteps
-    and TooLarge.
+    ``is_lenient``: ignore keywords that cannot be enforced, instead of an error. Raises InexactNumber,
+    TooManySteps and TooLarge.
     """
     numbers = SchemaNumbers(schema, steps)
     if not numbers.need_spelling:
@@ -70,7 +71,7 @@ def json_value(lark: Lark, schema: Schema, steps: Steps, *, is_lenient: bool = F
     except NotWritable as error:
         if numbers.exceed_doubles:
             raise InexactNumber(str(error)) from error
-        # llguidance would spell some numbers in another way than the client, but means the same ones.
+        # llguidance spells some numbers in another way than the client, but their values are the same.
         return _by_llguidance(schema, is_lenient)
 
 
@@ -104,8 +105,8 @@ class _Writer:
         """Names of rules by the schema's id; a rule is named before it is written, so that it may recur."""
 
     def rule_of(self, schema: object, place: str) -> str:
-        """Return the rule of ``schema``, which stands at ``place``. Raises NotWritable, whose message has the
-        place."""
+        """Return the rule of ``schema``, which stands at ``place``, or llguidance's expression for a schema
+        without such a number. Raises NotWritable, whose message has the place."""
         if not self._numbers.concern(schema):
             return self._by_llguidance_alone(schema)
         assert isinstance(schema, dict)
@@ -179,7 +180,7 @@ class _Writer:
         return " | ".join(alternatives)
 
     def _value(self, value: object) -> str:
-        """Return the rule of one literal. Takes two stack frames a level."""
+        """Return the expression of one literal. A level of nesting takes two of Python's stack frames."""
         self._steps.spend(1)
         if is_number(value):
             return self._number(value)
@@ -197,7 +198,8 @@ class _Writer:
         return sequence(literal("["), gap, items, gap, literal("]"))
 
     def _number(self, *values: int | float) -> str:
-        """Return the terminal of numbers, each as the client and as llguidance spell it."""
+        """Return the terminal of numbers, each as the client spells it and, unless llguidance would change
+        its value, as llguidance does."""
         texts = [
             text for value in values for text in (spelling(value), spelling_by_llguidance(value)) if text
         ]
@@ -209,8 +211,9 @@ class _Writer:
         """Return the expansion of an ``anyOf``, ``oneOf`` or ``allOf``, which ``keyword`` is."""
         branches = as_list(schema[keyword])
         self._check_keywords(keywords, {keyword}, place)
-        if keyword == "allOf" and len(branches) != 1:  # refused: no rule can enforce several schemas at once
-            self._check_keywords(keywords, set(), place)
+        if keyword == "allOf" and len(branches) != 1:
+            self._check_keywords(keywords, set(), place)  # raises: no rule enforces several schemas at once
+        # Alternatives are an ``anyOf``, and a ``oneOf`` if no value fits two of them.
         if keyword == "oneOf" and not self._is_lenient:
             for index, branch in enumerate(branches):
                 self._steps.spend(index)

@@ -52,7 +52,7 @@ class Lark:
     def begin_rule(self) -> str:
         """Return the name of a rule that is written later, so that it may refer to itself."""
         name = f"r{len(self._names)}"
-        self._names["r", name] = name
+        self._names["r", name] = name  # takes the number, so that no other rule gets the name
         return name
 
     def end_rule(self, name: str, expansion: str) -> None:
@@ -65,13 +65,13 @@ class Lark:
         return self._named("T", "", expression)
 
     def mark(self, mark: str) -> str:
-        """Return the rule of ``mark``."""
+        """Return the expression of ``mark``, with its token if it is or contains one."""
         before, token, behind = self._split(mark)
-        return sequence(literal(before), token, literal(behind) if token else "")
+        return sequence(literal(before), token, literal(behind))
 
     def until(self, mark: str, text: str = ANY, excluded: Sequence[str] = ()) -> str:
-        """Return the rule of ``text``, a regular expression, up to and with the first ``mark``, and without
-        ``excluded`` in it."""
+        """Return the name of a rule: ``text``, a regular expression, up to and with the first ``mark``, and
+        without ``excluded`` in it."""
         before, token, behind = self._split(mark)
         if token:
             free = f"({text} & {without(mark, *excluded)})"
@@ -141,10 +141,15 @@ def regex(pattern: str) -> str:
 def search_regex(pattern: str) -> str:
     """Return the expression of texts in which the pattern is found, as for JSON Schema's ``pattern``. Raises
     ValueError."""
-    begins, ends = pattern.startswith("^"), _ends_anchored(pattern)
-    if (begins or ends) and _has_alternatives(pattern):  # the anchors are those of one alternative
-        return sequence(ANY, regex(f"(?:{pattern})"), ANY)
-    return sequence("" if begins else ANY, regex(pattern), "" if ends else ANY)
+    # An anchor at the edge of an alternative is this one's alone: "^a|b$" finds a at the beginning, or b at
+    # the end. llguidance ignores anchors, which are therefore said by what may stand around an alternative.
+    alternatives = _alternatives(pattern)
+    if not any(part.startswith("^") or _ends_anchored(part) for part in alternatives):
+        alternatives = [pattern]
+    return " | ".join(
+        sequence("" if part.startswith("^") else ANY, regex(part), "" if _ends_anchored(part) else ANY)
+        for part in alternatives
+    )
 
 
 _ESCAPED = re.compile(r"\\.|/", re.DOTALL)
@@ -163,9 +168,9 @@ def _num_backslashes(text: str) -> int:
     return len(text) - len(text.rstrip("\\"))
 
 
-def _has_alternatives(pattern: str) -> bool:
-    """Whether the pattern has a bar outside of all brackets."""
-    depth, in_class = 0, False
+def _alternatives(pattern: str) -> list[str]:
+    """Split the pattern at the bars outside of all brackets."""
+    depth, in_class, starts = 0, False, [0]
     for found in _STRUCTURE.finditer(pattern):
         match found[0]:
             case "[":
@@ -177,8 +182,9 @@ def _has_alternatives(pattern: str) -> bool:
             case ")" if not in_class:
                 depth -= 1
             case "|" if not in_class and depth == 0:
-                return True
-    return False
+                starts.append(found.end())
+    stops = [start - 1 for start in starts[1:]] + [len(pattern)]
+    return [pattern[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 _STRUCTURE = re.compile(r"\\.|[\[\]()|]", re.DOTALL)

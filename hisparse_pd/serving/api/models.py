@@ -1,5 +1,7 @@
-"""Answers ``/version``, and ``/v1/models`` in OpenAI's form or, for Anthropic's client, in Anthropic's, for
-nodes and the router."""
+"""Answers ``/version``, and ``/v1/models`` in OpenAI's form or, for Anthropic's client, in Anthropic's.
+
+``node_app.py`` calls it on nodes, ``router/server.py`` and ``router/fleet.py`` on the router.
+"""
 
 from __future__ import annotations
 

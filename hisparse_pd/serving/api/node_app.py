@@ -108,7 +108,7 @@ def create_node_app(
 
 
 def model_info(context: NodeContext) -> dict[str, object]:
-    """Return what every node answers to /model_info."""
+    """Return the part of /model_info that all nodes answer. The handler of each kind of node adds to it."""
     info: dict[str, object] = {"served_model_name": context.settings.model_name, "is_generation": True}
     if context.link.ready is not None:
         info["context_length"] = context.link.ready.context_length

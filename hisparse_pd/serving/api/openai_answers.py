@@ -1,7 +1,8 @@
 """Writes the answers to OpenAI's ``/v1/completions`` and ``/v1/chat/completions``, whole and streamed.
 
-``answering.py`` makes one dialect for each request and calls it as ``dialect.py`` says. A whole answer is
-joined from the same chunks that a stream would have (``GrownObject``).
+``answering.py`` makes one dialect for each request and calls it as ``dialect.py`` says. A delta has tokens of
+the answer or, as ``scored``, tokens of the prompt with their logprobs. A whole answer is joined from the same
+chunks that a stream would have (``GrownObject``).
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class ChatDialect(_OpenAiDialect):
         message = grown.pop("delta")
         content, calls = message.pop("content"), message.pop("tool_calls", {})
         if calls:
-            message["tool_calls"] = list(calls.values())
+            message["tool_calls"] = list(calls.values())  # ``GrownObject`` has them by their index
         message |= {"content": content or (None if calls else ""), "refusal": None}
         return {"index": grown.pop("index"), "message": message, **grown}
 

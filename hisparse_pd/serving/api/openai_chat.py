@@ -29,6 +29,7 @@ from hisparse_pd.serving.api.raw_json import decode_item
 from hisparse_pd.serving.http.http_errors import InvalidField
 
 _DESCRIBING_ROLES = ("system", "developer")
+"""Roles whose messages may describe tools of their own."""
 _MAY_BE_EMPTY = ("assistant", "tool")
 """Roles whose messages may lack content: agents send back empty turns and results."""
 
@@ -52,9 +53,9 @@ def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> 
     tools = described_tools("tools", body.tools)
     return ChatPrompt(
         messages,
-        arguments,
-        continue_final,
-        tuple(tools) if may_call else (),
+        template_arguments=arguments,
+        continue_final_message=continue_final,
+        tools=tuple(tools) if may_call else (),
         separate_reasoning=body.separate_reasoning is not False,
         add_generation_prompt=not (continue_final or body.add_generation_prompt is False),
     )

@@ -52,13 +52,13 @@ def parse_prompts(field: str, value: Raw | None) -> PlainPrompts:
     shapes += ["a list of token ids", "a list of such lists"] if takes_ids else []
     if value is None:
         raise FieldRefused(field, "the field is needed", code="missing_field")
-    match first_chars(value):
+    match first_chars(value):  # the first two characters: of the value, and of a list's first entry
         case b'"', _ if takes_text:
-            return PlainPrompts(False, (_text(field, value),))
+            return PlainPrompts(is_batch=False, prompts=(_text(field, value),))
         case b"[", b"]":
             raise InvalidField(field, [], "must not be empty")
         case b"[", first if takes_ids and first in _INTEGER_BEGINS:
-            return PlainPrompts(False, (_packed_ids(field, value),))
+            return PlainPrompts(is_batch=False, prompts=(_packed_ids(field, value),))
         case b"[", b'"' if takes_text:
             return _batch(field, value, _text)
         case b"[", b"[" if takes_ids:
@@ -69,7 +69,8 @@ def parse_prompts(field: str, value: Raw | None) -> PlainPrompts:
 
 def _batch(field: str, value: Raw, parse: Callable[[str, Raw], Prompt]) -> PlainPrompts:
     items = split(field, value, parts.MAX_PROMPTS)
-    return PlainPrompts(True, tuple(parse(f"{field}[{i}]", item) for i, item in enumerate(items)))
+    prompts = tuple(parse(f"{field}[{i}]", item) for i, item in enumerate(items))
+    return PlainPrompts(is_batch=True, prompts=prompts)
 
 
 def _text(name: str, value: Raw) -> str:
@@ -130,7 +131,7 @@ def _packed_ids(name: str, value: Raw) -> bytes:
 def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.MsgspecError) -> ApiError:
     if isinstance(error, msgspec.ValidationError):
         with suppress(msgspec.MsgspecError):  # the piece may end within an entry that is a list or a string
-            index = int(Complaint.of(error).steps[0])
+            index = int(Complaint.of(error).steps[0])  # of the entry at fault
             path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
             return InvalidField(path, value, f"must be a token id, an integer from 0 to {parts.MAX_TOKEN_ID}")
     return FieldRefused(name, "must have nothing but token ids")

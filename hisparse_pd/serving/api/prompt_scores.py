@@ -36,7 +36,8 @@ def scored_prompts(outputs: Sequence[SampleOutput]) -> dict[int, ScoredPrompt]:
 class ScoredPrompt:
     """A prompt's logprobs, and the messages of its samples, which wait for the logprobs.
 
-    One sample has the prompt scored for all. Samples on other ranks may have tokens before that.
+    One sample has the prompt scored for all. Samples on other ranks may have tokens before that. The first
+    token shown has no logprob, and so no row: where only this one is lacking, nothing is scored.
     """
 
     def __init__(self, outputs: Sequence[SampleOutput]) -> None:
@@ -44,7 +45,7 @@ class ScoredPrompt:
         self._outputs = [each for each in outputs if len(each.sample.scored_ids) and each.finish is None]
         self._token_ids = self._outputs[0].sample.scored_ids if self._outputs else np.empty(0, np.int32)
         self._num_read = min((output.num_scored for output in self._outputs), default=0)
-        """Tokens that all samples have with their logprobs."""
+        """Tokens that all samples have with their logprobs. A resumed stream begins with its journal's."""
         generates = [output.sample.generate for output in outputs]
         self._scored_id = next((each.request_id for each in generates if each.scores is not None), None)
         """Request id of the sample whose prompt the engine scores; None if no row is needed."""
@@ -64,7 +65,7 @@ class ScoredPrompt:
             num_rows, num_tokens = max(0, self._num_read - 1), len(self._token_ids)
             raise RequestFailedError(500, f"the engine sent {num_rows} logprobs for {num_tokens} tokens")
         self._waiting.append(event)
-        # A prompt's only token has no row.
+        # Without scores only the first token is lacking: it is shown now, and the message behind it.
         return self._with_waiting(_NO_ROWS) if self._scored_id is None else ()
 
     def _with_waiting(self, rows: npt.NDArray[np.void]) -> Iterator[Delta | Tokens]:

@@ -76,15 +76,16 @@ _records_decoder = msgspec.json.Decoder(tuple[JournalRecord, ...])
 
 @dataclass(frozen=True, slots=True)
 class RequestJournal:
-    """A stream's journal, as the request for the stream, or for its continuation, has it."""
+    """An answer's journal, as the request for the answer, or for its continuation, has it."""
 
     seed: int
     """Seed of samples for which the client named none."""
     identity: Identity
     may_move: bool = False
-    """Whether another decode node was healthy, so that the stream may move there."""
+    """Whether a node that shuts down may end the answer, as the router then asks another decode node. False
+    for streams, which the router itself moves."""
     num_resumes: int = 0
-    """How often the stream went on at another node."""
+    """How often the answer went on at another node."""
     records: tuple[JournalRecord, ...] = ()
     """Records of what the client has, in order."""
 
@@ -134,12 +135,13 @@ NOT_RESUMED = Resumed()
 
 
 def _records(blocks: Raw) -> Iterator[JournalRecord]:
-    """Decode the records of all blocks. Raises ApiError 400."""
+    """Decode the records of all blocks: a JSON array of arrays of records, each of some 64 KiB, as the router
+    collects them. Raises ApiError 400."""
     name = "journal_records"
     for block in split(name, blocks, MAX_RECORD_BLOCKS):
         check_size(name, block)
         try:
-            with taking_interpreter(len(memoryview(block))):
+            with taking_interpreter(len(memoryview(block))):  # a Raw has no length of its own
                 records = _records_decoder.decode(block)
         except msgspec.MsgspecError as error:
             raise not_json(name, error) from error

@@ -53,7 +53,8 @@ _SAMPLES_BETWEEN_YIELDS = 128
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What an engine can hold, in tokens."""
+    """Bounds of one request, in tokens: the model's context, and for each mode what the pools of a rank hold
+    of a prompt and its output."""
 
     context_length: int
     max_total_tokens_hisparse: int
@@ -89,8 +90,8 @@ class SampleRequest:
     root: PageKey = NO_ISOLATION
     """Root of the prompt's page keys."""
     wanted_scores: WantedScores | None = None
-    """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples has them computed
-    for all (``generate.scores``)."""
+    """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples asks the engine for
+    them, for all (``generate.scores``)."""
     echo: str = ""
     """The prompt's text, where it is shown before the output's."""
     resumed: Resumed = NOT_RESUMED
@@ -106,7 +107,8 @@ class SampleRequest:
 
     @property
     def scored_ids(self) -> npt.NDArray[np.int32]:
-        """Ids of the prompt's tokens that are shown with logprobs. The first of them has none."""
+        """Ids of the prompt's tokens that are shown with logprobs. The first one, before the position
+        ``wanted_scores.first``, is shown without a logprob."""
         if self.wanted_scores is None:
             return np.empty(0, np.int32)
         return unpack_token_ids(self.prompt)[self.wanted_scores.first - 1 :]
@@ -116,7 +118,8 @@ async def plan_samples(
     request: ApiRequest, codec: TextCodec, limits: RequestLimits, front_number: int = 0
 ) -> tuple[SampleRequest, ...]:
     """Return the samples of ``request``, prompt by prompt. Raises ApiError 400 for a prompt or a grammar that
-    cannot be served."""
+    cannot be served. ``front_number``: the front that gets the engines' answers; request ids begin with it.
+    """
     # Paths of the prompts in the body, for errors.
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
@@ -139,14 +142,21 @@ async def plan_samples(
         scores = lacking_scores(request.endpoint, wanted, num_tokens, resumed_of_prompt)
         echo = await _echo(request.prompts[index], token_ids, codec) if options.echo else ""
         prompt = _PlannedPrompt(
-            index, token_ids, num_tokens, options, max_new_tokens, wanted, echo, first_sample
+            index=index,
+            token_ids=token_ids,
+            num_tokens=num_tokens,
+            options=options,
+            max_new_tokens=max_new_tokens,
+            wanted_scores=wanted,
+            echo=echo,
+            first_sample=first_sample,
         )
         # The samples themselves.
         for sample_index, resumed in enumerate(resumed_of_prompt):
             _check_token_ids("journal_records", resumed.token_ids, codec.vocab_size)
             samples.append(_plan_sample(request, prompt, sample_index, resumed, scores, id_prefix))
             if not resumed.is_over:
-                scores = None  # computed once, for all samples of the prompt
+                scores = None  # this sample asks its engine for them, for all samples of the prompt
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
@@ -175,7 +185,7 @@ async def _options_with_grammars(
             continue
         if constraint not in written:
             written[constraint] = await _grammar(constraint, source, prompt, codec)
-            if written[constraint]:
+            if written[constraint]:  # else the constraint excludes nothing
                 await codec.check_grammar(written[constraint], constraint.field)
         num_chars += options.n * len(written[constraint])
         if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
@@ -331,7 +341,7 @@ def _plan_sample(
     """Return the sample at ``sample_index`` among those of its prompt. Raises ApiError 400 if it cannot
     resume.
 
-    ``scores``: logprobs of the prompt that the sample has computed, unless it is over.
+    ``scores``: logprobs of the prompt for which the sample asks its engine, unless it is over.
     """
     number = prompt.first_sample + sample_index
     rendezvous = request.rendezvous[number]
@@ -349,9 +359,9 @@ def _plan_sample(
     shows_scores = sample_index == 0 or request.endpoint is not Endpoint.CHAT  # a chat shows them once
     return SampleRequest(
         generate,
-        prompt.token_ids,
-        prompt.index,
-        prompt.options,
+        prompt=prompt.token_ids,
+        prompt_index=prompt.index,
+        options=prompt.options,
         root=request.roots[prompt.index],
         wanted_scores=prompt.wanted_scores if shows_scores else None,
         echo=prompt.echo,
@@ -391,7 +401,7 @@ def _resume_sampling(sampling: SamplingParams, resumed: Resumed) -> SamplingPara
 
 
 def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
-    """Return what the engine is sent: one message for all samples of a prompt, which it contains once.
+    """Return the messages for the engines: one for all samples of a prompt, which contains the prompt once.
     Resumed samples with different outputs have messages of their own, and samples that are over have none."""
     live = [sample for sample in samples if not sample.resumed.is_over]
     groups = []

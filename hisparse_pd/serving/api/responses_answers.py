@@ -1,6 +1,7 @@
 """Writes the answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
-``answering.py`` makes a ``ResponsesDialect`` for each request. A block is an item of the output. Nothing is
+``answering.py`` makes a ``ResponsesDialect`` for each request and calls it as ``dialect.py`` says; most of it
+is in ``block_dialect.py``. A block of the answer becomes an item of the output. Nothing is
 stored, so an answer cannot be retrieved by its id. The model writes a call of a custom tool as a JSON object
 with the input in it; clients get the input alone.
 """
@@ -23,13 +24,14 @@ from hisparse_pd.serving.api.output import Finish, SampleOutput
 from hisparse_pd.serving.http.http_errors import ApiError
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg"}
-"""Beginnings of items' ids, by kind; a call's depends on its tool."""
+"""Beginnings of items' ids, by kind of block; that of a call depends on its tool (``_id_of``)."""
 _GROWING = {
     BlockKind.REASONING: ("reasoning_text", "text"),
     BlockKind.TEXT: ("output_text", "text"),
     BlockKind.CALL: ("function_call_arguments", "arguments"),
 }
-"""By kind of item: the name of its text in events, and the field of ``….done`` with the whole text."""
+"""By kind of block: the name of its text in events, and the field with the whole text in the event at its end
+(``response.output_text.done`` has it in ``text``)."""
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 

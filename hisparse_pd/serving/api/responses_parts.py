@@ -142,6 +142,7 @@ class ItemReference:
     id: NeededName
 
 
+# How ``openai_responses.py`` reads the id of any item, to which an ItemReference may refer.
 @declared
 class NamedItem:
     id: str | None

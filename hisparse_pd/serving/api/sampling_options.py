@@ -84,16 +84,23 @@ class SampleOptions:
 
 def parse_openai_options(
     body: CompletionsBody | ChatBody,
+    defaults: SamplingDefaults,
+    *,
     num_logprobs: int | None,
     default_new_tokens: int | None,
-    defaults: SamplingDefaults,
 ) -> SampleOptions:
-    """Return the options of completions and chat completions. Raises ApiError 400."""
+    """Return the options of completions and chat completions. Raises ApiError 400.
+
+    ``num_logprobs``: how many likeliest tokens each logprob has beside it; None for no logprobs.
+    ``default_new_tokens``: as in ``SampleOptions``.
+    """
     limit = IntegerField("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = IntegerField("max_completion_tokens", body.max_completion_tokens)
     minimum = IntegerField("min_tokens", body.min_tokens)
-    options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n, num_logprobs)
+    options = _options(
+        body, defaults, limit, minimum, seed=body.seed, stop=body.stop, n=body.n, num_logprobs=num_logprobs
+    )
     if body.best_of is not None and body.best_of != options.n:
         raise InvalidField(
             "best_of", body.best_of, f"must equal n, which is {options.n}; leave the field out"
@@ -109,11 +116,12 @@ def parse_openai_options(
 def parse_generate_options(
     body: GenerateBody, num_prompts: int, defaults: SamplingDefaults
 ) -> tuple[SampleOptions, ...]:
-    """Return the options of each prompt, either shared or from a list."""
+    """Return the options of each prompt: from ``sampling_params``, one object for all prompts or a list with
+    one for each. Raises ApiError 400."""
     num_logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
     start = body.logprob_start_len if num_logprobs is not None else None
     name, given = "sampling_params", body.sampling_params
-    if given is not None and first_chars(given)[0] == b"[":
+    if given is not None and first_chars(given)[0] == b"[":  # a list
         items = split(name, given, MAX_PROMPTS)
         if len(items) != num_prompts:
             shown = decode_item(name, given)
@@ -142,7 +150,8 @@ def parse_turn_options(body: MessagesBody | ResponsesBody, defaults: SamplingDef
         limit, stop = IntegerField("max_tokens", body.max_tokens), body.stop_sequences
     else:
         limit, stop = IntegerField("max_output_tokens", body.max_output_tokens), body.stop
-    return _options(body, limit, IntegerField("min_tokens", body.min_tokens), body.seed, stop, defaults)
+    minimum = IntegerField("min_tokens", body.min_tokens)
+    return _options(body, defaults, limit, minimum, seed=body.seed, stop=stop)
 
 
 def _sglang_options(
@@ -150,8 +159,8 @@ def _sglang_options(
 ) -> SampleOptions:
     limit = IntegerField(f"{name}.max_new_tokens", params.max_new_tokens)
     minimum = IntegerField(f"{name}.min_new_tokens", params.min_new_tokens)
-    seed, stop = params.sampling_seed, params.stop
-    options = _options(params, limit, minimum, seed, stop, defaults, params.n, num_logprobs)
+    seed, stop, n = params.sampling_seed, params.stop, params.n
+    options = _options(params, defaults, limit, minimum, seed=seed, stop=stop, n=n, num_logprobs=num_logprobs)
     return replace(options, constraint=generate_constraint(params, name))
 
 
@@ -164,15 +173,17 @@ class IntegerField(NamedTuple):
 
 def _options(
     fields: SamplingFields,
+    defaults: SamplingDefaults,
     limit: IntegerField,
     minimum: IntegerField,
+    *,
     seed: int | None,
     stop: str | list[str] | None,
-    defaults: SamplingDefaults,
     n: int | None = None,
     num_logprobs: int | None = None,
 ) -> SampleOptions:
-    """Return the options of one prompt from the fields that all endpoints have under some name."""
+    """Return the options of one prompt. ``fields`` have the same names on all endpoints; the others, such as
+    ``limit`` and ``minimum`` (most and fewest tokens of an answer), have different ones."""
     min_new_tokens = minimum.value or 0
     if limit.value is not None and min_new_tokens > limit.value:
         raise InvalidField(
@@ -180,7 +191,7 @@ def _options(
         )
     biases = [(token_id, bias) for token_id, bias in (fields.logit_bias or {}).items() if bias]
     sampling = SamplingParams(
-        max_new_tokens=0,
+        max_new_tokens=0,  # set for each sample by ``SampleOptions.sampling_params``
         min_new_tokens=min_new_tokens,
         **asdict(defaults.changed_by(fields)),
         seed=seed,

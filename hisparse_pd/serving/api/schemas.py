@@ -186,7 +186,9 @@ def _read_prompts(body: GeneratingBody, defaults: SamplingDefaults) -> _GivenPro
     match body:
         case CompletionsBody():
             is_batch, prompts = parse_prompts("prompt", body.prompt)
-            shared = parse_openai_options(body, body.logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
+            shared = parse_openai_options(
+                body, defaults, num_logprobs=body.logprobs, default_new_tokens=COMPLETIONS_DEFAULT_TOKENS
+            )
             options = replace(shared, constraint=completion_constraint(body))
             return _GivenPrompts("prompt", is_batch, prompts, (options,) * len(prompts))
         case GenerateBody():
@@ -196,7 +198,9 @@ def _read_prompts(body: GeneratingBody, defaults: SamplingDefaults) -> _GivenPro
             return _GivenPrompts(field, is_batch, prompts, each)
         case ChatBody():
             chat = parse_chat_prompt(body)
-            options = parse_openai_options(body, chat_logprobs(body), None, defaults)
+            options = parse_openai_options(
+                body, defaults, num_logprobs=chat_logprobs(body), default_new_tokens=None
+            )
             return _given_chat("messages", chat, options, chat_constraint(body, chat))
         case MessagesBody():
             chat = parse_messages(body)
@@ -269,7 +273,8 @@ class _Spread(NamedTuple):
 
 
 def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[_Spread]:
-    """Return the value of a field for each sample. Raises InvalidField for a list of another length."""
+    """Return the value of a field for each sample: the only value, or the entry of the sample or its prompt.
+    Raises InvalidField for a list of another length."""
     num_samples = sum(samples_per_prompt)
     if not isinstance(value, list):
         return [_Spread(value, index) for index in range(num_samples)]
@@ -314,7 +319,8 @@ def _streamed_usage(body: GeneratingBody) -> StreamedUsage:
 
 
 def _labels(body: GeneratingBody) -> Labels:
-    """Return the fields in labels, which public routers pass on. Values at the top level take precedence."""
+    """Return the fields that stand in the body's ``metadata`` or ``custom_labels``, which public routers pass
+    on. A field at the body's top level takes precedence."""
     match body:
         case ChatBody() | MessagesBody():
             labels = body.metadata
@@ -333,7 +339,8 @@ def _hisparse(body: GeneratingBody, labels: Labels) -> HisparseFlag | None:
 
 
 def _roots(body: GeneratingBody, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
-    """Return the root of each prompt's keys. Each field has one value for all prompts, or one a prompt."""
+    """Return the root of each prompt's page keys, made of its ``cache_salt`` and ``extra_key``. Each field
+    has one value for all prompts, or a list of one a prompt."""
     keys: list[list[str | None]] = []
     for field in ("cache_salt", "extra_key"):
         given = getattr(body, field)

@@ -37,7 +37,7 @@ class TemplateFit:
     def __init__(self, template: str | None, markup: ToolMarkup | None) -> None:
         """``template`` is the text of all the checkpoint's templates; ``markup`` is that of its calls."""
         self._takes_developer = template is not None and "developer" in template
-        self._writes_arguments = markup is ToolMarkup.DEEPSEEK_V31
+        self._takes_arguments_as_text = markup is ToolMarkup.DEEPSEEK_V31
         has_effort = template is not None and "reasoning_effort" in template
         named = set(_NAMED_EFFORT.findall(template or "")) if has_effort else set()
         self._efforts = [effort for effort in _EFFORTS if effort in named]
@@ -62,9 +62,9 @@ class TemplateFit:
         function = call["function"]
         assert isinstance(function, dict)
         arguments = function["arguments"]
-        if self._writes_arguments and not isinstance(arguments, str):
+        if self._takes_arguments_as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        elif isinstance(arguments, str) and not self._writes_arguments:
+        elif isinstance(arguments, str) and not self._takes_arguments_as_text:
             arguments = {"arguments": arguments}
         return call | {"function": function | {"arguments": arguments}}
 

@@ -36,6 +36,9 @@ from hisparse_pd.serving.http.off_loop import off_loop
 _INLINE_CHARS = 4096
 """Longest text that is encoded on the event loop, which takes well under a millisecond."""
 
+_INLINE_TOKENS = 4096
+"""Most tokens that are decoded on the event loop, or in a thread at once."""
+
 _WITHOUT_TEMPLATE = "deepseek_v32"
 """Name of the family of models that is published without a chat template, and of the file with ours."""
 
@@ -79,6 +82,7 @@ class TextCodec:
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
+        # Marks that the template itself looks for in earlier answers get no stand-ins.
         read_marks = _marks_read_by_template(tokenizer, template or "")
         self._client_text = (
             None if clients_write_tokens else ClientText(self.backend, template or "", read_marks)
@@ -133,8 +137,8 @@ class TextCodec:
         """Return the token ids of each prompt, packed (``pack_token_ids``). ``names`` are for errors.
 
         ``add_special`` puts the tokenizer's special tokens round a text; None does so unless a template wrote
-        the text. Raises ApiError 400 where there is nothing to encode, an id is outside the vocabulary, the
-        template refuses the conversation, or a text must have more than ``max_tokens``.
+        the text. Raises ApiError 400 where a text or a chat has no tokens, an id is outside the vocabulary,
+        the template refuses the conversation, or a text must have more than ``max_tokens``.
         """
         if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
             return tuple(self._encode(prompts, names, max_tokens, add_special))
@@ -164,11 +168,11 @@ class TextCodec:
     async def text_of(self, packed: bytes) -> str:
         """Return the text of packed token ids, special ones included."""
         token_ids = unpack_token_ids(packed)
-        if len(token_ids) <= _INLINE_CHARS:
+        if len(token_ids) <= _INLINE_TOKENS:
             return self.bytes_of(token_ids.tolist()).decode(errors="replace")
         parts = [
-            await off_loop(self.bytes_of, token_ids[start : start + _INLINE_CHARS].tolist())
-            for start in range(0, len(token_ids), _INLINE_CHARS)
+            await off_loop(self.bytes_of, token_ids[start : start + _INLINE_TOKENS].tolist())
+            for start in range(0, len(token_ids), _INLINE_TOKENS)
         ]
         return b"".join(parts).decode(errors="replace")
 
@@ -217,7 +221,7 @@ class TextCodec:
         return packed
 
     def _encode_texts(self, texts: list[str], is_chat: bool, add_special: bool) -> list[list[int]]:
-        # Unlike ``encode``, batch calls release the interpreter, so streams go on meanwhile.
+        # Unlike the tokenizer's ``encode``, batch calls release the interpreter: streams go on meanwhile.
         if is_chat and self._client_text is not None:
             return self._client_text.encode(texts, add_special=add_special)
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
@@ -273,6 +277,8 @@ class TextCodec:
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             why = str(error) if stand_ins is None else stand_ins.restore(str(error))
             raise FieldRefused("messages", f"the model's chat template refuses them: {why}") from error
+        # The length is that of the client's text. What is encoded has breaks round stand-ins' characters, so
+        # that these form no control tokens.
         self._check_length(chat if stand_ins is None else stand_ins.restore(chat), name, max_tokens)
         return chat if self._client_text is None else self._client_text.with_breaks(chat, stand_ins)
 

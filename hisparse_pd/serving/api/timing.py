@@ -2,7 +2,8 @@
 
 ``app.py`` makes one ``Timeline`` for each request that generates; the handler in ``decode_node/server.py``
 notes what the engines report, sample by sample. The decode node's first report includes the prefill node's
-phases. A trace gets its spans from these reports, with the engines' times.
+phases. A trace gets its spans from these reports, with the engines' times. ``arrived_at`` and
+``_complete_at`` are times of ``time.monotonic``; all other names in ``_at`` are Unix time, in seconds.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Timeline:
 
     def note_checked(self, request: ApiRequest, samples: Sequence[SampleRequest], model_name: str) -> None:
         """Note that the body is parsed and its prompts are tokens."""
-        now, ahead = time.monotonic(), wall_clock_ahead()
+        now, ahead = time.monotonic(), wall_clock_ahead()  # now + ahead is Unix time, which spans have
         self._samples, self._checked_at = samples, now + ahead
         self._observe("tokenize", now - self._complete_at)
         if self._span is not None:
@@ -121,7 +122,7 @@ class Timeline:
             started_at = self._end_phase(index, phase.name, phase.started_at, phase.ended_at, phase_error)
             if prefill is not None and phase.name == _LANDING:
                 self._note_prefill(index, prefill, started_at)
-        if phases and phases[-1].name == DECODE_PHASES[-1] and not error:
+        if phases and phases[-1].name == DECODE_PHASES[-1] and not error:  # the first step is over
             self._decoding.add(index)
 
     def _note_prefill(self, index: int, times: PrefillTimes, landing_began_at: float) -> None:
@@ -206,7 +207,8 @@ class Timeline:
         error: str = "",
         attributes: Attributes | None = None,
     ) -> float:
-        """Note a phase of sample ``index``. Returns its start as the trace has it."""
+        """Note a phase of sample ``index`` that began and ended at these Unix times. Returns its start as the
+        trace has it."""
         if not error:
             self._observe(phase, max(0.0, ended_at - started_at))
         # An engine's clock may be another machine's, so times are moved to between the phase before and now.

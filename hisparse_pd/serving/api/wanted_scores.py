@@ -45,7 +45,9 @@ def lacking_scores(
         all_resumed = all_resumed[:1]  # shown once, beside the choices
     lacking: int | None = None
     for resumed in all_resumed:
-        first = wanted.first - 1 + max(1, resumed.num_scored)  # position of the first one that it lacks
+        # Position of the first logprob that it lacks. ``num_scored`` counts from the first token shown, at
+        # wanted.first - 1, which has no logprob.
+        first = wanted.first - 1 + max(1, resumed.num_scored)
         if resumed.is_over or first >= num_prompt_tokens:
             continue
         if resumed.token_ids and endpoint is not Endpoint.GENERATE:

@@ -51,7 +51,8 @@ class Children:
         return _statuses(exited)
 
     def wait(self) -> None:
-        """Wait until all have ended, for ``EXIT_SECS`` at most. They were told to, or one of them has ended.
+        """Wait until all have ended, for ``EXIT_SECS`` at most. It is called when they were told to end, or
+        when one of them has ended.
 
         Children that fail meanwhile are logged: a killed rank may end later than one that notices its loss.
         """

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class _Share(NamedTuple):
-    """What one rank gets of a prompt."""
+    """The part of a prompt's samples that one rank gets."""
 
     rank: RankLink
     prompt: GenerateGroup
@@ -57,6 +57,7 @@ class _Share(NamedTuple):
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt. Its samples share them, so the limits of the queue count them once a rank."""
         return self.prompt.samples[0].num_prompt_tokens
 
 
@@ -148,8 +149,8 @@ class EngineLink:
         """Send the samples of one HTTP request. Those that have not ended are aborted when the context
         closes.
 
-        ``may_move``: they end with the code MOVED when the node begins to shut down. Raises NodeUnavailable
-        unless the engines serve, QueueFull, and ApiError for a request that is too large.
+        ``may_move``: the samples end with the code MOVED when the node begins to shut down. Raises
+        NodeUnavailable unless the engines serve, QueueFull, and ApiError for a request that is too large.
         """
         self.require_serving()
         shares = [share for prompt in prompts for share in self._split_by_rank(prompt)]
@@ -174,8 +175,10 @@ class EngineLink:
             for request_id in list(group.live):
                 self.forget(group, request_id)
             for share in shares:
-                # Nothing is sent. The tokens count until the aborts before are gone, which free the prompts.
-                share.rank.put(None, partial(self.counts.add, 0, -share.num_prompt_tokens))
+                # None sends nothing. The prompt counts until the aborts queued before it, which free the
+                # prompt, are sent.
+                uncount = partial(self.counts.add, num_samples=0, num_prompt_tokens=-share.num_prompt_tokens)
+                share.rank.put(None, uncount)
 
     def _split_by_rank(self, prompt: GenerateGroup) -> list[_Share]:
         """Choose a rank for each sample and count it there, before the next one is chosen."""
@@ -214,8 +217,8 @@ class EngineLink:
         return len(self._in_flight)
 
     def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
-        """Drop a sample and tell its engine, unless the engine has ended it. ``has_finished``: a stop string
-        ended it, so its client has the answer."""
+        """Drop a sample and tell its engine, unless the engine has ended it. ``has_finished``: a stop string,
+        which an engine does not know, ended the sample, so its client has the answer."""
         if request_id in group.live:
             self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
 
@@ -252,6 +255,8 @@ class EngineLink:
         log.info("the engine is ready: context of %d tokens", ready.context_length)
 
     def _check_connected(self) -> None:
+        """Call ``on_connected`` once all fronts are connected. Fronts send each other nothing, so this front
+        looks at their counts with each report of an engine."""
         if self._on_connected is not None and self.counts.are_ready:
             on_connected, self._on_connected = self._on_connected, None
             on_connected()
@@ -343,7 +348,7 @@ class EngineLink:
         return ready
 
     def trouble(self) -> str | None:
-        """Return why this node cannot serve, None if it can. Peers play no part."""
+        """Return why this node cannot serve, None if it can. Nodes of the other kind play no part."""
         if self.is_loading:
             return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
         if self.state is not LinkState.SERVING:
@@ -368,7 +373,7 @@ class EngineLink:
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
         for rank in self.ranks:
-            rank.reports.has_stats_since_stop = False
+            rank.reports.has_stats_since_stop = False  # its last report may lack a room that has begun since
         for request_id, in_flight in list(self._in_flight.items()):
             if in_flight.group.may_move:
                 self._fail(request_id, 503, "the node is shutting down; the request goes on elsewhere", MOVED)

@@ -35,7 +35,8 @@ class EngineReports:
                 self.ready, self.loading = report, None
                 self.last_stats_at = self.last_progress_at = now
             case EngineStats():
-                # A request takes no steps while its grammar compiles; nothing else may keep one from it.
+                # A running request takes no steps only while its grammar compiles. If any other takes none,
+                # the engine stands still.
                 has_to_step = report.num_running > report.num_without_grammar
                 if self.stats is None or report.step != self.stats.step or not has_to_step:
                     self.last_progress_at = now

@@ -52,7 +52,8 @@ class EngineProcesses(Children):
     """The engines of this machine's ranks in child processes, and the directory of their sockets."""
 
     def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
-        """``target(settings, endpoints, place)`` runs an engine; the child imports it by name.
+        """``target(settings, endpoints, place)`` runs an engine; the child imports it by name. ``name``: the
+        beginning of the children's names in logs.
 
         Raises StartError if the node has several machines and the first one's name has no address.
         """
@@ -85,7 +86,7 @@ class EngineProcesses(Children):
         """Return where the ranks of the node meet each other: in the directory, or at the first machine."""
         size = self._settings.dp_size
         if not self._first_machine_host:
-            return RankPlace(rank, size, str(self._directory / "ranks"))
+            return RankPlace(rank, size, meeting_path=str(self._directory / "ranks"))
         _, init_port = self._settings.dist_init_host_port
         return RankPlace(rank, size, meeting_host=self._first_machine_host, meeting_port=init_port)
 
@@ -153,8 +154,9 @@ async def serve(
     """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
 
     After a signal new requests are refused with 503, and requests in flight may finish: until ``num_at_work``
-    returns 0, for ``drain_timeout_secs`` at most, or until a second signal. ``apps``: the application of each
-    listener. All fronts serve the port of ``listeners[0]``, and this one alone those of the others.
+    (``samples_at_work`` or ``rooms_at_work`` of ``engine_link.py``) returns 0, for ``drain_timeout_secs`` at
+    most, or until a second signal. ``apps``: the application of each listener. All fronts serve the port of
+    ``listeners[0]``, and this one alone those of the others.
     """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()

@@ -58,6 +58,7 @@ class Framing(h11.Connection):
         # h11 bounds a head that is not complete; one that came in a single read may be longer.
         num_bytes = len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
         if num_bytes > MAX_HEAD_BYTES:
+            # ``HttpConnection.send_400_response`` has the text for this status.
             raise h11.RemoteProtocolError("", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _check_chunk(self, data: h11.Data) -> None:

@@ -95,6 +95,7 @@ async def serve_further(
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     writing = asyncio.create_task(write_metrics(board, number, metrics))
     try:
+        # LEAVE and the instructions above it all end this front.
         while (instruction := board.instruction) < Instruction.LEAVE and not serving.done():
             if instruction is Instruction.STOP_ACCEPTING and link.state is LinkState.SERVING:
                 link.stop_accepting()

@@ -127,7 +127,7 @@ class Handshake(asyncio.Protocol):
         under_way.add(self)
         if len(under_way) > MAX_HANDSHAKES:
             self._connections.closed["closed in their handshake for a new one"] += 1
-            under_way.oldest_of_most().drop()
+            under_way.oldest_of_most().drop()  # of the address that has most under way
         # TLS takes over the connection, and is given the hello that has come.
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()

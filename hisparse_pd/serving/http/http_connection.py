@@ -105,7 +105,7 @@ class HttpConnection(h11_impl.H11Protocol):
         self.address = address_of(self.client)
         self._head_since = self._connections.now
         if not self._connections.admit(self):
-            self.app = self._refuse_request
+            self.app = self._refuse_request  # there is no room: its requests are answered with 503
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -146,7 +146,8 @@ class HttpConnection(h11_impl.H11Protocol):
         self._connections.set_waiting(self, is_waiting)
 
     def expire(self, now: float) -> str | None:
-        """Close the connection if its time is up. Returns the reason, None if it stays."""
+        """Close the connection if its time is up at ``now``, a time of ``time.monotonic``. Returns the
+        reason, which the log counts, or None if it stays."""
         if self._unread.is_over(now, self.transport.get_write_buffer_size()):
             self.drop()
             return "closed: their answer was not read"
@@ -199,7 +200,7 @@ class HttpConnection(h11_impl.H11Protocol):
             head += f"content-length: {len(body)}\r\n"
             head += "content-type: application/json\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
-        # The kernel has what it took at once. The rest is dropped, since the client may never read.
+        # What the kernel has not taken at once is dropped, since the client may never read it.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

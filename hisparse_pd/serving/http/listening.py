@@ -88,6 +88,7 @@ class Listener:
     ) -> HttpServer:
         """Make the server of this process.
 
+        ``lifespan``: "on" if ``app`` has a start and an end of its own, which uvicorn then calls.
         ``num_descriptors_each``: descriptors of a request. ``num_servers``: servers of this process, this one
         included. ``process``: the number of this process among those that share the socket.
         """

@@ -55,14 +55,14 @@ _executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", init
 async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run ``function`` in a thread, after the pieces that others have handed in. Returns its result.
 
-    If the caller is cancelled before that, it does not run.
+    If the caller is cancelled before ``function`` has begun, ``function`` does not run.
     """
     future = _executor.submit(function, *args, **kwargs)
     return await asyncio.wrap_future(future)
 
 
 async def parse_body(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return ``parse(*args, **kwargs)``. ``body``, which is among the arguments, too, tells the size here.
+    """Return ``parse(*args, **kwargs)``. ``body`` is given for its size alone; the arguments have it, too.
 
     A large body is parsed in a thread, a small one here, in a later turn of the loop if this
     one has spent its time on others.

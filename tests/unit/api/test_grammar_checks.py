@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.core.grammar import checker
 from hisparse_pd.core.grammar.checker import Verdict
 from hisparse_pd.core.grammar.token_trie import MAX_GRAMMAR_BYTES
 from hisparse_pd.serving.api.bodies import Endpoint
@@ -109,6 +110,16 @@ def test_a_check_whose_request_has_left_is_not_made(
 
     asyncio.run(leave())
     assert made == [b'start: "left 0"', b'start: "stays"']
+
+
+def test_a_helper_finds_the_package_that_started_it(checks: GrammarChecks) -> None:
+    asyncio.run(checks.check('start: "b"', "regex"))
+    assert checks.process is not None
+    environment = Path(f"/proc/{checks.process.pid}/environ").read_text().split("\0")
+    (path,) = (value for value in environment if value.startswith("PYTHONPATH="))
+    first, *others = path.removeprefix("PYTHONPATH=").split(os.pathsep)
+    assert Path(checker.__file__).samefile(Path(first, *checker.__name__.split(".")).with_suffix(".py"))
+    assert "" not in others, "which would be the current folder"
 
 
 def test_a_helper_that_died_is_replaced(checks: GrammarChecks) -> None:

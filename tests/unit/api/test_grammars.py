@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -247,6 +248,20 @@ def test_a_bare_string_is_none_that_would_be_read_as_something_else() -> None:
         assert admits(grammar, value.format(text)), text
     for text in ('["a"]', " [1.5]", '{"a": 1}', "[", "a</tool_call>"):
         assert not admits(grammar, value.format(text)), text
+
+
+PATTERN_TEXTS = ("a", "b", "ab", "ax", "xa", "xb", "bx", "xax", "a|b", "x")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a", "^a", "b$", "^a$", "a|b", "^a|b$", "^a|b", "a|^b$", "^(a|b)$", "[|]|^b", "a\\|b$"]
+)
+def test_a_bare_string_has_its_pattern_as_json_schema_finds_it(pattern: str) -> None:
+    schema = of_one({"type": "string", "pattern": pattern})
+    grammar = write_grammar(forced("f"), chat_format(ToolMarkup.GLM), tools=[tool(schema)])
+    for text in PATTERN_TEXTS:
+        call = f"<tool_call>f<arg_key>p</arg_key><arg_value>{text}</arg_value></tool_call>"
+        assert admits(grammar, call) == bool(re.search(pattern, text)), text
 
 
 @pytest.mark.parametrize("start", [ReasoningStart.NONE, ReasoningStart.MAY_BEGIN])

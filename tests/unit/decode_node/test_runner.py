@@ -139,7 +139,7 @@ class Filling:
 def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_that_is_over(
     expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
-    warming = node.engine.tables.warming
+    fill_ends = node.engine.tables.fill_ends
     staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
     node.begin_together([staying, leaving])
@@ -148,7 +148,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_tha
     fillings = {request.room: Filling() for request in requests}
     node.engine.steps.settle()
     for request in requests:
-        warming[request.req_row] = fillings[request.room]  # type: ignore[assignment]
+        fill_ends[request.req_row] = fillings[request.room]  # type: ignore[assignment]
         request.is_filling = True
     num_before = [len(request.output_token_ids) for request in requests]
     for _ in range(5):
@@ -174,7 +174,7 @@ def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
         node.engine.steps.settle()
         (request,) = node.engine.requests.select(RequestState.RUNNING)
         filling = Filling()
-        node.engine.tables.warming[request.req_row] = filling  # type: ignore[assignment]
+        node.engine.tables.fill_ends[request.req_row] = filling  # type: ignore[assignment]
     assert filling.num_waits == 1
     assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import FinishReason, SamplingParams
-from hisparse_pd.core.model.sampling import finish_reason, sample
+from hisparse_pd.core.model.sampling import finish_reason
+from tests.sampling import sample
 
 EOS = (3,)
 

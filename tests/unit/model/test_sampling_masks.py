@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import FinishReason, SamplingParams
-from hisparse_pd.core.model.sampling import finish_reason, sample
+from hisparse_pd.core.model.sampling import finish_reason
 from hisparse_pd.kernels.bit_masks import allowed_logits
 from hisparse_pd.kernels.checks import KernelArgumentError
+from tests.sampling import sample
 
 EOS = (3,)
 KINDS: list[dict[str, object]] = [

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
 from hisparse_pd.core.model import token_counts
-from hisparse_pd.core.model.sampling import sample, uniform_number
+from hisparse_pd.core.model.sampling import uniform_number
 from hisparse_pd.core.model.token_counts import CountedRows, TokenCounts
+from tests.sampling import sample
 
 EOS = (3,)
 CPU = torch.device("cpu")
@@ -230,8 +231,3 @@ def test_all_biases_that_a_request_may_have() -> None:
         for bias in (100.0, -100.0)
     ]
     assert sampled(logits, rows) == [0, vocab_size - 1]
-
-
-def test_params_that_need_counts_are_not_drawn_without() -> None:
-    with pytest.raises(ValueError, match="penalties or biases, and no counts"):
-        sample(torch.zeros((1, 4)), [params(presence_penalty=0.1)], [0], EOS)

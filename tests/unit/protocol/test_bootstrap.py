@@ -78,8 +78,8 @@ def test_holders_of_one_key_understand_each_other_and_nobody_else_is_answered(tm
         for stranger in (None, ControlKeys.generate()):
             with pytest.raises(BootstrapLookupError, match=r"status 401.*same control_key_file") as caught:
                 look_up("127.0.0.1", node.bootstrap_port, stranger)
-            assert caught.value.rejected
-            assert not caught.value.refused
+            assert caught.value.is_final
+            assert not caught.value.nobody_listens
             assert info.instance_id not in str(caught.value)
         assert refusals(node, "wrong_key") == 2
         # Both reasons have a counter from the start; otherwise an alert would not see the first refusal as
@@ -130,7 +130,7 @@ def test_only_the_list_is_answered_and_a_header_does_not_change_an_address(tmp_p
     def check(node: Node) -> None:
         with pytest.raises(BootstrapLookupError) as caught:
             look_up("127.0.0.1", node.bootstrap_port)
-        assert caught.value.rejected
+        assert caught.value.is_final
         assert "'127.0.0.1' is not in allowed_peers (127.0.0.2)" in str(caught.value)
         url = f"http://127.0.0.1:{node.bootstrap_port}{BOOTSTRAP_PATH}"
         headers = {"x-forwarded-for": "127.0.0.2", "forwarded": "for=127.0.0.2"}
@@ -199,7 +199,7 @@ def test_a_forged_or_recorded_answer_is_not_believed() -> None:
             assert look_up("127.0.0.1", port).instance_id == "inst", "without a key there is nothing to check"
             with pytest.raises(BootstrapLookupError, match="same control_key_file") as caught:
                 look_up("127.0.0.1", port, keys)
-            assert caught.value.rejected
+            assert caught.value.is_final
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_forged_or_recorded_answer_is_not_believed() -> None:
 def test_an_answer_that_is_none_is_an_error_that_says_so(answer: bytes, words: str) -> None:
     with answering((answer,)) as port, pytest.raises(BootstrapLookupError, match=words) as caught:
         look_up("127.0.0.1", port)
-    assert not caught.value.refused
+    assert not caught.value.nobody_listens
     assert len(str(caught.value)) < 1000
 
 
@@ -307,7 +307,7 @@ def test_a_name_stands_for_that_address_of_it_which_answers_and_the_list_has(
         assert asked(None, "127.0.0.9", "127.0.0.1") == "127.0.0.1"
         with pytest.raises(BootstrapLookupError, match="refused") as caught:
             asked(None, "127.0.0.9", "127.0.0.8")
-        assert caught.value.refused
+        assert caught.value.nobody_listens
         assert asked(loopback, "192.0.2.9", "127.0.0.1") == "127.0.0.1"
         with pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"):
             asked(loopback, "192.0.2.9")
@@ -318,7 +318,7 @@ def test_a_name_stands_for_that_address_of_it_which_answers_and_the_list_has(
 def test_a_host_cannot_lead_to_another_url(host: str) -> None:
     with pytest.raises(BootstrapLookupError, match="no name and no address") as caught:
         look_up(host, 1)
-    assert caught.value.rejected
+    assert caught.value.is_final
 
 
 def test_a_decode_node_asks_and_connects_to_its_list_only() -> None:
@@ -328,7 +328,7 @@ def test_a_decode_node_asks_and_connects_to_its_list_only() -> None:
         assert info.control_endpoint("127.0.0.1") == "tcp://127.0.0.1:7000"
         with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in allowed_peers") as caught:
             look_up("127.0.0.2", port, None, allowed)
-        assert caught.value.rejected
+        assert caught.value.is_final
     elsewhere = msgspec.structs.replace(INFO, control_host="192.0.2.9")
     with (
         answering((http(msgspec.json.encode(elsewhere)),)) as port,
@@ -363,5 +363,5 @@ def test_nothing_listening_is_told_apart() -> None:
         port = server.getsockname()[1]
     with pytest.raises(BootstrapLookupError) as caught:
         look_up("127.0.0.1", port)
-    assert caught.value.refused
-    assert not caught.value.rejected
+    assert caught.value.nobody_listens
+    assert not caught.value.is_final

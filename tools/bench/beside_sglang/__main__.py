@@ -1,10 +1,11 @@
-"""Measures decode steps, prefill and answers over HTTP of SGLang and of ours on one GPU, by turns.
+"""Measures decode steps, prefill and answers over HTTP of SGLang's engine and of ours on one GPU, by turns.
 
     python -m tools.bench.beside_sglang --guest FOLDER [--out STEM]
         [--dense 1 16 64] [--hisparse 16 128] [--http] [--context 32768] [--seconds 400]
 
-In each turn one engine has the GPU alone. ``--guest`` is the folder in which the archive of ``carry.py`` was
-unpacked. The JSON is written after every turn, and everything ends within ``--seconds``: a turn at its limit
+In each turn one engine has the GPU alone. SGLang is the guest: ``--guest`` is the folder in which the archive
+of ``carry.py`` was unpacked, from which SGLang's processes import everything, and ours only what is in
+``_ours``. The JSON is written after every turn, and everything ends within ``--seconds``: a turn at its limit
 keeps the cells that it has finished. ``README.md`` has what is compared and what is not stock.
 """
 
@@ -184,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
         own: float = options.our_secs if turn.engine == "ours" else options.sglang_secs
         return options.http_secs if turn.over_http else own
 
-    for turn, planned in limits(turns, most_secs, run.secs_left):
+    for turn, planned in limits(turns, most_secs, run.secs_left):  # a plan, for the reader of the output
         console.print(f"{turn.name}: at most {planned:.0f} s planned", highlight=False)
     for number in range(len(turns)):
         # Planned anew before each turn: what earlier turns did not use is for the later ones.

@@ -23,7 +23,7 @@ from typing import Final
 
 PYTHON: Final = "3.12"
 MOST_MIB: Final = 52
-"""Largest archive that a transfer to the machine takes."""
+"""Largest archive that a transfer to the GPU machine takes."""
 CACHE: Final = "_cache"
 """Folder of the archive with compiled kernels."""
 PACKAGES: Final = (
@@ -72,7 +72,7 @@ OUR_PACKAGES: Final = (
     *("pydantic_core", "typing_inspection", "uvicorn", "zmq", "pyzmq.libs"),
     *("sgl_kernel", "sglang_kernel-0.4.5.dist-info"),
 )
-"""Packages of those above that our processes import, too, and that a machine with PyTorch lacks."""
+"""Files and folders of PACKAGES that our processes import, too, and that a machine with PyTorch lacks."""
 OUR_WHEELS: Final = ("starlette==1.10.0",)
 """Packages that our processes need in another version than SGLang."""
 DROPPED: Final = {
@@ -95,10 +95,10 @@ STANDING_IN: Final = {
     "jsonschema/__init__.py": "Draft202012Validator = SchemaError = None\n",
     "soundfile.py": "",
 }
-"""Files of packages that the machine lacks, and that SGLang imports but does not use here: they are for
+"""Files of packages that the GPU machine lacks, and that SGLang imports but does not use here: they are for
 notebooks, tools and audio."""
 _GLIBC: Final = (17, 24, 26, 27, 28, 31, 34, 35, 39)
-"""Minor versions of glibc 2 whose manylinux wheels run on the machine."""
+"""Minor versions of glibc 2 whose manylinux wheels run on the GPU machine."""
 
 
 class CarryError(Exception):
@@ -119,12 +119,13 @@ def download(packages: Sequence[str], folder: Path) -> list[Path]:
 
 
 def unpack(wheels: Sequence[Path], site: Path) -> None:
+    """Unpack the wheels into the folder ``site``, which becomes the archive."""
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
 
 
-def strip(site: Path) -> Iterator[tuple[str, int]]:
+def remove_dropped(site: Path) -> Iterator[tuple[str, int]]:
     """Remove what DROPPED names from ``site``, then write the files of STANDING_IN.
 
     Yields each pattern with the bytes that it removed. The work is done when the iterator is exhausted.
@@ -194,7 +195,7 @@ def carry(out: Path, work: Path, cache: Path | None) -> int:
     if site.exists():
         raise CarryError(f"{site} exists already; give an empty --work, or remove it")
     unpack(download(PACKAGES, wheels), site)
-    for pattern, num_bytes in strip(site):
+    for pattern, num_bytes in remove_dropped(site):
         print(f"without {pattern} ({DROPPED[pattern]}): {num_bytes / 2**20:.1f} MiB")
     strip_symbols(site)
     unpack(download(OUR_WHEELS, work / "our-wheels"), site / OURS)

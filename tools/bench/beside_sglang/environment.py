@@ -1,7 +1,8 @@
 """The environment and the place of the guest: SGLang and what it needs, unpacked in a folder of its own.
 
-SGLang is no dependency of this project. Its folder comes before everything else on the guest's import path,
-and no other process sees it.
+``__main__.py``, ``run.py`` and ``prewarm.py`` start the guest's processes by ``guest_command``. SGLang is no
+dependency of this project. Its folder, ``site``, comes before everything else on the guest's import path, and
+no other process sees more of it than its folder ``_ours``.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def versions(site: Path) -> dict[str, str]:
 
 
 def guest_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module beside this one; the caller gives it the guest's variables."""
     return [sys.executable, "-m", f"tools.bench.beside_sglang.{module}", *arguments]
 
 
@@ -110,6 +112,7 @@ def _cuda_home() -> str:
 
 
 def _cuda_path() -> str:
+    """Return PATH with CUDA's programs in front."""
     path = os.environ.get("PATH", "")
     home = _cuda_home()
     return os.pathsep.join((f"{home}/bin", path)) if home else path

@@ -1,11 +1,12 @@
-"""The guest's process: SGLang's offline engine, one cell after another, or its HTTP server.
+"""The guest of the benchmark in a process of its own: SGLang's offline engine, or its HTTP server.
 
     python -m tools.bench.beside_sglang.guest TURN
 
-``TURN`` is the JSON of a ``GuestTurn``. With a port the process serves until it is ended (``over_http.py``).
-Without one all requests of a cell are sent at once, and SGLang prefills what waits before it decodes, so that
-decode steps have the full batch. Figures come from the scheduler's log (``scheduler_log.py``); beside it the
-process writes what a client sees and how fast the GPU receives over PCIe.
+``run.py`` starts and ends it. ``TURN`` is the JSON of a ``GuestTurn``. With a port the process serves until
+it is ended (``over_http.py``). Without one it measures a cell for each batch size: all requests are sent at
+once, and SGLang prefills what waits before it decodes, so that decode steps have the full batch. Figures come
+from the scheduler's log (``scheduler_log.py``); beside it the process writes what a client sees and how fast
+the GPU receives over PCIe.
 
 Three things are not stock, and hold in the engine's own processes as well, which import this module anew:
 
@@ -53,11 +54,16 @@ class GuestTurn:
 
     model: str
     mode: str
+    """``dense`` or ``hisparse``."""
     context: int
+    """Tokens of each prompt."""
     batches: tuple[int, ...]
+    """Requests of each cell."""
     num_output_tokens: int
     buffer: int
+    """Entries of a hot buffer; not used if dense."""
     vocabulary: int
+    """Number of the model's token ids."""
     port: int = 0
     """Port of the HTTP server; 0: no server."""
     stream_interval: int = 1
@@ -78,7 +84,7 @@ def engine_arguments(turn: GuestTurn) -> dict[str, Any]:
         "model_path": turn.model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "context_length": turn.context + CHUNK,
+        "context_length": turn.context + CHUNK,  # an answer is shorter than a chunk
         "max_running_requests": largest + NUM_SPARE,
         "max_total_tokens": num_tokens,
         "mem_fraction_static": 0.85,

@@ -1,11 +1,12 @@
-"""Compiles the guest's kernels before its turns, in parallel processes.
+"""Compiles the kernels of the guest, SGLang, before its turns, in parallel processes.
 
     python -m tools.bench.beside_sglang.prewarm WARMING
 
-``WARMING`` is the JSON of a ``Warming``. Alone, the engine would compile them one after the other while it
-starts and at the first request of each shape. What is missing here it compiles itself: a job that fails costs
-time and nothing else. DeepGEMM compiles a kernel for a shape when it is called with it; SGLang's own modules
-are compiled by the functions that load them.
+``__main__.py`` runs this command with the guest's packages; ``WARMING`` is the JSON of a ``Warming``. Each of
+the processes runs it again, with ``--jobs`` and its share of the jobs. By itself SGLang's engine would
+compile the kernels one after the other, while it starts and at the first request of each shape. It still
+compiles what is missing, so a job that fails costs time and nothing else. DeepGEMM compiles a kernel for a
+shape when it is called with it; SGLang's own modules are compiled by the functions that load them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any, Final
 from tools.bench.beside_sglang.environment import guest_command
 
 Job = tuple[Any, ...]
-"""A kernel to compile, as JSON takes it: a kind, such as "product", and the sizes or names that ``run_job``
-matches behind it."""
+"""A kernel to compile, as JSON takes it: a kind, and the sizes or names that ``run_job`` matches behind it.
+For example, ("product", 16, 7168, 2048) is a linear layer of 16 rows with 7168 outputs and 2048 inputs."""
 JIT_MODULES: Final[tuple[Job, ...]] = (
     ("activation.activation", "activation_module", "bfloat16"),
     ("attention.clamp_position", "_jit_clamp_position_module", "int64"),
@@ -59,9 +60,10 @@ class Warming:
 
     model: str
     rows: tuple[int, ...]
-    """Tokens of a step and of a chunk of a prompt."""
+    """Numbers of tokens of a forward: those of steps, and the largest one, that of a prompt's chunk."""
     item_bytes: int
     buffer: int
+    """Entries of a hot buffer."""
     num_processes: int
     secs: float
 
@@ -98,10 +100,10 @@ def jobs_of(warming: Warming, config: Mapping[str, Any]) -> list[Job]:
     most = max(warming.rows)
     jobs.append(("prompt logits", most, 2 * most))
     for rows in warming.rows:
-        if rows < most:
+        if rows < most:  # a decode step's
             jobs.append(("paged logits", rows))
             jobs.append(("half product", rows, *indexer_queries(config)))
-        jobs += [("product", rows, *sizes) for sizes in products(config)]
+        jobs += [("product", rows, *each) for each in products(config)]
     return jobs
 
 
@@ -173,7 +175,8 @@ def outcomes(output: str) -> tuple[int, list[str]]:
 
 
 def warm(warming: Warming) -> int:
-    """Compile everything within the limit; what still runs then ends with this process's group."""
+    """Compile everything within ``warming.secs``; what still runs then is killed with this process's
+    group."""
     config = json.loads((Path(warming.model) / "config.json").read_text())
     jobs = jobs_of(warming, config)
     deadline = time.monotonic() + warming.secs
@@ -188,6 +191,7 @@ def warm(warming: Warming) -> int:
 
 
 def run_jobs(jobs: Sequence[Job]) -> int:
+    """Run the jobs one after the other, and print a line for each, which ``outcomes`` reads."""
     for job in jobs:
         started = time.perf_counter()
         try:

@@ -111,7 +111,7 @@ class Run:
         return path.read_text(errors="replace")
 
     def guest_turn(self, turn: Turn, port: int = 0) -> list[str]:
-        """Return the command of the guest's process: an engine that measures, or a server on ``port``."""
+        """Return the command of SGLang's process: a server on ``port``, or with 0 an engine that measures."""
         options = self.options
         of_guest = GuestTurn(
             model=str(options.model),
@@ -127,6 +127,7 @@ class Run:
         return guest_command("guest", json.dumps(asdict(of_guest)))
 
     def guest_environment(self) -> dict[str, str]:
+        """Return the variables of SGLang's processes, with the main memory that it may take."""
         host_bytes = str(int(self.options.host_gb * 1e9))
         return {**guest_environment(self.options.guest, self.options.cache), HOST_BYTES: host_bytes}
 

@@ -1,8 +1,9 @@
 """Plans which engine has the GPU when, and for how long.
 
-For each context and mode the guest has its turn, then ours, so that a machine's drift affects both. A turn
-measures all cells of its context and mode: decode steps in one process, or answers over HTTP of one server.
-Turns end at their limits, and all of them before ``--seconds`` is over.
+``__main__.py`` takes the turns that ``plan`` returns, within ``limits``. For each context and mode SGLang's
+engine has its turn, and then ours, so that a machine's drift affects both. A turn measures all cells of its
+context and mode: decode steps in one process, or answers over HTTP of one server. Turns end at their limits,
+and all of them before ``--seconds`` is over.
 """
 
 from __future__ import annotations
