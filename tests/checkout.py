@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import shutil
 import subprocess
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -14,6 +18,27 @@ def files_of_checkout(*paths: str) -> list[str]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *paths]
     listing = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60).stdout
     return [name for name in listing.split("\0") if name and (REPO / name).exists()]
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    """Return the syntax tree of a Python file."""
+    gc.disable()  # collections would go through all trees again and again
+    try:
+        return ast.parse(file.read_text())
+    finally:
+        gc.enable()
+
+
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield all statements of a tree, those in bodies included. This takes a tenth of ``ast.walk``."""
+    waiting: list[ast.AST] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, field, ())
 
 
 def copy_of_checkout(directory: Path, *paths: str) -> None:

@@ -98,26 +98,29 @@ class Service:
         self.module, self.env = ("tests.faults.node", dict(faults)) if faults else ("hisparse_pd", {})
 
     def is_healthy(self) -> bool:
-        return self._health().is_healthy
+        with self._client() as client:
+            return self._health(client).is_healthy
 
     def wait_healthy(self) -> None:
         """Wait for as long as the service makes progress."""
         limit = ProgressTimeout(START_TIMEOUT_SECS)
-        while not (health := self._health()).is_healthy:
-            limit.note(self.name, health.loading)
-            if limit.is_over:
-                raise TimeoutError(
-                    f"{self.name} healthy: no progress for {START_TIMEOUT_SECS} s\n{self.log_tail()}"
-                )
-            time.sleep(0.05)
+        with self._client() as client:
+            while not (health := self._health(client)).is_healthy:
+                limit.note(self.name, health.loading)
+                if limit.is_over:
+                    raise TimeoutError(
+                        f"{self.name} healthy: no progress for {START_TIMEOUT_SECS} s\n{self.log_tail()}"
+                    )
+                time.sleep(0.05)
 
-    def _health(self) -> Health:
+    def _client(self) -> httpx.Client:
+        verify = True if self.tls is None else self.tls.trusting()
+        return httpx.Client(timeout=waiting.WAIT_SECS, verify=verify)
+
+    def _health(self, client: httpx.Client) -> Health:
         if self.has_ended():
             raise RuntimeError(f"{self.name} exited with {self.exit_status()}\n{self.log_tail()}")
-        with httpx.Client(
-            timeout=waiting.WAIT_SECS, verify=True if self.tls is None else self.tls.trusting()
-        ) as client:
-            return probe(client, self.url + self.health_path)
+        return probe(client, self.url + self.health_path)
 
     def exit_status(self, timeout_secs: float = waiting.WAIT_SECS) -> int:
         """Wait for the end of a service that ends by itself or was told to; return its exit status."""

@@ -34,7 +34,7 @@ from tests.integration.harness import (
 from tests.waiting import WAIT_SECS
 
 PAGE_SIZE = 64
-LENGTHS = (1, 64, 65, 700)
+LENGTHS = (1, 65, 300)
 NUM_NEW_TOKENS = 8
 SAME = "both see the same memory"
 HEARTBEATS = ["--heartbeat-interval-secs", "2.5"]

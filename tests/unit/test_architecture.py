@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import parsed, statements
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = (
@@ -129,7 +131,7 @@ def package_of(name: str) -> str:
 def imported(file: Path) -> frozenset[str]:
     """Return the modules and names that a file imports at its top, in functions, and for types only."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in statements(parsed(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.checkout import REPO, files_of_checkout
+from tests.checkout import REPO, files_of_checkout, parsed, statements
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 PAGES_OF_PATHS = ["CONTRIBUTING.md", "docs/architecture.md", "docs/extending.md", "docs/invariants.md"]
@@ -37,12 +37,12 @@ def anchors(page: Path) -> set[str]:
 def trees() -> dict[str, ast.Module]:
     """Return every Python file of the checkout, parsed."""
     names = [name for name in files_of_checkout() if name.endswith(".py")]
-    return {name: ast.parse((REPO / name).read_text()) for name in names if not (REPO / name).is_symlink()}
+    return {name: parsed(REPO / name) for name in names if not (REPO / name).is_symlink()}
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield each docstring with its line, those of attributes and constants included."""
-    for node in ast.walk(tree):
+    for node in (tree, *statements(tree)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for statement in node.body:

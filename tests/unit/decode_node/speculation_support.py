@@ -25,7 +25,7 @@ from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.decode_node.step_results import StepResult
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
-NUM_NEW = 14
+NUM_NEW = 10
 TOP_K = 64
 MAX_DRAFTS = 3
 HOT_BUFFER = (MAX_DRAFTS + 1) * TOP_K + MAX_DRAFTS + 1

@@ -22,7 +22,7 @@ from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from tests.unit.decode_node.speculation_support import exchange_in_every_step
 from tests.unit.decode_node.support import TIMES, Checkpoint, EngineHarness, Prompt, random_prompt
 
-NUM_NEW = 14
+NUM_NEW = 10
 HOT_BUFFER = 128
 TOP_K = 64
 NODE: dict[str, Any] = {"device_buffer_size": HOT_BUFFER}
@@ -86,9 +86,9 @@ def test_index_pages_may_be_scattered(
     with closing(
         EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, index_pool_tokens=128 + 132 + 128 + 100)
     ) as node:
-        long_lived = [node.generate(before, 60, HisparseFlag.TRUE)]
+        long_lived = [node.generate(before, 30, HisparseFlag.TRUE)]
         short_lived = node.generate(between, 2, HisparseFlag.TRUE)
-        long_lived.append(node.generate(after, 60, HisparseFlag.TRUE))
+        long_lived.append(node.generate(after, 30, HisparseFlag.TRUE))
         node.begin_together([*long_lived, short_lived])
         node.turn_until(lambda: short_lived.is_over)
         answer = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE)
@@ -135,10 +135,10 @@ def test_mixed_modes_share_a_batch_under_pressure(
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for almost two requests of 200 tokens, which grow side by side to 220 slots each."""
+    """There is room for almost two requests of 200 tokens, which grow side by side to 212 slots each."""
     prompt = PROMPTS[LENGTHS.index(200)]
     with closing(
-        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, device_pool_tokens=420, growth_pages=1)
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, device_pool_tokens=412, growth_pages=1)
     ) as node:
         tables = node.engine.tables
         memory, retract = tables.memory, tables.retract
@@ -202,10 +202,10 @@ def test_nobody_waits_for_messages_before_it_grows(
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
-    """Two lives of 213 positions in a host pool of 420: one lacks slots until the other ends."""
+    """Two lives of 209 positions in a host pool of 412: one lacks slots until the other ends."""
     prompt = PROMPTS[LENGTHS.index(200)]
     with closing(
-        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=420)
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=412)
     ) as node:
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
 

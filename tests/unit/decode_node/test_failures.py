@@ -398,7 +398,7 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
 def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spared = node.generate(PROMPT[:100], 40, HisparseFlag.TRUE)
+    spared = node.generate(PROMPT[:100], 12, HisparseFlag.TRUE)
     node.turn_until(lambda: spared.token_ids)
     launch_slice = RowStart.launch_slice
     num_slices = 0
@@ -413,7 +413,7 @@ def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
     with monkeypatch.context() as patch:
         patch.setattr(node.engine.tables, "slice_bytes", 1)
         patch.setattr(RowStart, "launch_slice", out_of_memory)
-        doomed = node.generate(PROMPT, 40, HisparseFlag.TRUE)
+        doomed = node.generate(PROMPT, 12, HisparseFlag.TRUE)
         check_one_fails(node, doomed, spared, "cannot be started: 150 MiB wanted")
     assert num_slices == 2
     node.engine.requests.check_integrity()
@@ -448,9 +448,9 @@ def test_a_pause_of_this_node_ends_no_quarantine(
 
 
 def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: str) -> None:
-    """Check that ``doomed`` ends with ``error``, and ``spared`` with its 40 tokens."""
+    """Check that ``doomed`` ends with ``error``, and ``spared`` with its 12 tokens."""
     node.failure_of(doomed, status=500, error=error)
-    assert len(node.tokens_of(spared)) == 40
+    assert len(node.tokens_of(spared)) == 12
 
 
 @pytest.mark.I7
@@ -458,8 +458,8 @@ def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: 
 def test_a_retraction_that_fails_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
 ) -> None:
-    doomed = node.generate(PROMPT, 40, flag)
-    spared = node.generate(PROMPT[:100], 40, HisparseFlag.TRUE)
+    doomed = node.generate(PROMPT, 12, flag)
+    spared = node.generate(PROMPT[:100], 12, HisparseFlag.TRUE)
     node.begin_together([doomed, spared])
     running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
@@ -484,7 +484,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
 
 @pytest.mark.I7
 def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness) -> None:
-    doomed, spared = (node.generate(PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
+    doomed, spared = (node.generate(PROMPT[:length], 12, HisparseFlag.TRUE) for length in (100, 150))
     node.begin_together([doomed, spared])
     (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == 100)
     flags = node.engine.tables.state.error_flags

@@ -27,7 +27,7 @@ PAGE = 16
 NODE: dict[str, Any] = {"page_size": PAGE, "disable_prefix_cache": False, "device_pool_tokens": 2048}
 PROMPT = random_prompt(3, 5 * PAGE + 1)
 """A prompt whose tokens but the last are whole pages."""
-NUM_NEW = 20
+NUM_NEW = 6
 FLAGS = [HisparseFlag.TRUE, HisparseFlag.FALSE]
 
 
@@ -79,17 +79,18 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(
 
 @pytest.mark.parametrize("num_resumed", [4, pytest.param(7, marks=pytest.mark.slow), PAGE])
 def test_resumed_tokens_and_the_one_before_them_are_computed_again(
-    node: EngineHarness, expected: list[int], num_resumed: int
+    node: EngineHarness, checkpoint: Checkpoint, num_resumed: int
 ) -> None:
     """The prefill node computes them with the roundings of steps; everything before is held."""
-    node.ask(PROMPT, NUM_NEW, HisparseFlag.TRUE)
+    (expected,) = oracle_tokens(checkpoint.path, (PROMPT,), PAGE + 3)
+    node.ask(PROMPT, 2, HisparseFlag.TRUE)
     longer = (*PROMPT, *expected[:num_resumed])
-    answer = node.ask(longer, NUM_NEW - num_resumed, HisparseFlag.TRUE, num_resumed_tokens=num_resumed)
+    answer = node.ask(longer, 3, HisparseFlag.TRUE, num_resumed_tokens=num_resumed)
     bootstrap = node.double.bootstraps[-1]
     assert bootstrap.num_resumed_tokens == num_resumed
     assert bootstrap.num_held_tokens == 80
     assert bootstrap.num_computed_tokens == 80 + num_resumed
-    assert answer.token_ids == expected[num_resumed:]
+    assert answer.token_ids == expected[num_resumed : num_resumed + 3]
 
 
 # --- scores of the prompt's own tokens -------------------------------------------------------------------

@@ -184,9 +184,9 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     node: EngineHarness, checkpoint: Checkpoint, flag: HisparseFlag
 ) -> None:
     prompt = random_prompt(5, 85)
-    answer = node.ask(prompt, 60, flag)
+    answer = node.ask(prompt, 28, flag)
     memory = node.engine.tables.memory
-    num_held = (85 + 59) // 16 * 16
+    num_held = (85 + 27) // 16 * 16
     keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
     mode = Mode.HISPARSE if flag is HisparseFlag.TRUE else Mode.DENSE
     match = node.engine.requests.held.find(keys, KV_POOLS[mode])
@@ -225,12 +225,12 @@ def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(node: EngineH
 def test_a_client_that_leaves_while_tokens_come_leaves_a_prefix(node: EngineHarness) -> None:
     prompt = random_prompt(2, 70)
     answer = node.generate(prompt, 200, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(answer.token_ids) > 20)
+    node.turn_until(lambda: len(answer.token_ids) > 10)
     node.leave(answer)
     node.turn_until(lambda: not node.engine.requests)
     assert node.engine.requests.held.num_tokens >= 80
-    again = node.ask(prompt, 20, HisparseFlag.TRUE)
-    assert again.token_ids == answer.token_ids[:20]
+    again = node.ask(prompt, 10, HisparseFlag.TRUE)
+    assert again.token_ids == answer.token_ids[:10]
     assert node.double.bootstraps[-1].num_held_tokens == 64
 
 

@@ -86,10 +86,11 @@ def test_the_page_size_of_a_prefill_node_matters_to_those_who_need_it_alone(
 def waiting_locally(node: EngineHarness, prefill: PrefillDouble) -> tuple[Answer, Answer]:
     """Hold a prompt; return a running request, and one that lacks nothing and waits for its end."""
     node.ask(PROMPT, NUM_NEW, HISPARSE)
-    running = node.generate(random_prompt(2, 40), 40, HISPARSE)
+    running = node.generate(random_prompt(2, 40), 8, HISPARSE)
     node.turn_until(lambda: running.token_ids)
     answer = node.generate(PROMPT, NUM_NEW, HISPARSE, double=prefill)
-    node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING))
+    with node.without_steps():
+        node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING))
     (request,) = node.engine.requests.waiting()
     assert request.is_local
     return running, answer

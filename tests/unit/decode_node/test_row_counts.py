@@ -21,7 +21,6 @@ from hisparse_pd.protocol.messages import Room
 from tests import books
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
-    NUM_NEW,
     PROMPTS,
     by_turns,
     drafts,
@@ -33,6 +32,7 @@ from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
 
+NUM_NEW = 14
 VOCAB_SIZE = 11
 NUM_ROWS = 3
 CHECKPOINT = "drafting"

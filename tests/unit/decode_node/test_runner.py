@@ -22,7 +22,7 @@ from hisparse_pd.engine.messages import Abort
 from tests.unit.decode_node.speculation_support import Calls
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, raising, random_prompt
 
-NUM_NEW = 14
+NUM_NEW = 10
 HOT_BUFFER = 128
 NODE = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": 0}
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]

@@ -20,7 +20,6 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request_states import RequestState
 from tests.unit.decode_node.speculation_support import (
-    MAX_DRAFTS,
     NUM_NEW,
     PROMPTS,
     TOP_K,
@@ -74,7 +73,7 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
     node: EngineHarness, flag: HisparseFlag
 ) -> None:
     """This holds in micro-batches and after a drawn token, too: the next drafts are as good."""
-    engine, prompts = node.engine, PROMPTS[5:9]
+    engine, prompts = node.engine, PROMPTS[6:9]
     memory, is_hisparse = engine.tables.memory, flag is HisparseFlag.TRUE
     kind = PoolKind.HOST if is_hisparse else PoolKind.DEVICE
     kv_pool = memory.k_host if is_hisparse else memory.k_dev
@@ -82,23 +81,23 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
     for num_drafts_first in (0, 3):
         with drafts(node, num_drafts_first):
             answers = [
-                node.generate(prompt, 60, flag, temperature=float(number == 0), seed=7)
+                node.generate(prompt, 40, flag, temperature=float(number == 0), seed=7)
                 for number, prompt in enumerate(prompts)
             ]
             node.begin_together(answers)
-            node.turn_until(lambda: all(len(each.token_ids) > 20 for each in answers))  # noqa: B023
+            node.turn_until(lambda: all(len(each.token_ids) > 10 for each in answers))  # noqa: B023
         engine.steps.settle()
         requests = engine.requests.select(RequestState.RUNNING)
         requests.sort(key=lambda request: request.num_prompt_tokens)
         left = []
         for request in requests:
-            num_tokens = request.num_prompt_tokens + 20
+            num_tokens = request.num_prompt_tokens + 10
             slots, index_slots = (
                 slots_tensor(request.extents(of))[:num_tokens] for of in (kind, PoolKind.INDEX)
             )
             kv = kv_pool[-1, slots].view(torch.float32).clone()
             keys = memory.index[-1, index_slots].view(torch.float32)
-            left.append((request.output_token_ids[:20], kv, keys))
+            left.append((request.output_token_ids[:10], kv, keys))
         found.append(left)
         for answer in answers:
             node.leave(answer)
@@ -113,8 +112,8 @@ def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
 def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: EngineHarness) -> None:
     texts = []
     num_accepted = 0
-    for num_steps in range(MAX_DRAFTS + 1):
-        with drafts(node, num_steps):
+    for numbers in ((0,), (3,), (1, 2)):
+        with drafts(node, *numbers):
             answers = [
                 node.generate(
                     prompt,
@@ -131,7 +130,7 @@ def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(node: E
             node.finish(answers)
         texts.append([answer.token_ids for answer in answers])
         num_accepted += num_drafts(*answers)[1]
-    assert texts[1:] == texts[:1] * MAX_DRAFTS
+    assert texts[1:] == texts[:1] * 2
     assert len({tuple(text) for text in texts[0]}) == len(texts[0])
     assert num_accepted > 0
 
@@ -160,21 +159,21 @@ def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accep
 ) -> None:
     prompt = PROMPTS[8]
     tokens = expected[prompt]
-    stops = [number for number, token in enumerate(tokens) if token not in tokens[:number]]
-    assert len(stops) > 8
+    stops = [number for number, token in enumerate(tokens[:9]) if token not in tokens[:number]]
+    assert len(stops) > 5
     with drafts(node, 3):
         at_stops = [
             node.generate(prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],)) for stop in stops
         ]
         node.finish(at_stops)
-        lengths = [node.generate(prompt, 1 + number, by_turns(number)) for number in range(8)]
+        lengths = [node.generate(prompt, 1 + number, by_turns(number)) for number in range(6)]
         node.finish(lengths)
     for stop, answer in zip(stops, at_stops, strict=True):
         assert answer.token_ids == tokens[: stop + 1]
         assert answer.last is not None
         assert (answer.last.finish_reason, answer.last.matched_stop_token) == ("stop", tokens[stop])
-    assert [answer.token_ids for answer in lengths] == [tokens[: 1 + number] for number in range(8)]
-    assert [answer.last and answer.last.finish_reason for answer in lengths] == ["length"] * 8
+    assert [answer.token_ids for answer in lengths] == [tokens[: 1 + number] for number in range(6)]
+    assert [answer.last and answer.last.finish_reason for answer in lengths] == ["length"] * 6
     for answer in (*at_stops, *lengths):
         drafted, accepted = num_drafts(answer)
         assert accepted <= max(0, len(answer.token_ids) - 2)
@@ -192,12 +191,12 @@ def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(node: Engi
             stop_token_ids = tuple(set(free.token_ids[1:9]) - {free.token_ids[0]})
             bound = [
                 node.generate(prompt, NUM_NEW, min_new_tokens=number, stop_token_ids=stop_token_ids)
-                for number in range(2, 12, 3)
+                for number in range(2, 9, 3)
             ]
             node.finish(bound)
         texts.append([answer.token_ids for answer in bound])
     assert texts[0] == texts[1]
-    assert all(len(text) >= number for number, text in zip(range(2, 12, 3), texts[0], strict=True))
+    assert all(len(text) >= number for number, text in zip(range(2, 9, 3), texts[0], strict=True))
 
 
 @pytest.mark.I4
@@ -210,7 +209,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
     prompts = PROMPTS[4:]
     layers_of_group = engine.tables.spec.layers_of_group[:-1]  # without the draft layer's
     num_rejected = 0
-    in_turn = cycle((1, 2, 3))  # on a GPU steps overlap in all turns but the last
+    in_turn = cycle((1, 2))  # on a GPU steps overlap in all turns but the last
     with drafts(node, 3):
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
         while not all(answer.is_over for answer in answers):
@@ -286,7 +285,7 @@ def test_the_context_can_be_filled_to_its_end(
 ) -> None:
     """The last token may be one past the context, where no draft is placed, whether a page ends or not."""
     prompt = PROMPTS[3]  # 65 tokens
-    for context_length in (65, 68, 80, 64 + NUM_NEW):
+    for context_length in (65, 68, 64 + NUM_NEW):
         small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
         ipc_dir = tmp_path / str(context_length)
         ipc_dir.mkdir()

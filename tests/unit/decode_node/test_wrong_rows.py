@@ -136,11 +136,11 @@ def test_a_bit_that_flips_between_write_and_admission(
     Other requests that run meanwhile are not disturbed.
     """
     prompt, other = random_prompt(1, 50), random_prompt(2, 60)
-    right = right_tokens(node, other, 30)
+    right = right_tokens(node, other, 10)
     corruption = Corruption(node, "landing")
-    neighbour = node.generate(other, 30, HISPARSE)
+    neighbour = node.generate(other, 10, HISPARSE)
     node.turn_until(lambda: neighbour.token_ids)
-    answer = write_and_wait(node, prompt, 20, flag)
+    answer = write_and_wait(node, prompt, 4, flag)
     slot = int(extents_to_slots(node.double.bootstraps[-1].kv_extents)[33])
     pool = PoolKind.HOST if flag is HISPARSE else PoolKind.DEVICE
     flip(node, pool, 2, slot)
@@ -176,8 +176,8 @@ def host_slot(node: EngineHarness, position: int) -> int:
     ("checkpoint", "first", "stop", "kind"),
     [
         ("v32", 0, 150, "page-in"),
-        ("v32", 151, 180, "newest"),
-        pytest.param("glm", 151, 180, "newest", marks=pytest.mark.slow),
+        ("v32", 151, 160, "newest"),
+        pytest.param("glm", 151, 160, "newest", marks=pytest.mark.slow),
     ],
     indirect=["checkpoint"],
 )
@@ -190,14 +190,14 @@ def test_bits_that_flip_while_a_request_runs(
     """The first of these positions that is paged in ends the request; its tokens until then are right."""
     prompt = random_prompt(5, 150)
     before = num_found(node)
-    answer = running(node, prompt, 300, 40)
+    answer = running(node, prompt, 300, 12)
     for position in range(first, stop):
         for layer in range(node.engine.tables.spec.num_layers):
             flip(node, PoolKind.HOST, layer, host_slot(node, position), byte=position % 7)
     failure = node.failure_of(answer, status=500, error=f"({kind})")
     assert failure.code == KV_ROW_CORRUPT
     assert num_found(node) == {**before, kind: before[kind] + 1}
-    assert 40 <= len(answer.token_ids) < 300
+    assert 12 <= len(answer.token_ids) < 300
     assert answer.token_ids == right_tokens(node, prompt, len(answer.token_ids))
 
 
@@ -205,8 +205,8 @@ def test_bits_that_flip_while_a_request_runs(
 def test_a_row_that_nobody_reads_ends_nobody(node: EngineHarness) -> None:
     """All rows are hot, so the host pool is not read."""
     prompt = random_prompt(6, 40)
-    right = right_tokens(node, prompt, 20)
-    answer = running(node, prompt, 20, 2)
+    right = right_tokens(node, prompt, 8)
+    answer = running(node, prompt, 8, 2)
     for position in range(40):
         flip(node, PoolKind.HOST, 0, host_slot(node, position))
     node.turn_until(lambda: answer.is_over)
@@ -217,20 +217,20 @@ def test_a_row_that_nobody_reads_ends_nobody(node: EngineHarness) -> None:
 @IN_EACH_MODE
 def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: HisparseFlag) -> None:
     prompt = random_prompt(7, 50)
-    right = node.ask(prompt, 12, flag)
+    right = node.ask(prompt, 4, flag)
     prefix = first_held(node)
     kind, _ = prefix.kinds
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
     with patch.object(prefix_scrub.PrefixScrub, "verify_next"):  # the scrub would find it first
         flip(node, kind, 2, slot)
-        failure = node.failure_of(node.generate(prompt, 12, flag), status=500)
+        failure = node.failure_of(node.generate(prompt, 4, flag), status=500)
     corruption.was_found(failure, kind, 2, 20, slot)
     assert not node.engine.requests.held
-    again = node.ask(prompt, 12, flag)
+    again = node.ask(prompt, 4, flag)
     assert again.stats.num_held_tokens == 0, "nothing of it is used any more"
     assert again.token_ids == right.token_ids
-    assert node.ask(prompt, 12, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
+    assert node.ask(prompt, 1, flag).stats.num_held_tokens == 48, "held anew, elsewhere"
     owned = [extent for prefix in node.engine.requests.held for extent in prefix.extents(kind)]
     assert not any(extent.start <= slot < extent.start + extent.length for extent in owned)
 
@@ -240,7 +240,7 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
 def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: HisparseFlag) -> None:
     with patch.object(prefix_scrub, "STRETCH_BYTES", 1 << 14):
         prompt = random_prompt(8, 90)
-        node.ask(prompt, 10, flag)
+        node.ask(prompt, 2, flag)
         (prefix,) = node.engine.requests.held
         kind, _ = prefix.kinds
         slot = prefix.extents(kind)[0].start + 70
@@ -248,7 +248,7 @@ def test_idle_time_goes_through_what_is_held(node: EngineHarness, flag: Hisparse
         flip(node, kind, 1, slot)
         node.turn_until(lambda: not node.engine.requests.held)
     corruption.was_found(None, kind, 1, 70, slot)
-    assert node.ask(prompt, 10, flag).stats.num_held_tokens == 0
+    assert node.ask(prompt, 1, flag).stats.num_held_tokens == 0
 
 
 @pytest.mark.I9
@@ -276,7 +276,7 @@ def test_a_node_that_verifies_no_rows(checkpoint: Checkpoint, node: EngineHarnes
     """It has no memory for checks, and is served by prefill nodes that have them."""
     unverified = Checkpoint(checkpoint.path, replace(checkpoint.spec, has_row_checks=False), checkpoint.model)
     prompt = random_prompt(11, 100)
-    right = right_tokens(node, prompt, 20)
+    right = right_tokens(node, prompt, 6)
     with closing(EngineHarness(unverified, tmp_path, page_size=PAGE, device_buffer_size=70)) as other:
         assert other.engine.tables.memory.row_checks is None
-        assert other.ask(prompt, 20, HISPARSE).token_ids == right
+        assert other.ask(prompt, 6, HISPARSE).token_ids == right

@@ -27,7 +27,7 @@ def test_requests_begin_with_nothing(max_new: int) -> None:
 @pytest.mark.parametrize(
     ("num_steps", "options"),
     [
-        pytest.param(60, {"max_new": 3}, id="drafts"),
+        pytest.param(40, {"max_new": 3}, id="drafts"),
         pytest.param(120, {"copy_blocks": 2}, id="planned", marks=pytest.mark.slow),
     ],
 )

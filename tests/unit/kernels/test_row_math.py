@@ -102,7 +102,7 @@ def test_a_product_depends_on_its_row_alone(
     """This holds for 1 to 70 rows from any start, also rows that are not contiguous, and for any number of
     outputs and threads."""
     rows = torch.randn((70, 2 * width), generator=torch.Generator().manual_seed(5)).to(dtype)[:, ::2]
-    for num_outputs in (*range(1, 34), 47, 48, 49, 63, 64):
+    for num_outputs in (*range(1, 18), 24, 31, 32, 33, 47, 48, 49, 64):
         kinds = products(dtype, num_outputs, width)
         set_threads(1)
         whole = {name: product(rows) for name, product in kinds.items()}

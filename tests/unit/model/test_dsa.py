@@ -38,7 +38,7 @@ from tools.checkpoints.oracle import load as load_oracle
 PAGE_SIZE = 64
 NUM_PAGES = 48
 NUM_OUTPUT = 10
-PROMPT_LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, INDEX_TOPK + 1, 200, 700)
+PROMPT_LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, INDEX_TOPK + 1, 200, 360)
 
 Tokens = list[int]
 TinyCheckpoint = Callable[[str], Path]

@@ -177,8 +177,8 @@ def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) ->
     slice_bytes = data.draw(st.sampled_from([1, 3, 40])) * DESCRIPTOR_COST_BYTES
     parts, expected = [], []
     for item_bytes in data.draw(st.lists(st.sampled_from([7, 1 << 14, 3 << 20]), max_size=3)):
-        view = region(SRC_BASE, 4, 64, item_bytes), region(DST_BASE, 4, 64, item_bytes)
-        slots = data.draw(st.permutations(range(64)))[: data.draw(st.integers(0, 64))]
+        view = region(SRC_BASE, 4, 24, item_bytes), region(DST_BASE, 4, 24, item_bytes)
+        slots = data.draw(st.permutations(range(24)))[: data.draw(st.integers(0, 24))]
         if data.draw(st.booleans()):
             slots = sorted(slots)
         first, stop = sorted(data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4))))
