@@ -230,8 +230,8 @@ class Lanes:
     def _take(self, session: str, pair: _Pair, opened: _Opened) -> bool:
         """Decide the pair's lane. Returns False, and changes nothing, where that comes too late."""
         with self._lock:
-            # Meanwhile the node was replaced (a new offer), the network was taken after OPEN_SECS, or all lanes
-            # were closed.
+            # Meanwhile the node was replaced (a new offer), the network was taken after OPEN_SECS, or
+            # the lanes were closed.
             if self.pairs.get(session) is not pair or pair.lane is not None:
                 return False
             pair.mapping, pair.is_sole = opened.mapping, opened.covers_all and self.gpu is None
