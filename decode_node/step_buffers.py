@@ -116,7 +116,7 @@ class StepBuffers:
     results: Tensor
     """int64 [max_reqs * columns]: rows of ``step_results.py``, next to each other."""
     end: torch.cuda.Event | None
-    """The end of what ``mark_end`` was called behind; None on a CPU."""
+    """Where ``mark_end`` was last called in the stream: ``wait`` waits for all before that. None on a CPU."""
     ranks: RankGroup | None
 
     @classmethod
