@@ -216,7 +216,8 @@ class DeviceStep:
     def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
         """Write the draft layer's KV of a step without drafts, and back it up.
 
-        ``token_ids``: int64 [num_reqs], drawn behind the new positions; ``hidden``: of the model's forward.
+        ``token_ids``: int64 [num_reqs], drawn behind the new positions; ``hidden``: [num_reqs, hidden_size],
+        of the model's forward over these positions.
         The layer selects nothing here. ``page_in`` is called all the same, so that its hot buffers learn
         where the new positions are.
         """

@@ -158,7 +158,7 @@ class EndMoves:
 
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
         """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
-        is right and may be held."""
+        is right and may be held, which matters only if the request is RUNNING."""
         request.grammar = request.landed_hint = None  # frees memory that an ended request does not need
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)

@@ -1,8 +1,8 @@
 """Decides how large hot buffers are, by the device slots that one plan has to spare. Pure.
 
 ``mode_choice.py`` asks for the size of a new hot buffer, and shrinks others when it lacks device slots only;
-``scheduler.py`` gives them their full size back when nobody waits. A hot buffer gets another size by an
-``Exchange``, which replaces all device slots of its request before the next step.
+``scheduler.py`` gives them their full size back when nobody waits but for stuck slots. A hot buffer
+gets another size by an ``Exchange``, which replaces all device slots of its request before the next step.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ class StepBuffers:
         num_padding = inputs.seq_lens.shape[0] - len(entries)
         tokens: list[int] = []
         for request, entry in zip(requests, entries, strict=True):
+            # The newest token is an output in flight, which the device has, or is known here.
             tokens.append(FROM_DEVICE if request.num_outputs_in_flight else request.newest_token_id)
             tokens += (*entry.drafts, *[NO_DRAFT] * (num_new - 1 - len(entry.drafts)))
         inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
