@@ -188,7 +188,7 @@ class QueueMoves:
                 continue
             address = self.peers.address_for(*node, request.room)
             if address != request.peer:
-                deadline = now + self.contact_timeout_secs
+                deadline = self._contact_deadline(request, now)
                 self.requests.queue(request, RequestState.CONNECTING, deadline, address)
                 self.peers.use(address, now)
 

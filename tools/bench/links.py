@@ -198,10 +198,10 @@ class Worker:
             try:
                 answer: dict[str, Any] = received(self._orders, ANSWER_SECS)
                 return answer
-            except (EOFError, OSError) as error:
-                self._give_up(f"its process has ended: {error}")
             except TimeoutError as error:
                 self._give_up(str(error))
+            except (EOFError, OSError) as error:
+                self._give_up(f"its process has ended: {error}")
         return {"error": self._why_gone}
 
     def close(self) -> None:
@@ -233,6 +233,8 @@ def measure_host(nodes: Sequence[int | None], num_bytes: int, secs: float) -> It
     try:
         while (row := received(answers, ANSWER_SECS)) is not None:
             yield row
+    except TimeoutError as error:
+        yield {"error": str(error)}
     except (EOFError, OSError) as error:
         yield {"error": f"its process has ended: {error}"}
     finally:

@@ -12,7 +12,7 @@ only where the template writes it behind the token's beginning, as templates do 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _LITERAL_ENDS = ("'", '"', "{", "%")
@@ -44,7 +44,10 @@ class ControlTokens:
         """``template`` is the source of the chat template, which writes around the client's strings."""
         self.spellings = tuple(sorted(set(spellings)))
         self._max_chars = max(map(len, self.spellings), default=0)
-        flags = re.IGNORECASE if _CHANGES_CASE.search(template) else re.NOFLAG
+        changes_case = _CHANGES_CASE.search(template) is not None
+        flags = re.IGNORECASE if changes_case else re.NOFLAG
+        self._folded: Callable[[str], str] = str.casefold if changes_case else str
+        """Returns a string as parts of tokens are compared: without case if the template may change it."""
         firsts = "|".join(sorted({re.escape(text[0]) for text in self.spellings})) or "(?!)"  # never matches
         self._first_char = re.compile(firsts, flags)
         self._may_remove = "replace" in template
@@ -53,10 +56,13 @@ class ControlTokens:
         self._spelling_start = (
             self._first_char if self._may_remove else re.compile(_spelling_pattern(self.spellings), flags)
         )
-        parts = [(text[:at], text[at:]) for text in self.spellings for at in range(1, len(text))]
+        folded_template, folded = self._folded(template), {self._folded(text) for text in self.spellings}
+        parts = [(text[:at], text[at:]) for text in folded for at in range(1, len(text))]
         self._beginnings = {beginning for beginning, _ in parts}
         """All proper beginnings of tokens."""
-        begun = {text for text in self._beginnings if any(text + end in template for end in _LITERAL_ENDS)}
+        begun = {
+            text for text in self._beginnings if any(text + end in folded_template for end in _LITERAL_ENDS)
+        }
         self._rests = {rest for beginning, rest in parts if beginning in begun}
         """Rests of tokens whose beginnings end literals of the template: a client's string in that place may
         continue the token."""
@@ -78,7 +84,7 @@ class ControlTokens:
         found = [] if is_compared or not self._continues_token(stripped) else [len(text) - len(stripped)]
         # Such a rest may begin anywhere if the template may remove the characters before it.
         if self._may_remove and len(text) <= _MAX_NAME_CHARS and text not in self._compared_words:
-            found += (index for index, char in enumerate(text) if char in self._rest_first_chars)
+            found += (i for i, char in enumerate(text) if self._folded(char) in self._rest_first_chars)
         if self._first_char.search(text) is None:
             return found
         # A whole token may be anywhere.
@@ -86,7 +92,7 @@ class ControlTokens:
         # The string may end with the beginning of a token that the template completes.
         end = len(text.rstrip())
         for match in self._first_char.finditer(text, max(0, end - self._max_chars), end):
-            if text[match.start() : end] in self._beginnings:
+            if self._folded(text[match.start() : end]) in self._beginnings:
                 found.append(match.start())
         return found
 
@@ -94,9 +100,10 @@ class ControlTokens:
         """Whether ``text`` begins with the rest of a token that the template begins, or is the beginning of
         such a rest, whose end the template may write."""
         for end in range(1, len(text) + 1):
-            if text[:end] in self._rests:
+            beginning = self._folded(text[:end])
+            if beginning in self._rests:
                 break
-            if text[:end] not in self._rest_beginnings:
+            if beginning not in self._rest_beginnings:
                 return False
         return text != ""
 

@@ -122,6 +122,15 @@ def codec_of(template: str) -> TextCodec:
         ("{% for m in messages %}{{ m.content | replace('$', '') }}{% endfor %}", ["a<|us$er|>"]),
         ("{% for m in messages %}{{ '<' ~ m.content | replace('$', '') ~ '>' }}{% endfor %}", ["$thi$nk"]),
         ("{% for m in messages %}{{ m.content | lower }}{% endfor %}", ["<|USER|>"]),
+        ("{% for m in messages %}{{ m.content | lower }}|user|>{% endfor %}", ["A<"]),
+        ("{% for m in messages %}{{ m.content | lower }}er|>{% endfor %}", ["<|US"]),
+        ("{% for m in messages %}{{ m.content | lower }}{% endfor %}", ["<|U", "SER|>"]),
+        ("{% for m in messages %}{{ '<|' ~ m.content | lower ~ '|>' }}{% endfor %}", ["USER"]),
+        ("{% for m in messages %}<|{{ m.content | trim | lower }}{% endfor %}", [" USER|> b"]),
+        (
+            "{% for m in messages %}{{ '<' ~ m.content.lower().replace('$', '') ~ '>' }}{% endfor %}",
+            ["$TH$INK"],
+        ),
     ],
 )
 def test_no_token_is_made_of_what_a_client_wrote_and_what_stands_beside_it(
