@@ -68,8 +68,8 @@ class SchemaNumbers:
         return found
 
     def _scan(self, root: Schema) -> None:
-        """Look at every schema within the document: check its bounds, note its literals, and note it as a user
-        of its parts."""
+        """Look at every schema within the document: check its bounds, note its literals, and note it as a
+        user of its parts."""
         seen, open_schemas = {id(root)}, [("#", root)]
         while open_schemas:
             place, schema = open_schemas.pop()

@@ -1,8 +1,8 @@
 """Decides by a tool's JSON schema whether an argument that a call has as bare text is a string or JSON.
 
-A call writes ``5`` for the string "5" as well as for the number. ``call_reader.py`` asks for each
-argument of an answer which one it is. ``call_grammars.py`` asks how texts would be read that a grammar is to
-admit, so that it admits none that would be read wrongly. Arguments are not validated. ``argument_forms.py`` reads a
+A call writes ``5`` for the string "5" as well as for the number. ``call_reader.py`` asks for each argument of
+an answer which one it is. ``call_grammars.py`` asks how texts would be read that a grammar is to admit, so
+that it admits none that would be read wrongly. Arguments are not validated. ``argument_forms.py`` reads a
 parameter's schema and sorts the values that it allows into ``Forms``: single strings (``texts``), other
 strings (``strings``), and values that are no strings (``schemas``). Nothing else of the schema counts. A
 parameter whose forms take more than ``_MAX_STEPS`` to read counts as unknown. The result depends on the
