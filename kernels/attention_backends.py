@@ -1,6 +1,8 @@
 """Chooses the implementation of sparse MLA attention by device, KV format and the model's sizes.
 
-``AttentionKernels`` of the model calls it when a node starts; a choice holds for the node's life.
+``AttentionKernels`` (``hisparse_pd/core/model/attention_kernels.py``) calls it when a node starts; a choice
+holds for the node's life. On a GPU, a query's selected slots may be cut into splits, which are computed at
+the same time and then combined.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def swap_in(
     allows_wide = pools is None or is_wide(pool)
     kernel = compiled("swap_in", split.positions_per_thread, allows_wide, state.page_size, state.max_new)
     shared_bytes, hot_slots_in_shared = _swap_in_shared_memory(kernel, state, split)
-    if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+    if shared_bytes > kernel.max_dynamic_shared_size_bytes:  # the kernel's present limit
         kernel.max_dynamic_shared_size_bytes = shared_bytes
 
     parameters = np.zeros((), SWAP_IN)
@@ -157,7 +157,10 @@ def swap_in(
 
 
 def _put_split(parameters: npt.NDArray[Any], split: BlockSplit, workspace: Workspace) -> None:
-    """Set how the blocks share the work, and the memory through which they cooperate, in a SWAP_IN."""
+    """Set how the blocks share the work, and the memory through which they cooperate, in a SWAP_IN.
+
+    ``BlockSplit`` and ``Workspace`` explain the fields; a unit is one slice of one request's positions.
+    """
     parameters["num_launches"] = workspace.num_launches.data_ptr()
     parameters["rounds"] = workspace.rounds.data_ptr()
     parameters["left"] = workspace.left(split.num_blocks * split.left_per_block).data_ptr()
@@ -167,8 +170,10 @@ def _put_split(parameters: npt.NDArray[Any], split: BlockSplit, workspace: Works
     parameters["num_slices"] = split.num_slices
     # The kernel multiplies by this instead of dividing by num_slices.
     parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)
+    # Requests that are worked on at a time: how far the next request of a unit is from its present one.
     parameters["stride"] = split.num_units // split.num_slices
     parameters["slice_len"] = split.slice_len
+    # Whether blocks make each other's copies.
     parameters["spreads"] = split.copies and split.num_slices < SLICES_THAT_FILL_PCIE
     parameters["keeps_place"] = split.keeps_place
 
@@ -244,8 +249,8 @@ def start_row(
     layers: Sequence[FilledLayer],
     pools: Pools,
 ) -> None:
-    """Run one slice of ``kernels.swap_in.RowStart``, in which ``layers`` are copied: one copy of the host's
-    data to the device, and one launch.
+    """Do one ``launch_slice`` of ``kernels.swap_in.RowStart``, which fills the row's tables and copies the
+    items of ``layers``: one copy of the host's data to the device, and one launch.
     """
     pages = (host_pages, lookup_pages, index_pages)
     # All that the kernel needs from the host goes to the device in one buffer, one part behind the other, in

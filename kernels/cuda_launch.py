@@ -58,8 +58,9 @@ def launch(
     """Launch a kernel on torch's current stream. Where the GPU supports it, the blocks may become resident
     while the preceding kernel still runs; they wait for its end before they read anything.
 
-    ``parameters``: the struct that is the kernel's only argument. ``shared_bytes``: dynamic shared memory.
-    ``cluster_size``: blocks that run together and share their memory; more than 1 on Hopper and later only.
+    There are ``num_blocks`` x ``num_blocks_y`` blocks. ``parameters``: the struct that is the kernel's only
+    argument. ``shared_bytes``: dynamic shared memory of a block. ``cluster_size``: blocks that run together
+    and share their memory; more than 1 on Hopper and later only.
     """
     driver = _driver()
     config = _config(device, num_blocks, num_threads, shared_bytes, cluster_size)

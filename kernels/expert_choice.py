@@ -20,7 +20,8 @@ def narrow_product(x: Tensor, matrix: Tensor) -> Tensor:
     """Return parts whose sum is ``x @ matrix.T``, multiplied in float32: [parts, num_tokens, outputs].
 
     ``x``: [num_tokens, columns]; ``matrix``: [outputs, columns], with few outputs; both have any float dtype.
-    A row's sum over all parts depends on the row alone.
+    On a GPU a part is the product of some of the columns, so that several programs share a row; there may be
+    one part, as on a CPU. A row's sum over all parts depends on the row alone.
     """
     if x.device.type == "cuda":
         from hisparse_pd.kernels.triton_routing import narrow_parts
@@ -42,6 +43,7 @@ class ExpertChoice:
 
     bias: Tensor
     top_k: int
+    """Experts of a token, without the shared one."""
     num_groups: int
     num_chosen_groups: int
     normalizes: bool

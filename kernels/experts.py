@@ -48,8 +48,13 @@ def run_experts(
 def _run_reference(
     hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
 ) -> Tensor:
+    """See ``run_experts``. A row is a token and one of its experts, numbered ``token * top_k + choice``.
+
+    ``routing.order`` has the rows sorted by expert; those of expert ``i`` are from ``routing.starts[i]`` to
+    ``routing.starts[i + 1]``.
+    """
     starts = routing.starts[first_expert : first_expert + len(gate_up.values) + 1].tolist()
-    rows = routing.order[starts[0] : starts[-1]].long()  # token * top_k + choice, sorted by expert
+    rows = routing.order[starts[0] : starts[-1]].long()  # of this rank's experts
     sizes = [end - start for start, end in pairwise(starts)]
     gate, up = _products(hidden[rows // routing.top_k], sizes, gate_up, routing.is_rounded).chunk(2, dim=1)
     weighted = _products(silu(gate) * up, sizes, down, routing.is_rounded) * routing.weights[rows, None]

@@ -73,7 +73,8 @@ def create(name: str, kv_format: KvFormat, reason: str, split_slots: int = 0) ->
 
 def num_splits_of(top_k: int, split_slots: int, multiple: int) -> int:
     """Return the number of splits of equal length, each of whole rounds of ``multiple`` slots, and of
-    ``split_slots`` where that is possible. It is 1 if ``split_slots`` is 0."""
+    ``split_slots`` where that is possible, else longer. 2048 slots in splits of 512 make four; 640 slots in
+    rounds of 128 make one. It is 1 if ``split_slots`` is 0."""
     return math.gcd(max(1, top_k // split_slots), top_k // multiple) if split_slots else 1
 
 
@@ -113,7 +114,7 @@ class FlashMlaSparseAttention:
             device_slots.view(num_tokens * num_splits, 1, -1),
             scale,
             KV_LORA_RANK,
-            topk_length=num_columns if num_splits == 1 else None,
+            topk_length=num_columns if num_splits == 1 else None,  # it counts a whole query's columns
         )
         if num_splits == 1:
             result: Tensor = results.to(q.dtype)
@@ -132,9 +133,9 @@ class FlashMlaKvAttention:
     """Attention over fp8 items. The kernel converts them to bfloat16 exactly: their scales are powers of two.
 
     Slots are cut into splits of ``split_slots`` whatever the batch is, and another kernel combines their
-    results, so that a query's bits depend on the query alone. To the library, splits are queries of one
-    request. The library's own schedules cut requests so that parts have equal length in the batch, and are
-    not used.
+    results, so that a query's bits depend on the query alone. A query is a request to the library, and its
+    splits are the queries of that request. The library's own schedules cut requests so that parts have equal
+    length in the batch, and are not used.
     """
 
     kv_format: KvFormat
@@ -210,6 +211,7 @@ class FlashMlaKvAttention:
             return
         from hisparse_pd.kernels.triton_attention import LOG2_E, combine
 
+        # This kernel's logarithms are natural ones; the bfloat16 kernel's have base 2.
         combine(results, log_sums.transpose(1, 2), out, LOG2_E)
 
     def _rewrite(self, schedule: Any, num_queries: int, num_slots: int) -> None:

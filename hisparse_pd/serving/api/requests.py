@@ -97,7 +97,7 @@ class SampleRequest:
     resumed: Resumed = NOT_RESUMED
     """Output that the client has from another node; the engine gets it behind the prompt."""
     num_resumes: int = 0
-    """How often the sample went on at another node."""
+    """How often the HTTP request went on at another node."""
 
     @property
     def is_empty(self) -> bool:
@@ -376,7 +376,7 @@ def _sampling(
     """Return the engine's sampling parameters for a sample. Raises ApiError 400 if it cannot resume."""
     sampling = prompt.options.sampling_params(prompt.max_new_tokens, sample_index)
     if request.journal is not None and sampling.seed is None:
-        # A seed from the journal, so that another node would draw the same tokens.
+        # The router's journal has a seed, so that a node that resumes the sample draws the same tokens.
         seed = (request.journal.seed + prompt.first_sample + sample_index) & SEED_MASK
         sampling = msgspec.structs.replace(sampling, seed=seed)
     if prompt.max_new_tokens == 0:

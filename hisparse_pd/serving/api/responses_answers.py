@@ -1,9 +1,10 @@
 """Writes the answers to ``/v1/responses`` in OpenAI's published form, whole and streamed.
 
-``answering.py`` makes a ``ResponsesDialect`` for each request and calls it as ``dialect.py`` says; most of it
-is in ``block_dialect.py``. A block of the answer becomes an item of the output. Nothing is
-stored, so an answer cannot be retrieved by its id. The model writes a call of a custom tool as a JSON object
-with the input in it; clients get the input alone.
+``answering.py`` makes a ``ResponsesDialect`` for each request and calls it as ``dialect.py`` says. Its base
+(``block_dialect.py``) feeds the output to ``_reading``, which takes it apart into blocks. For a stream the
+base sets ``_has_begun``, calls ``_begin`` once, and then ``_show`` for each change of a block. A block
+becomes an item of the response's ``output``. Nothing is stored, so an answer cannot be retrieved by its id.
+The model writes a call of a custom tool as a JSON object with the input in it; clients get the input alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ResponsesDialect(BlockDialect):
         self._sampling = work.request.options[0].sampling
         chat = work.request.chat
         self._called_tools = {} if chat is None else chat.called_tools
-        self._id = work.identity.name("resp_", 24)
+        self._id = work.identity.name("resp_", num_bytes=24)
         self._num_events = 0
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
@@ -58,7 +59,7 @@ class ResponsesDialect(BlockDialect):
 
     def failed(self, error: ApiError) -> Json | None:
         if not self._has_begun:
-            return None
+            return None  # before response.created, clients get the API's plain error event
         told = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response(_FAILED, None) | {"error": told})
 
@@ -155,7 +156,7 @@ class ResponsesDialect(BlockDialect):
 
     def _id_of(self, block: Block) -> str:
         prefix = _PREFIXES.get(block.kind) or ("ctc" if self._is_custom(block) else "fc")
-        return self._identity.name(f"{prefix}_", 24, block.index)
+        return self._identity.name(f"{prefix}_", 24, block.index)  # from 24 bytes, as the response's own id
 
     def _usage(self, output: SampleOutput) -> Json:
         num_new_tokens = len(output.token_ids)

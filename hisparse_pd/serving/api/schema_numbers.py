@@ -36,7 +36,10 @@ class SchemaNumbers:
     misread."""
 
     def __init__(self, root: Schema, steps: Steps) -> None:
-        """Raises InexactNumber for a bound that cannot be enforced exactly."""
+        """``steps``: the budget that reading spends, about one step for a schema or for eight numbers.
+
+        Raises InexactNumber for a bound that cannot be enforced exactly, and TooManySteps.
+        """
         self.need_spelling = False
         """Whether a literal is spelled otherwise than llguidance spells it."""
         self.exceed_doubles = False
@@ -44,7 +47,7 @@ class SchemaNumbers:
         self._root = root
         self._steps = steps
         self._literals: set[int] = set()
-        """Ids of schemas that have such numbers themselves; the root keeps the schemas alive."""
+        """Ids of schemas with such a number in their own ``const`` or ``enum``; the root keeps them alive."""
         self._users: dict[int, list[int]] = {}
         """For each schema, by id, the schemas that contain it or refer to it."""
         self._scan(root)
@@ -65,7 +68,8 @@ class SchemaNumbers:
         return found
 
     def _scan(self, root: Schema) -> None:
-        """Look at every schema within the document: check its bounds, and note its literals and its users."""
+        """Look at every schema within the document: check its bounds, note its literals, and note it as a
+        user of its parts."""
         seen, open_schemas = {id(root)}, [("#", root)]
         while open_schemas:
             place, schema = open_schemas.pop()
@@ -97,7 +101,7 @@ class SchemaNumbers:
             reference = schema["$ref"]
             if isinstance(target := self.target(reference), dict):
                 found.append((str(reference), target))
-            else:  # it is not a path: it may be the anchor of any definition
+            else:  # not a path to a schema: it may be the anchor of any definition, so all of them count
                 for keyword in _DEFINITIONS:
                     found += _named(f"#/{keyword}", self._root.get(keyword))
         self._steps.spend(len(found) // 8)

@@ -93,7 +93,7 @@ class ApiRequest:
     """Whether the prompts came as a list, so that ``/generate`` answers with a list."""
     options: tuple[SampleOptions, ...]
     roots: tuple[PageKey, ...]
-    """Root of each prompt's page keys, which depends on the isolation keys."""
+    """Root of each prompt's page keys. Prompts whose ``cache_salt`` or ``extra_key`` differ share no KV."""
     rendezvous: tuple[Rendezvous, ...]
     """One entry a sample."""
     stream: bool

@@ -58,9 +58,10 @@ class Timeline:
         ]
         self._span = span if span is not None and span.is_recording else None
         self._secs: dict[str, float] = {}
-        """Seconds of each phase, of the sample that took longest."""
+        """Seconds of each phase, of the sample that took longest, and the request's "ttft"."""
         self._samples: Sequence[SampleRequest] = ()
         self._ranks: Mapping[str, int] = {}
+        """Each sample's rank by request id, for traces."""
         self._checked_at = 0.0
         """Unix time when the body was parsed and its prompts were tokens."""
         self._ended_at: dict[int, float] = {}
@@ -97,7 +98,8 @@ class Timeline:
         self._ranks = ranks
 
     def note_first_token(self) -> float:
-        """Note that a sample's first token has come. Returns the seconds since the request arrived."""
+        """Note that a sample's first token has come; the earliest one's time is the request's "ttft". Returns
+        the seconds since the request arrived."""
         secs = time.monotonic() - self._arrived_at
         self._secs.setdefault("ttft", secs)
         return secs
@@ -232,6 +234,7 @@ class Timeline:
             self._span.part(phase, started_at, ended_at, described, error)
 
     def _attributes(self, index: int) -> Attributes:
+        """Return what a trace says of sample ``index``; its statistics once they are known."""
         generate, stats = self._samples[index].generate, self._stats.get(index)
         attributes: Attributes = {
             "hisparse_pd.room": generate.room,

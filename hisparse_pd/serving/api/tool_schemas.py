@@ -1,10 +1,12 @@
 """Decides by a tool's JSON schema whether an argument that a call has as bare text is a string or JSON.
 
-``call_reader.py`` asks for each argument of an answer, ``call_grammars.py`` for texts that it admits. This is
-no validation: only the ``Forms`` count into which ``argument_forms.py`` sorts what a schema allows, by how a
-call writes it: single texts and other strings, both bare, and values other than strings, as JSON. A parameter
-whose forms take more than ``_MAX_STEPS`` to read counts as unknown. The result depends on the schema and the
-text alone.
+A call writes ``5`` for the string "5" as well as for the number. ``call_reader.py`` asks for each argument of
+an answer which one it is. ``call_grammars.py`` asks how texts would be read that a grammar is to admit, so
+that it admits none that would be read wrongly. Arguments are not validated. ``argument_forms.py`` reads a
+parameter's schema and sorts the values that it allows into ``Forms``: single strings (``texts``), other
+strings (``strings``), and values that are no strings (``schemas``). Nothing else of the schema counts. A
+parameter whose forms take more than ``_MAX_STEPS`` to read counts as unknown. The result depends on the
+schema and the text alone.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class _Values:
 
     @property
     def json_beginnings(self) -> _Beginnings:
-        """How texts begin that ``to_json`` may take for JSON: where no string is allowed or nothing is known,
-        all JSON; where strings are, only objects, arrays and null, if other values are allowed as well."""
+        """How texts begin that ``to_json`` may take for JSON. With ``any_string`` these are objects, arrays
+        and null if other values are allowed as well, else none. Without it they are all JSON."""
         if not self.any_string:
             return _Beginnings(tuple('{["-0123456789'), ("null", "true", "false"))
         return _Beginnings(tuple("{["), ("null",)) if self.schemas else _Beginnings((), ())
@@ -87,9 +89,9 @@ class ToolSchemas:
     def to_json(self, tool: str, parameter: str, text: str) -> str:
         """Return the argument ``text`` as JSON text.
 
-        It becomes a string where the schema allows one, unless it is a whole object or array, or ``null``,
-        and the schema allows this, too. Where no string is allowed or nothing is known, it stays as it is. A
-        text that is no JSON always becomes a string.
+        A text that is no JSON always becomes a string. JSON becomes one where the schema allows the text as a
+        string, unless it is an object, an array or ``null``, and the schema allows this, too. All other JSON
+        stays as it is, also where nothing is known about the parameter.
         """
         as_string = json.dumps(text, ensure_ascii=False)
         try:

@@ -389,8 +389,8 @@ class EngineLink:
         self._abort(rank, Abort(request_id))
 
     def engine_died(self, what: str = LinkState.GONE) -> None:
-        """End all requests: without one engine the others lack its experts. ``what``: why, for the
-        clients."""
+        """End all requests, because a process of the node has died: an engine, whose experts the others lack,
+        or a front. ``what``: which, in words for the clients."""
         self.state = LinkState.GONE
         self.fail_all(503, f"{what}; the request is lost, send it again", ENGINE_LOST)
 

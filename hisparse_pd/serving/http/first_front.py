@@ -46,6 +46,7 @@ EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
 
 _RESOLVE_SECS = 5.0
 _RESOLVE_AGAIN_SECS = 1.0
+"""Limit for one look-up of the first machine's name, and the pause before the next one."""
 
 
 class EngineProcesses(Children):
@@ -93,6 +94,7 @@ class EngineProcesses(Children):
     def start(self) -> None:
         """Start the engines of this machine. Must be called from the main thread, as ``spawn``."""
         settings = self._settings
+        # Engines that share cores must not keep them while they wait, unless the operator wants that.
         limits_spin = settings.device == "cpu" and not openmp_wait_is_set()
         with environment_of_children(BRIEF_SPIN if limits_spin else {}):
             for rank in settings.ranks_here:
@@ -221,7 +223,8 @@ async def _end(
     *,
     is_lost: bool,
 ) -> None:
-    """End all requests in flight, then the other fronts, the engines and this front's ``servers``.
+    """End all requests in flight, then the other fronts and this front's ``servers``, and tell the engines to
+    exit, unless a process was lost (``is_lost``): ``serving/api/node.py`` then kills them.
 
     ``running``: the tasks that run the servers.
     """

@@ -23,8 +23,9 @@ _CHUNKED = b"\r\nTransfer-Encoding: chunked\r\n"
 class Framing(h11.Connection):
     """h11's connection of a server.
 
-    The chunks of an answer are written without h11's rules, since a stream has one for each token. The chunks
-    of a request are limited in number, since h11 takes as long for a byte as for a kilobyte.
+    The chunks of an answer are written without h11's checks, which take too long for a stream: it has a chunk
+    for each token. The chunks of a request are limited in number, since h11 takes as long for a byte as for a
+    kilobyte.
     """
 
     _writes_chunks = False

@@ -3,7 +3,7 @@
 ``HttpConnection`` is the protocol that uvicorn makes for each connection (``listening.py``); the application
 runs behind it. A client that says nothing would keep descriptors for as long as it likes. There is therefore
 a time limit for the head of a request, a least speed for its body, and a limit for an answer that is not
-read. ``Connections.sweep`` calls ``expire`` once a second.
+read. ``Connections.sweep`` calls ``expire`` once a second. All times here are those of ``Connections.now``.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class HttpConnection(h11_impl.H11Protocol):
         self._connections.set_waiting(self, is_waiting)
 
     def expire(self, now: float) -> str | None:
-        """Close the connection if its time is up at ``now``, a time of ``time.monotonic``. Returns the
-        reason, which the log counts, or None if it stays."""
+        """Close the connection if its time is up at ``now``, a time of the clock ``Connections.now``. Returns
+        the reason, which the log counts, or None if it stays."""
         if self._unread.is_over(now, self.transport.get_write_buffer_size()):
             self.drop()
             return "closed: their answer was not read"

@@ -1,6 +1,7 @@
 """Receiving from a client: its body, within limits of size and time, and the notice that it has left.
 
-The handlers of nodes (``serving/api/frame.py``) and of the router call it for each request with a body.
+The handlers of nodes (``serving/api/frame.py``) and of the router call both functions for each request with a
+body: first ``read_body``, then ``unless_client_leaves`` with the work on the answer.
 """
 
 from __future__ import annotations
