@@ -3,9 +3,9 @@
 Every service's settings are one frozen class of pydantic fields: ``PrefillSettings``, ``DecodeSettings`` and
 ``RouterSettings`` in ``prefill_settings.py``, ``decode_settings.py`` and ``router_settings.py``. A field is
 an option of the command line (``page_size`` is ``--page-size``) and a key of the configuration file. Its
-description is the option's help and gives its unit; its title, if any, stands for the value there. Unknown
-keys and bad values raise ``pydantic.ValidationError``; ``settings_sources.py`` reads both sources and words
-the errors.
+description is the option's help and gives its unit; its title, if any, stands for the value in that help
+(``--numa auto|off|N[,N...]``). Unknown keys and bad values raise ``pydantic.ValidationError``;
+``settings_sources.py`` reads both sources and words the errors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Reads settings from options of the command line and from TOML or YAML files.
 
-Both name a setting as its field in the settings classes (``settings.py`` and its neighbours). The command
-line (``commands/cli.py``) calls ``load_settings`` for one service. For ``pair``, whose file has sections, it
-calls ``read_file``, ``check_known`` and ``validate`` itself. Whatever is wrong raises SettingsError, which
-says where the value came from and what is allowed.
+Options and keys of files are named after the fields of the settings classes (``settings.py`` and its
+neighbours): options with dashes, keys with dashes or underscores. The command line (``commands/cli.py``)
+calls ``load_settings`` for one service. For ``pair``, whose file has sections, it calls ``read_file``,
+``check_known`` and ``validate`` itself, and starts each service with the options of ``to_options``. Whatever
+is wrong raises SettingsError, which says where the value came from and what is allowed.
 """
 
 from __future__ import annotations

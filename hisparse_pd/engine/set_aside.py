@@ -1,8 +1,9 @@
 """The pages of a node that are not reused because a row in them did not match its row check, and why.
 
-Whoever finds a wrong row, in a step, at a request's start or in a scrub, reports it to ``SetAside``, which
-withdraws the page from the pools and drops the prefixes that have it. Only a test of the memory can show that
-a page is good again, so an operator gives it back.
+Whoever finds a wrong row reports it to ``SetAside``: ``decode_node/end_moves.py`` those of a step or a
+request's start, ``prefill_node/row_verification.py`` those of a cached prefix, ``prefix_scrub.py`` those of a
+scrub. ``SetAside`` withdraws the page from the pools and drops the prefixes that have it. Only a test of the
+memory can show that a page is good again, so an operator gives it back, which ``loop.py`` passes on.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class SetAside:
         start = self._pools.set_aside(pool, item.slot)
         self._prefixes.drop(pool, item.slot)
         num_slots = self._pools.page_size
+        # ``shown`` looks up whether the page is still in use.
         page = SetAsidePage(pool, start, num_slots, is_in_use=True, error=error, at=time.time())
         self._pages.setdefault((pool, start), page)
         return error

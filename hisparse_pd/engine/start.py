@@ -1,7 +1,7 @@
 """The start of an engine's process, the same on both nodes: from settings to a loop that serves.
 
-Each rank of a node is a process that runs ``run_engine_process``. Everything that can be checked early is
-checked before the model is loaded, because loading may take minutes.
+Each rank of a node is a process that runs ``run_engine_process``, which the nodes' ``server.py`` calls.
+Everything that can be checked early is checked before the model is loaded, because loading may take minutes.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def measure(
         raise DoctorError(
             f"the other doctor offers {offer.num_bytes} bytes, a message of {max(message_bytes)} does not fit"
         )
-    # The longest batch: every other one writes a beginning of the same bytes to the same place.
+    # The longest batch has all bytes that are written: the batches of other sizes write only the first of
+    # them, to the same place. So one checksum at the end covers all sizes.
     num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
     source = Buffer(engine, num_bytes, device)
     random = np.random.default_rng(SEED)

@@ -95,7 +95,8 @@ class CudaFacts:
 
 
 def failed(name: str, error: Exception, consequence: str = "") -> Check:
-    """Make a failed check of an error whose message ends with "; " and the remedy."""
+    """Make a failed check of an error whose message ends with "; " and the remedy. ``consequence``: what the
+    error prevents, to be shown before it."""
     what, _, remedy = str(error).partition("; ")
     return Check(name, Status.FAIL, f"{consequence}{what}", remedy)
 
@@ -240,8 +241,9 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
     devices = read_devices(machine)
     if not devices:
         return [Check.of("RDMA", no_device_fault(machine), _RDMA_STATUS[asked])]
-    named, _ = wanted_devices(ib_device, machine)  # the fault, if any, is one of the KV transport's check
-    is_usable = bool(select_devices(ib_device, host, machine).devices)
+    # Where RDMA is asked for, ``check_transport`` reports the fault that is left out here.
+    named, _ = wanted_devices(ib_device, machine)
+    any_is_usable = bool(select_devices(ib_device, host, machine).devices)
     checks = []
     for name in dict.fromkeys((*named, *devices)):
         is_asked_for = asked != "tcp" and (not named or name in named)
@@ -249,7 +251,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
         fault = device_fault(device, machine) if device else missing_device_fault(name, devices, machine)
         if fault is not None:
             # All named devices must be usable; without names, one that is usable is enough.
-            is_fatal = asked == "rdma" and is_asked_for and (bool(named) or not is_usable)
+            is_fatal = asked == "rdma" and is_asked_for and (bool(named) or not any_is_usable)
             status = Status.FAIL if is_fatal else Status.WARN if is_asked_for else Status.INFO
             checks.append(Check.of(f"RDMA {name}", fault, status))
         elif device is not None:

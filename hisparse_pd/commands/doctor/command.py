@@ -155,7 +155,7 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
         with closing(DoctorClient(host, int(port), settings.peer_timeout_secs)) as client:
             allowed = PeerList.parse(settings.allowed_peers)
             is_asked_back = transport.protocol == "rdma"  # an RDMA peer connects back for the GID
-            # The ports on which the engine begins to listen are open to these peers alone.
+            # The ports on which the engine begins to listen are open to the allowed peers alone.
             with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
             device, directory = settings.device, settings.same_host_dir

@@ -1,7 +1,7 @@
 """Compiles a decode engine's grammars in threads beside its loop, and keeps them for later requests.
 
-The engine calls ``compile`` when a request with a grammar arrives, and lets the request wait until the future
-is done. Each grammar has passed ``checker.py``, so compiling takes about as long as it took there. The caller
+``decode_node/step_masks.py`` calls ``compile`` for a request with a grammar, which waits until the future is
+done. Each grammar has passed ``checker.py``, so compiling takes about as long as it took there. The caller
 keeps the future and drops it when the request ends: a grammar whose future nobody has is not compiled.
 """
 
@@ -30,8 +30,8 @@ class Compiler:
     """The grammars of one engine. Its methods are called by one thread."""
 
     def __init__(self, load: Callable[[], TokenTrie], on_ready: Callable[[], None]) -> None:
-        """``load``: makes the trie, at the first ``compile``. ``on_ready``: called by another thread whenever
-        a grammar is compiled or has failed."""
+        """``load``: makes the trie, at the first ``compile``. ``on_ready``: called by any thread, whenever a
+        grammar is compiled or has failed."""
         self._load = load
         self._on_ready = on_ready
         self._trie: Future[TokenTrie] | None = None
@@ -49,8 +49,8 @@ class Compiler:
         has already; its grammar is not shared.
         """
         if self._trie is None:
-            # It is the first call and, with size 0, the shortest: a thread takes it before any grammar, which
-            # waits for it in its thread.
+            # Threads take the first waiting call and the shortest one in turn. Making the trie is both, with
+            # size 0, so it begins before any grammar; ``_compile`` waits for it.
             self._trie = self._threads.submit(0, self._load)
         if len(output):
             resumed = self._threads.submit(len(text), _compile, self._trie, text, output)

@@ -48,7 +48,8 @@ class Matcher:
     """The state of one output. Its methods are called by one thread at a time."""
 
     def __init__(self, inner: LLMatcher, avoided_endings: Sequence[int]) -> None:
-        """``avoided_endings``: ending tokens that are allowed only where no other token is."""
+        """``avoided_endings``: ending tokens that are allowed only where no other token is; those of the
+        checkpoint for a request with ``ignore_eos``."""
         self._inner = inner
         self._avoided_endings = avoided_endings
 
@@ -89,7 +90,7 @@ def fill_masks(masks: Bits, wanted: Sequence[OutputMasks]) -> None:
     address, num_rows, row_bytes = masks.ctypes.data, masks.shape[0], masks.strides[0]
     plain = [(matcher._inner, row) for matcher, row, drafts in wanted if not drafts]
     drafting = [(matcher._inner, row, list(drafts)) for matcher, row, drafts in wanted if drafts]
-    if len(plain) == 1:
+    if len(plain) == 1:  # one mask needs no other thread
         row = plain[0][1]
         plain[0][0].unsafe_compute_mask_ptr(masks[row].ctypes.data, row_bytes)
     elif plain:

@@ -64,13 +64,14 @@ class DeviceMemory:
         return self.total_bytes - self.used_bytes
 
     def budget(self, fraction: float) -> int:
-        """Return the bytes left of that fraction of the device; negative if more is in use already."""
+        """Return the bytes left of ``fraction`` of the device; negative if more is in use already."""
         return int(fraction * self.total_bytes) - self.used_bytes
 
 
 @dataclass(frozen=True)
 class PoolDemand:
-    """The memory that a node's pools need: ``fixed`` bytes, by their purpose, and bytes for each token.
+    """The memory that a node's pools need: ``fixed`` bytes, by their purpose, and bytes for each token
+    of the pool.
 
     ``option`` sets the number of tokens, which come in pages of ``page_size``. ``remedy``: another setting to
     change, named in errors.
@@ -86,11 +87,12 @@ class PoolDemand:
         return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
 
     def num_tokens(self, wanted: int, memory: DeviceMemory | None, fraction: float, min_tokens: int) -> int:
-        """Return the pool's tokens: ``wanted``, checked against ``memory``, or if that is 0, as many whole
-        pages as fit that fraction of the device.
+        """Return the pool's tokens: ``wanted``, checked against ``memory``, or if ``wanted`` is 0, as many
+        whole pages as fit into ``fraction`` of the device.
 
-        ``memory``: None without a GPU, where the settings have a number. ``min_tokens``: the least that a
-        node can work with. Raises StartError when they do not fit.
+        ``memory``: None without a GPU, where the settings refuse 0. ``min_tokens``: the least that a node can
+        work with. Raises StartError when ``wanted``, which may take all free memory, or ``min_tokens`` do
+        not fit.
         """
         if memory is None:
             return wanted

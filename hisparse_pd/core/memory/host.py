@@ -5,9 +5,10 @@ Here the pages belong to an anonymous mapping, all cores create them at once, an
 Memory that another process also maps is a memfd. It has no name, so nothing of it is left when its processes
 have ended. On a machine of several NUMA nodes the pages come from the rank's own node.
 
-Each node's ``memory.py`` allocates its pools here. A pool's life: ``allocate_host``, registration with the
-transport, service, unregistration, ``close``. The memory stays mapped until its last tensor is gone, so no
-reader of a tensor meets unmapped memory.
+``decode_node/memory.py`` allocates pools here, as the doctor does a buffer. A prefill node's pools are plain
+tensors. A pool's life: ``allocate_host``, registration with the transport, service, unregistration,
+``close``. The memory stays mapped until its last tensor is gone, so no reader of a tensor meets unmapped
+memory.
 """
 
 from __future__ import annotations

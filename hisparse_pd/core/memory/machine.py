@@ -56,7 +56,8 @@ def memlock_limit() -> int | None:
 
 def list_gpu_bus_ids() -> tuple[str, ...]:
     """Return the PCI address of each GPU that this process sees, such as ``0000:1B:00.0``, in the order of
-    their numbers; none without a driver. No CUDA context is created."""
+    their numbers, and an empty string for a GPU whose address is unknown; no entry without a driver. No CUDA
+    context is created."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

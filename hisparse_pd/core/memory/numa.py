@@ -1,12 +1,13 @@
-"""Chooses a NUMA node for each rank: the one that its GPU is attached to.
+"""Chooses a NUMA node for each rank: the one that its GPU is attached to, unless ``--numa`` names another.
 
 A NUMA node has CPUs, memory and attached devices of its own; those of other nodes are reached over the link
 between sockets. At an engine's start, ``place_ranks`` chooses nodes for all ranks of the machine, and
 ``with_pools`` then decides how strictly the pools are bound. Everything is read from files below
 ``Machine.sys`` and ``Machine.proc``. The result is a ``Placement``, which ``numa_binding.py`` carries out.
 
-A rank is not placed on a machine of one node, without a GPU, where the kernel does not name the GPU's node,
-or where this process may not use that node's CPUs or memory.
+With ``--numa off``, or on a machine with CPUs in one node only, no rank is placed. With ``auto``, a rank is
+not placed without a GPU either, nor where the kernel does not name the GPU's node, nor where this process may
+not use that node's CPUs or memory.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 An engine calls ``bind_threads`` first at its start, because threads inherit the CPUs of the thread that
 starts them and pages come from the node of the CPU that touches them first. ``allocate_host`` calls
 ``place_memory`` for each pool. Pools are bound explicitly as well (``mbind``), because only then does a full
-node give up file pages instead of the kernel taking memory of another node. A mapping of another process's
-pool keeps its policy. No function here ends a start: what the kernel refuses is logged with its remedy.
+node give up file pages instead of the kernel taking memory of another node. Where another process maps the
+pool, its pages keep this policy. No function here ends a start: what the kernel refuses is logged with its
+remedy.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def policy_fault(node: int, bind: MemoryBinder = mbind) -> Fault | None:
             remedy = "see what confines the process (seccomp)"
             if error.errno in (errno.EPERM, errno.ENOSYS):
                 remedy = "give the container the capability SYS_NICE (docker: --cap-add SYS_NICE)"
-            elif error.errno is None:
+            elif error.errno is None:  # the library, not the kernel, has failed
                 remedy = "apt-get install libnuma1"
             return Fault(f"pools cannot be asked for from NUMA node {node} ({error})", remedy)
         finally:
@@ -101,7 +102,8 @@ def with_allowed_policy(placement: Placement, bind: MemoryBinder = mbind) -> Pla
 def place_memory(
     addr: int, num_bytes: int, placement: Placement, name: str, bind: MemoryBinder = mbind
 ) -> None:
-    """Set the placement's policy for the mapping of ``name``, before its pages are touched."""
+    """Set the placement's policy for a mapping, before its pages are touched. ``name``: the pool's, for the
+    log."""
     if placement.node is None or placement.policy is PoolPolicy.FIRST_TOUCH:
         return
     try:

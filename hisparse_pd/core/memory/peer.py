@@ -1,10 +1,11 @@
 """Lets a GPU of this process write to another process's memory, on the host or on a GPU.
 
-The prefill node's ``shm`` lane uses it (``transfer/lane.py``): a ``GpuWriter`` registers or opens the decode
-node's pools once, and each thread that sends then calls ``start_copy``. Main memory that both processes map
-is registered with CUDA in each of them. GPU memory, of the same or another GPU, is opened by its owner's
-handle (CUDA IPC). The GPU's copy engine copies long ranges, a kernel short ones (``csrc/lane_copy.cu``). cupy
-is imported, and the kernel compiled, on first use.
+The prefill node's ``shm`` lane uses it (``transfer/lane_memory.py``): a ``GpuWriter`` registers or opens the
+decode node's pools once, and each thread that sends then calls ``start_copy``. The decode node's memory gets
+an ``ipc_handle`` for each pool on a GPU. Main memory that both processes map is registered with CUDA in each
+of them. GPU memory, of the same or another GPU, is opened by its owner's handle (CUDA IPC). The GPU's copy
+engine copies long ranges, a kernel short ones (``csrc/lane_copy.cu``). cupy is imported, and the kernel
+compiled, on first use.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class GpuWriter:
         """Enqueue copies of ``runs``, long ranges for the copy engine, and of ``pieces``, short ones for the
         kernel. Each has three columns, int64 [n]: sources, destinations and lengths in bytes.
 
-        Waits only for this thread's copy before the last one. Raises the driver's error, after which some of
-        the copy may still land.
+        Waits only for the copy before this thread's latest one, whose buffer it takes. Raises the driver's
+        error, after which some of the copy may still land.
         """
         with torch.cuda.device(self._device):
             channel = self._channel()

@@ -2,8 +2,9 @@
 
 It is multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved into the
 latent space, and a token's KV is one item ``[latent, rotated key]`` that all heads share. A ``KvAccess``
-knows where items and indexer keys are stored. Not every model has a gate, layers without rope or without KV
-of their own, or queries without a latent: transformers' modules and the ``ModelSpec`` tell which it has.
+knows where items and indexer keys are stored. Some models have gates of the heads' values, layers without
+rope, layers that read an earlier layer's KV, or queries that are made without a latent: transformers' modules
+and the ``ModelSpec`` tell which.
 
 Results of linear layers are in parts, [parts, ...], whose sum is the result: the kernel that reads them adds
 them up (``block_linear.py``).
@@ -45,8 +46,9 @@ class KvAccess(Protocol):
         """Return the positions that each token attends to in an index group: int32 [num_tokens, index_topk],
         padded with -1.
 
-        ``q_index``: [num_tokens, num_index_heads, index_head_dim]; ``weights``: float32 [num_tokens,
-        num_index_heads]. Called after ``write`` of the group's first layer.
+        ``group``: a layer with an indexer, and the layers behind it that share its selection. ``q_index``:
+        [num_tokens, num_index_heads, index_head_dim]; ``weights``: float32 [num_tokens, num_index_heads].
+        Called after ``write`` of the group's first layer.
         """
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -77,7 +79,8 @@ class Places:
 class Attention:
     """Absorbed multi-head latent attention of one layer, with its indexer and its own KV if it has them.
 
-    In layers without rope, the rotated parts of queries and keys are zero.
+    ``module``: transformers' attention of layer ``number``. ``latent_eps``: epsilon of the latents' norms;
+    None keeps each one's own. In layers without rope, the rotated parts of queries and keys are zero.
     """
 
     def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
@@ -138,7 +141,7 @@ class Attention:
         return parts_of(self.o_proj, values), selected
 
     def write(self, x: Activations, places: Places, kv: KvAccess) -> None:
-        """Write the KV that ``forward`` writes, and compute nothing else."""
+        """Write the KV that ``forward`` writes and no more (``DsaModel.write_draft_kv``)."""
         self._write(x, self._rotation(places), kv, self.indexer, with_queries=False)
 
     def _rotation(self, places: Places) -> Rotation:

@@ -1,7 +1,7 @@
 """The model's linear layers, in few launches, in its dtype or in the checkpoint's fp8 with scales of blocks.
 
-The loader puts ``BlockLinear`` in the place of fp8 layers; attention and feed-forward join layers and
-multiply by ``parts_of``. A product comes in parts, [parts, num_tokens, columns], which the next kernel adds
+The loader puts ``BlockLinear`` in the place of fp8 layers; attention and feed-forward join layers and compute
+products with ``parts_of``. A product comes in parts, [parts, num_tokens, columns], which the next kernel adds
 up (``kernels.block_linear``). Layers of the same input are one product (``JoinedLinears``, ``GatedMlp``):
 their input is rounded once, and a matrix of few rows costs next to nothing beside a larger one.
 """
@@ -126,7 +126,8 @@ def can_join(parts: Sequence[Any]) -> bool:
     """Whether layers can be one product: all in fp8, each beginning at a block; or all on a GPU in the
     model's dtype.
 
-    On a CPU a product's bits may depend on the number of the matrix' rows.
+    On a CPU, layers in the model's dtype stay apart, because a product's bits may depend on the number of the
+    matrix' rows.
     """
     if all(isinstance(part, BlockLinear) for part in parts):
         return not any(len(part.weight) % BLOCK for part in parts[:-1])

@@ -24,10 +24,9 @@ SLICE_BYTES = 32 << 20
 class ScoredRows:
     """Scores on the host, complete once the stream has passed ``score_rows``.
 
-    The best tokens come first, of equal ones the lowest id.
-
-    ``logprobs``: float32 [n]; ``ranks``: int32 [n], from 1; ``top_ids``: int32 [n, num_top];
-    ``top_logprobs``: float32 [n, num_top].
+    ``logprobs``, float32 [n], and ``ranks``, int32 [n]: of the prompt's token behind each row; rank 1 is the
+    best token of the vocabulary. ``top_ids``, int32 [n, num_top], and ``top_logprobs``, float32 [n, num_top]:
+    the best tokens. Better tokens come first, of equal ones the lowest id.
     """
 
     logprobs: Tensor

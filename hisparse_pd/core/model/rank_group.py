@@ -76,7 +76,7 @@ class RankGroup:
         self._start_secs = start_secs
         self._device = device
         self._stream = SideStream(device)
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NCCL fails with it on a split fabric
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which fails on a split fabric
         try:
             own_address = _use_network(place)
             self._store = _open_store(place, start_secs)
@@ -178,7 +178,7 @@ class RankGroup:
         return said
 
     def agree_over_network(self, *values: int) -> list[tuple[int, ...]]:
-        """Do ``agree`` by gloo, wherever ranks are."""
+        """Do ``agree`` by gloo, even if the ranks share a page."""
         mine = torch.tensor(values, dtype=torch.int64)
         of_all = mine.new_empty(self.size * len(values))
         timeout = timedelta(seconds=self._agree_secs)

@@ -8,9 +8,10 @@ a byte when it has written. The same sockets show that a rank has ended.
 Not all machines keep the order of two writes between processors (ARM does not), so nothing here depends on
 it. Each word has 8 aligned bytes, is written and read as a whole, and carries a value and the number of its
 agreement: a row is complete when all of its words carry the number. Agreements use two banks of rows in turn.
-A rank writes into a bank again only when the others have written in the agreement between, for which they had
-to read all of this bank. A row therefore belongs to this agreement or to the last but one, never to a newer
-one, and the low bits of the number suffice to tell.
+A rank writes into a bank again in the agreement after the next. It gets there only when the others have
+written their rows of the next one, and before that they had to read all of this bank. A row therefore belongs
+to this agreement or to the last but one, never to a newer one, and the low bits of the number suffice to
+tell.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class RankPage:
     def agree(self, values: Sequence[int], timeout_secs: float) -> list[tuple[int, ...]]:
         """Tell all ranks ``values``. Returns those of every rank, in the order of ranks.
 
-        All ranks give equally many values, between -MAX_VALUE and MAX_VALUE. Raises RankLost, in each rank
-        now or in its next agreement, and ValueError for a value out of bounds.
+        All ranks give equally many values, between -MAX_VALUE and MAX_VALUE. Raises RankLost if a rank has
+        ended or is silent for ``timeout_secs``: in each rank, now or in its next agreement. Raises ValueError
+        for a value out of bounds.
         """
         if len(values) > WIDTH:
             first, rest = (self.agree(part, timeout_secs) for part in (values[:WIDTH], values[WIDTH:]))

@@ -1,6 +1,7 @@
 """A CUDA stream beside the current one. A CPU has none: there everything happens in the order of the calls.
 
-The decode node copies and the ranks of a node exchange on such streams (``rank_group.py``).
+On such streams, the decode node copies KV (``request_tables.py``, ``forwards.py``) and runs parts of a step
+at once (``micro_batches.py``, ``attention_parts.py``), and the ranks of a node exchange (``rank_group.py``).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``load_spec`` and the loader call ``weight_files``, which reads only the headers of files.
 ``model.safetensors.index.json``, if there is one, decides for the names in it; tensors of these names in
 other files are ignored (old weights beside new ones, a backup, the shards of another split). Any other name,
-such as those of an MTP layer in a file of its own, may be in one file only. All functions raise
-CheckpointError.
+such as those of an MTP layer in a file of its own, may be in one file only. ``load_spec`` also calls
+``fingerprint_of``. Both functions raise CheckpointError.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def _samples(stream: BinaryIO, places: list[TensorPlace]) -> Iterator[bytes]:
     starts = sorted({rest * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)})
     before = 0  # bytes of the tensors before this one
     for place in places:
+        # Pieces that reach into this tensor: they end behind its first byte and begin before its end.
         first = bisect_right(starts, before - SAMPLE_BYTES)
         for start in starts[first : bisect_left(starts, before + place.num_bytes)]:
             begin, end = max(start - before, 0), min(start + SAMPLE_BYTES - before, place.num_bytes)

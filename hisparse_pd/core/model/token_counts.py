@@ -1,9 +1,10 @@
 """Counts the tokens of requests on the device, and applies penalties and biases to logits.
 
-A decode engine has one ``TokenCounts``. The engine calls ``start`` when a request with penalties or biases
-begins, ``CountedRows.change`` before each draw (``sampling.py``) and ``add`` after it. Each request has a row
-with a count for each token of the vocabulary, so that a step's tokens are counted before the host has read
-them. Drafts are not counted: each position of a step adds the drafts before it.
+A decode engine has one ``TokenCounts``. ``decode_node/row_counts.py`` calls ``start`` when a request with
+penalties or biases begins, and before each step ``add`` with the tokens drawn since. ``sampling.py`` calls
+``CountedRows.change`` before each draw. Each request has a row on the device with a count for each token of
+the vocabulary, so that a step's tokens are counted before the host has read them. Rows do not count drafts:
+``change`` adds the drafts before a position to a copy of the row.
 
 Every logit changes in float32, independently of the others in its row and of other rows, so that a request
 gets the same tokens in any batch.
@@ -90,8 +91,8 @@ class CountedRows:
     """The drafts before the position of each row of logits; () when there are no drafts."""
 
     def change(self, logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """Return ``logits`` [num_rows, vocab_size] with penalties and biases, in float32; the argument is not
-        changed."""
+        """Return ``logits``, float32 [num_rows, vocab_size], with penalties and biases. The argument is not
+        changed; it is returned itself if no row has any."""
         changing = [row for row, param in enumerate(params) if param.changes_logits]
         if not changing:
             return logits

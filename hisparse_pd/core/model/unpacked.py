@@ -92,7 +92,10 @@ class Turn(NamedTuple):
 
 
 class ContextPages:
-    """Which pages are unpacked for a forward, and where their rows lie then."""
+    """Which pages are unpacked for a forward, and where their rows lie then.
+
+    A CUDA graph is captured with ``padding``; before each replay, ``fill`` copies a forward's pages there.
+    """
 
     def __init__(self, page_ids: Tensor, page_table: Tensor, turns: Sequence[Turn]) -> None:
         self.page_ids = page_ids
@@ -143,7 +146,8 @@ class ContextPages:
         return len(others.turns) == 1 and len(others.page_ids) <= len(self.page_ids)
 
     def fill(self, others: ContextPages) -> None:
-        """Copy ``others``, which must fit, into this object's tensors; the rest becomes padding."""
+        """Copy ``others``, which must fit, into this object's tensors. The rest of ``page_ids`` becomes
+        padding; the rest of ``page_table`` stays as it was."""
         num_pages = len(others.page_ids)
         self.page_ids[:num_pages] = others.page_ids
         self.page_ids[num_pages:] = -1

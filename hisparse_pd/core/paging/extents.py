@@ -1,8 +1,8 @@
 """Arithmetic on extents and token slots: pure functions, no state.
 
 Pools, messages and requests keep slots as extents, ``(start, length)`` of contiguous token slots in the order
-of positions. Transfers are planned over the same as arrays (``SlotRanges``), to which pages expand, too.
-Kernels take the int64 array with one token slot for each position.
+of positions. Transfers are planned over the same ranges in two arrays (``SlotRanges``), which can also be
+made of pages. Kernels take the int64 array with one token slot for each position.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
 
 def ranges_to_slots(starts: SlotArray, lengths: SlotArray) -> SlotArray:
     """Return ``lengths[i]`` slots from ``starts[i]`` on, for one i after the other: int64 [lengths.sum()]."""
+    # Slot k of the result is k more than its range's start less all slots of earlier ranges: starts (7, 20)
+    # and lengths (2, 2) give (7, 7, 18, 18) + (0, 1, 2, 3).
     ends = np.cumsum(lengths)
     num_slots = int(ends[-1]) if ends.size else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(num_slots, dtype=np.int64)

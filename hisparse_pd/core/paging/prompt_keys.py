@@ -4,8 +4,9 @@ A decode node's front computes the root for a request (``root_of``). Both nodes'
 the prompt's pages from it and look them up in their prefixes (``prefix_tree.py``).
 
 A chain of keys begins at a root; each key is a hash of the key before it and of its own block of tokens,
-which for an engine is a page. Equal keys therefore mean equal tokens from the beginning and the same root.
-The root is a hash of the request's isolation key: prompts with different isolation keys share nothing.
+which for an engine is a page, and in ``serving/http/prefixes.py`` a number of bytes. Equal keys therefore
+mean equal tokens from the beginning and the same root. The root is a hash of the request's isolation key:
+prompts with different isolation keys share nothing.
 """
 
 from __future__ import annotations

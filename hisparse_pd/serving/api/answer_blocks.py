@@ -1,7 +1,7 @@
 """The blocks that a chat's answer consists of: each one is reasoning, text, or one call of a tool.
 
-``chat_message.py`` and ``call_reader.py`` find them and add them to a ``BlockList``; the dialects take its
-changes and write them.
+``chat_message.py`` and ``call_reader.py`` find them in the text and add them to a ``BlockList``.
+``chat_message.py`` then takes its changes for the dialects, which write them.
 """
 
 from __future__ import annotations

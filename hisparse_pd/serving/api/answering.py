@@ -128,7 +128,8 @@ def _encode_event(event: Json) -> bytes:
 class _UnitWriter:
     """Writes units of a journaled stream: a delta's events, then a record of all tokens not recorded yet.
 
-    The first unit written after the node has begun to leave is followed by the line LEAVING.
+    The first unit written after the node has begun to leave is followed by the line LEAVING,
+    with which the router may move the stream to another node.
     """
 
     def __init__(self, context: DecodeContext, outputs: Sequence[SampleOutput]) -> None:
@@ -159,7 +160,7 @@ class _UnitWriter:
         if delta.scored:
             return JournalRecord(index, (), num_scored=len(delta.scored))
         record: list[object] = [index, output.token_ids[self._num_recorded[index] : delta.last_token]]
-        self._num_recorded[index] = delta.last_token
+        self._num_recorded[index] = delta.last_token  # the end of the delta's half-open range of tokens
         if delta.finish is not None or delta.logprobs:
             record.append(self._logprobs.pop(index, ()))
         if (finish := delta.finish) is not None:

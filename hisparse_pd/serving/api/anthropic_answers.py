@@ -1,7 +1,8 @@
 """Writes the answers to ``/v1/messages`` in Anthropic's published form, whole and streamed.
 
-``answering.py`` makes a ``MessagesDialect`` for each request and calls it as ``dialect.py`` says; most of it
-is in ``block_dialect.py``. A block of the answer becomes a content block of the message.
+``answering.py`` makes a ``MessagesDialect`` for each request. For a whole answer it calls ``whole``. For a
+stream the base class (``block_dialect.py``) calls ``_begin`` first and ``_show`` with each change of a block,
+and ``answering.py`` calls ``last_events``. A block of the answer becomes a content block of the message.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class MessagesDialect(BlockDialect):
         yield _event("message_stop")
 
     def _begin(self, output: SampleOutput) -> Iterator[Json]:
+        # Even if the output has finished with its first delta, its message begins without a reason to stop.
         yield _event("message_start", message=self._message([], output) | self._stop(None))
 
     def _show(self, change: Change, block: Block, text: str) -> Iterator[Json]:
@@ -88,6 +90,7 @@ class MessagesDialect(BlockDialect):
         }
 
     def _stop(self, finish: Finish | None) -> Json:
+        """Return the fields that say why the message ended; both are null while it has not."""
         reason: str | None = None
         if finish is not None:
             by_string = finish.reason is FinishReason.STOP and isinstance(finish.matched, str)
