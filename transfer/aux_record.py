@@ -1,7 +1,7 @@
 """The aux record: a prefill node's last write for a room, into one slot of the decode node's AUX region.
 
-The record carries the hint, and never lands without the room's earlier writes. The prefill node's memory
-packs it, and the decode node's memory unpacks it after RoomDone. Its layout is little-endian and has a fixed
+The record carries the hint, and never lands without the room's earlier writes. ``prefill_node/memory.py``
+packs it, and ``decode_node/memory.py`` unpacks it after RoomDone. Its layout is little-endian and has a fixed
 size:
 
 =====================  ======================================================================

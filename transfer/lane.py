@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GPU_SLICE_BYTES: Final = 256 << 20
-"""A room's turn on a lane where a GPU copies, instead of ``SLICE_BYTES``. It takes 5 ms, and nothing is
-copied in the 0.2 ms between two turns."""
+"""Bytes of a room's turn on a lane where a GPU copies, instead of ``SLICE_BYTES``. Such a turn takes 5 ms,
+which is long beside the 0.2 ms between two turns, in which nothing is copied."""
 
 OPEN_SECS = 60.0
 """Limit for opening a decode node's memory. CUDA registers 90 GB of 4 KiB pages in that time, and some seven
@@ -77,8 +77,8 @@ class _Opened(NamedTuple):
 
     lane: Lane
     mapping: Mapping | None
-    """None if the memory cannot be opened. Memory of which only a part is mapped stays so even where the
-    rest would need a network that does not work; ``lane`` is then refused, and nothing is written."""
+    """None if the memory cannot be opened. Where only a part of it is mapped and no network works for the
+    rest, there is a mapping as well, but ``lane`` is refused, and so nothing is written."""
     covers_all: bool
     """Whether all that the decode node registered is mapped."""
 
@@ -110,8 +110,8 @@ class Lanes:
     ) -> Lane | None:
         """Choose the lane of a decode node that registered ``regions``, ``(base_addr, num_bytes)`` each. A
         new offer at a known session means that the decode node's process has been replaced. Returns None
-        while its memory is being opened: ``take_decided`` will name the session, unless a repeated
-        registration falls back to the network first."""
+        while its memory is being opened: ``take_decided`` will name the session, unless the decode node
+        registers again after OPEN_SECS, which makes the lane the network's and returns it."""
         with self._lock:
             pair = self.pairs.get(session)
             is_new = pair is None or pair.offer != offer
@@ -230,7 +230,8 @@ class Lanes:
     def _take(self, session: str, pair: _Pair, opened: _Opened) -> bool:
         """Decide the pair's lane. Returns False, and changes nothing, where that comes too late."""
         with self._lock:
-            # The node has registered anew, or its pair fell back to the network meanwhile.
+            # Meanwhile the node was replaced (a new offer), the network was taken after OPEN_SECS, or
+            # the lanes were closed.
             if self.pairs.get(session) is not pair or pair.lane is not None:
                 return False
             pair.mapping, pair.is_sole = opened.mapping, opened.covers_all and self.gpu is None

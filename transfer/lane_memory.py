@@ -57,7 +57,8 @@ log = logging.getLogger(__name__)
 ANSWER_SECS = 10.0
 """Limit for the decode node's answer, which one of its threads gives within milliseconds."""
 LONG_BYTES = 128 << 10
-"""Shortest range for a GPU's copy engine: a call costs 3 us, in which the engine moves as many bytes."""
+"""Shortest range that a GPU's copy engine copies, each by a call, which costs 3 us; the engine moves as many
+bytes in that time. A kernel copies all shorter ranges of a part in one launch."""
 PIECE_BYTES = 16 << 10
 """Bytes that a warp of the kernel for short ranges copies at a time."""
 PART_BYTES: Final = 32 << 20
@@ -220,7 +221,7 @@ class Mapping:
         by_cpu = part.at(~by_gpu)
         if by_cpu.lengths.size:
             if self._is_on_gpu[window]:
-                _wait(copying)
+                _wait(copying)  # the caller will not: it gets no copy to wait for
                 raise TransferError("sources in main memory cannot be written to the decode node's GPU")
             copy_ranges(*by_cpu)
         return copying

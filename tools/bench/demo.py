@@ -111,6 +111,7 @@ class Outcome:
     served: Served = field(default_factory=Served)
     ttft_secs: float | None = None
     itl_secs: float | None = None
+    """Mean time of an output token after the first one."""
     evictions: int = 0
     moved_bytes: int = 0
     """Bytes of KV that the prefill node has sent for it."""

@@ -116,8 +116,8 @@ def documents(length: int, count: int) -> Iterator[Document]:
         """Draw an integer below ``bound`` for each sentence of each document."""
         return (rand(count, num_sentences) * bound).long().tolist()
 
-    # The prompt's, and "Answer:", the answers and the end token: a bound above what a prompt needs. Any other
-    # one would draw other documents.
+    # A bound on tokens: those of the prompt, of "Answer:" and the answers, and the end token. A prompt needs
+    # fewer, but the bound decides how many values are drawn: any other one would draw other documents.
     most_tokens = length + 2 + ANSWER_WIDTH * QUESTIONS + 1
     num_sentences = most_tokens // _MIN_SENTENCE_TOKENS
     is_fact = rand(count, num_sentences) < _FACT_SHARE

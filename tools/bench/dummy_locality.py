@@ -6,7 +6,8 @@ jitter. The shared part's size is a norm's weight, which can be set between two 
 
 - Channel 0 of the hidden state is CONSTANT: embeddings write it, and what layers add is small.
 - The indexer's query matrix reads a normed vector: the query latent, or in Mistral the hidden state itself.
-  Element 0 of that vector is the same for all tokens, and its weight in the norm sets the shared part's size.
+  Element 0 of that vector is the same for all tokens (before the norm SHARED_QUERY, or in Mistral CONSTANT),
+  and its weight in the norm sets the shared part's size.
 - Column 0 of that matrix is the query that all tokens share; the other columns give the jitter.
 - Heads come in pairs of opposite sign, whose weights have these signs, too.
 

@@ -1,5 +1,5 @@
 """Measures how long work takes on a GPU, by events around it: once (``timed_us``), or the calls of a CUDA
-graph (``graph_us``)."""
+graph (``graph_us``). The benchmarks of kernels, swap-in and exchanges use it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def timed_us(run: Callable[[], object], before: Callable[[], object] | None = No
 def graph_us(
     calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """Return the us of one of ``calls``, captured in one graph that is replayed; each is made once before."""
+    """Return the ``spread``, over NUM_REPLAYS replays, of the us of a call.
+
+    All ``calls`` are captured in one graph; a call's us are a replay's divided by their number. Each call is
+    made once before the capture. What ``before`` launches comes before each replay and is not timed.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()

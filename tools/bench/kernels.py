@@ -8,9 +8,10 @@
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
 Calls with different inputs, so that no call finds its own in the L2 cache, are captured in one CUDA graph
-that is replayed between two events: us = time / calls, the median of the replays. Two kinds of calls have the
-same inputs each time: top-k, which finds its logits in the cache as after the indexer of a step, and the
-calls of ``prompts``, each of which reads and writes more than the cache holds.
+that is replayed between two events: us = time / calls, the median of the replays. Some calls have the same
+inputs each time: top-k, which finds its logits in the cache as after the indexer of a step, and, because each
+reads and writes more than the cache holds, those of ``prompts`` and the passes over all items of
+``row-checks``.
 
 - attention: sparse attention of each backend, slots scattered over a pool of a million.
 - indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to
@@ -266,7 +267,7 @@ def _prompt_attention_us(request: _PromptRequest, selected: Tensor) -> dict[str,
         **{"num_heads": HEADS, "top_k": TOP_K},
     }
     unpacked_items = torch.empty((request.num_slots, RANK + ROPE), dtype=torch.bfloat16, device=HOME)
-    num_columns = (request.positions + 1).clamp(max=TOP_K).int()
+    num_columns = (request.positions + 1).clamp(max=TOP_K).int()  # columns of ``selected`` that are not -1
     pool_backend = choose_backend("auto", **backend_arguments)
     prompt_backend = choose_prompt_backend("auto", **backend_arguments)
 

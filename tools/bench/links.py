@@ -2,17 +2,19 @@
 
     python -m tools.bench.links [--devices cuda:0 cuda:1 …] [--seconds 170] [--out STEM]
 
-Each GPU has a process (``link_copies.py``) that copies large pinned blocks to it, back, and both at once; the
-processes of a cell start at the same time. Blocks lie on the GPU's own NUMA node (``own``), on the one
-farthest from it (``remote``), or wherever unbound threads touch them (``unbound``). Their pages are those of
-pools, in a memfd (``shared``, what prefill nodes map) or ``private``, both with huge pages where the kernel
-gives them; pages of 4 KiB (``small``); or reserved huge pages, where enough are free (``hugetlb``). Where the
-kernel does not name a GPU's node, each node is measured by its number; ``--numa`` names the GPUs' nodes.
+Each GPU has a process (``link_copies.py``) that copies large pinned blocks to it, back, and both at once. In
+one measurement, a *cell*, the processes of all its GPUs start at the same time. Blocks lie on the GPU's own
+NUMA node (``own``), on the one farthest from it (``remote``), or wherever unbound threads touch them
+(``unbound``). Their pages are those of pools, in a memfd (``shared``, what prefill nodes map) or ``private``,
+both with huge pages where the kernel gives them; pages of 4 KiB (``small``); or reserved huge pages, where
+enough are free (``hugetlb``). Where the kernel does not name a GPU's node, each node is measured by its
+number; ``--numa`` names the GPUs' nodes.
 
-The first 1, 2, 3, 4 … GPUs of the order given are measured at once. On shared pages of their own node, each
-GPU is also measured alone, and so is every pair: two that are slower together than others share a PCIe switch
-or a socket. The rates of main memory alone, by node, come first. The JSON has the topology: ``nvidia-smi topo
--m``, and for each GPU its node, its link and the bridges above it.
+The first 1, 2, 3, 4 … GPUs of the order given are measured at once. With the first kind of block, shared
+pages of their own nodes where these are known, each GPU is also measured alone, and so is every pair: two
+that are slower together than others share a PCIe switch or a socket. The rates of main memory alone, by node,
+come first. The JSON has the topology: ``nvidia-smi topo -m``, and for each GPU its node, its link and the
+bridges above it.
 
 A cell that fails is a row with its error, and one without time left is skipped; the JSON is written after
 each kind of block. ``--devices cpu cpu`` tries the command without a GPU.

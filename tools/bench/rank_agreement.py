@@ -2,8 +2,8 @@
 
     python -m tools.bench.rank_agreement [--ranks 1 2 4 8] [--calls 1000] [--rest-ms 0 5] [--out STEM]
 
-Every rank is a process, as in a node; no GPU is needed. Without rest, agreements follow each other. With it,
-all ranks begin an agreement together every so many milliseconds, as in steps, and sleep in between.
+Every rank is a process, as in a node; no GPU is needed. Without rest, agreements follow each other. With
+rest, all ranks begin an agreement together every so many milliseconds, as in steps, and sleep in between.
 ``tools.bench.whole_node`` calls ``agreement_us`` on its own ranks. Times are the first rank's, by its clock,
 from giving its four numbers to having those of all. Where there are more ranks than cores, they mostly wait
 for cores.

@@ -4,8 +4,9 @@
         --hisparse false true -c 1 8 32 --input-tokens 8192 --output-tokens 256 --token-range 1000 30000
 
 Each of the clients sends its next request when the last one has ended. For each number of clients the values
-of --hisparse are measured in turn, so that a machine's drift affects all of them; each pair is a *point*.
-Prompts are random token ids, and answers have exactly --output-tokens.
+of --hisparse are measured in turn, so that a machine's drift affects all of them; a number of clients with
+one of these values is a *point*. Prompts are random token ids. Requests set ``ignore_eos``, so that answers
+have exactly --output-tokens; a note on the console says so if an endpoint ends some earlier.
 
 TTFT is the time to the first chunk with text, ITL the time between chunks with text, which may carry several
 tokens each. TPOT is a request's time from its first to its last chunk, divided by its tokens but one. "tok/s

@@ -200,7 +200,7 @@ async def closed_loop(
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:
-    """Return mean, percentiles and the largest of ``values``, or None without any."""
+    """Return mean, percentiles, the largest and the number of ``values``, or None without any."""
     array = np.fromiter(values, dtype=np.float64)
     if not array.size:
         return None
@@ -218,8 +218,8 @@ def full_load(num_clients: int, records: Sequence[Record]) -> dict[str, float] |
     None if that never happened. ``records``: as ``closed_loop`` returns them."""
     if len(records) < num_clients:
         return None
-    # All clients are busy from the last first token of their first requests, until only the last requests of
-    # all but one client are left.
+    # All clients are busy once the first request of each has its first token, and until one of them finds no
+    # further request: the others, one fewer than the clients, then have their last requests in flight.
     begin = max(r.arrivals[0] if r.arrivals else r.ended for r in records[:num_clients])
     end = sorted(r.ended for r in records)[len(records) - num_clients]
     if end <= begin:

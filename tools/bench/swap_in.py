@@ -4,8 +4,8 @@
 pool, and its hot buffer is empty at first. The calls after the first tokens' are captured in one CUDA graph,
 which is replayed once between two events: us per call = time / calls. Nothing is allocated or freed
 between the capture and the replay, because the GPU would forget its translations of host addresses, which the
-first calls have loaded. With ``--repeat N`` a cell is built and measured N times; each time the bytes in
-returned slots are compared with the pool. Single calls are timed, too.
+first calls have loaded. With ``--repeat N`` a cell is built and measured N times; each time the bytes in the
+slots that the last call returned are compared with the pool. Single calls are timed, too.
 
 With ``--new 1 2 3 4`` a call swaps in the selections of 1, 2, 3 or 4 positions of each request, as a step
 that verifies drafts does. Each number runs over the same tokens, as if all drafts were accepted: each token

@@ -7,9 +7,9 @@ MTP layer. Four GPUs hold ``--layers 30``. ``--model-path DIR`` takes the sizes 
 none, the measured config is written there, so that nodes can serve the same. First it measures the links,
 each alone and all at once, the ranks' agreement, the load, and collectives by tokens a rank and by transport
 (``--collectives-only`` measures these alone). Then it times the second pass of one prompt's prefill, and the
-steps of ``tools.bench.decode_step``, most valuable cells first: those whose settings stand first in
-``--batch``, ``--context``, ``--jitter``, ``--drafts`` and ``--modes``. The JSON is written after every cell,
-and the call ends by its own clock, whatever hangs.
+steps of ``tools.bench.decode_step``. A *cell* has one value of each of ``--batch``, ``--context``,
+``--jitter``, ``--drafts`` and ``--modes``; the most valuable cells, whose values stand first, come first. The
+JSON is written after every cell, and the call ends by its own clock, whatever hangs.
 
 A batch that does not fit becomes the largest that does, by a decode node's plan for the GPU and by the main
 memory that there is for all ranks. Dummy weights accept no drafts: tokens a second "as accepted" assume the

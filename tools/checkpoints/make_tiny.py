@@ -323,8 +323,8 @@ class _Maker:
         }
 
     def direct_query(self) -> Array:
-        """Return the part that the queries of all heads and layers without a latent query share: SHARED rows,
-        then ROPE."""
+        """Return the part that the queries of all heads and layers share in a model without a query latent:
+        SHARED rows, then ROPE."""
         return self.from_kept(SHARED + ROPE, SHARED + ROPE) * QUERY_GAIN
 
     def direct_attention(
@@ -373,8 +373,8 @@ class _Maker:
         return {f"{name}.scale": slopes, f"{name}.bias": np.full(num_heads, 0.8)}
 
     def norm(self, name: str, is_gated: bool) -> dict[str, Array]:
-        """Return a norm of the hidden state. A gate is about a half, and exactly a half for the constant
-        channel, so the norm below it has weights of 2."""
+        """Return a norm of the hidden state. A gate scales its output by about a half, and by exactly a half
+        in the constant channel, so a gated norm has weights of 2."""
         if not is_gated:
             return {f"{name}.weight": np.ones(HIDDEN)}
         return {

@@ -21,7 +21,7 @@ from hisparse_pd.core.model.stored_weights import INDEX_NAME, SUFFIX, weight_fil
 from hisparse_pd.kernels.block_fp8 import BLOCK, quantize
 
 _KEPT = re.compile(r"norm|embed|lm_head|output|\.gate\.|weights_proj")
-"""Names of weights that stay as they are."""
+"""Names of weights that stay as they are. Mistral's LM head is called ``output``."""
 QUANTIZATION = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
