@@ -3,8 +3,8 @@
 These are the functions that the decode node calls. When a request starts, ``RowStart`` or ``start_dense_row``
 fills its row of the tables (``hot_state.py``). Each forward of a step then calls ``newest_slots`` once,
 ``swap_in`` or ``plan_misses`` in the first layer of every index group, and ``replay_misses`` in the group's
-other layers. ``backup_newest`` follows once the last layer has written its items and, with drafts, once it is
-known which are accepted.
+other layers. ``backup_newest`` follows once the last layer has written its items and, with drafts, once it
+is known which are accepted.
 
 Every check that needs no synchronisation is made here. Then the device of the state's tables decides: ``cpu``
 runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools must be pinned or
@@ -302,7 +302,8 @@ def backup_newest(
     ``num_newest``: int32 [num_reqs], 0 to ``min(seq_len, max_new)``: positions
     [seq_len - num_newest, seq_len) are copied, which must have been new in the last step. None: one of each.
 
-    Call when all layers have written their items, and before the next step's ``swap_in``, which may give the slots away.
+    Call when all layers have written their items, and before the next step's ``swap_in``, which may give the
+    slots away.
     """
     device, shape = requests.state.device, (requests.num_reqs,)
     check_range("num_new", requests.num_new, 1, 2)  # exactly 1
