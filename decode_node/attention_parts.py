@@ -1,4 +1,4 @@
-"""Selection, swap-in and attention of a large hisparse batch in parts, within each layer.
+"""Selection, swap-in and attention of a large hisparse batch in parts of its requests, within each layer.
 
 A large batch is bound by PCIe. In parts, the misses of one part cross it while the indexer selects for the
 next part, and while attention reads the part before. Products and experts, which read weights, run over the
@@ -86,7 +86,8 @@ class AttentionParts:
                 requests.req_rows[rows],
                 num_real[number : number + 1],
             )
-            # Parts are copied and attend in the same order: no copy runs while the last one attends.
+            # Parts attend in the order of their copies. When the last part attends, its copy, the last of the
+            # layer, is over: it needs to leave no multiprocessors to copies.
             attention = self._attention_alone if rows.stop == num_reqs else self._attention_beside_copies
             parts.append(Part(rows, part_requests, attention, self._copies.miss_plans[number], self._copies))
         return parts
@@ -156,7 +157,8 @@ class StepInParts(DeviceStep):
         return torch.cat(selected)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        # Layers of an index group have the same misses. ``select`` has begun the copies that the first needs.
+        # All layers of an index group have the misses that ``select`` found. ``select`` has also begun the
+        # copies that the first layer needs; each later layer begins its own here.
         if not self._is_first_of_group(layer):
             for part in self._parts:
                 part.copy_misses(self._spec.kv_layers_filled_at[layer])

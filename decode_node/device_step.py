@@ -186,17 +186,19 @@ class DeviceStep:
     def page_in(self, layer: int, positions: Tensor) -> Tensor:
         """Bring the layer's items of ``positions``, which its index group selected, to the device.
 
-        Returns ``device_slots``: the first layer of an index group finds them, for all of its layers. Index
-        groups of one hot group share hot buffers (``layer_sharing.py``). ``kv_layers_filled_at[layer]`` are
-        the KV layers into which misses are copied just before ``layer`` attends. The first layer of an index
-        group finds and records the misses; further copies replay the record.
+        Returns ``device_slots``, which are the same in all layers of an index group. The group's first layer
+        finds them, and records the misses in the miss plan; every further copy of the misses replays it.
+
+        An entry of a hot buffer has items in all KV layers of its hot group, one or several index groups
+        (``layer_sharing.py``). Misses are therefore copied into all of these KV layers, but spread over the
+        index group's layers: ``kv_layers_filled_at[layer]`` are those filled just before ``layer`` attends.
         """
         kv_layers = self._spec.kv_layers_filled_at[layer]
         if not self._is_first_of_group(layer):
             self._replay_misses(kv_layers)
             return self.device_slots
         memory, hot_group = self._memory, self._hot_group(layer)
-        # Later layers of the hot group miss the same positions: they replay the copies of this one.
+        # Other KV layers of the hot group need the same misses: the plan is recorded to replay them there.
         is_replayed = len(self._spec.kv_layers_of_hot_group[hot_group]) > 1
         device_slots = swap_in(
             self._new.expand_to_all_new(positions),
@@ -214,8 +216,10 @@ class DeviceStep:
     def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
         """Write the draft layer's KV of a step without drafts, and back it up.
 
-        ``token_ids``: int64 [num_reqs], drawn behind the new positions; ``hidden``: of the model's forward.
-        The layer selects nothing; its hot buffers learn where the new positions are.
+        ``token_ids``: int64 [num_reqs], drawn behind the new positions; ``hidden``: [num_reqs, hidden_size],
+        of the model's forward over these positions.
+        The layer selects nothing here. ``page_in`` is called all the same, so that its hot buffers learn
+        where the new positions are.
         """
         model.write_draft_kv(token_ids, hidden, self.positions, self)
         nothing = (len(token_ids), self._spec.index_topk)

@@ -80,7 +80,8 @@ class _Size:
     probe_steps: int = 0
     """Steps that are left of the probe; 0 without one."""
     probes_up: bool = False
-    """Whether the last probe was of a larger number; probes go up and down by turns."""
+    """Whether the last probe that was due was to try a larger number. Probes go up and down by turns; one
+    that would try less than 0, or more than a step can verify, is left out."""
 
 
 class _TurnStep(NamedTuple):

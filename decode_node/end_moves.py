@@ -47,13 +47,14 @@ class EndMoves:
     def emit(
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], now: float
     ) -> None:
-        """Give a request's next tokens to its client, up to the first that ends it, and then end it.
+        """Give a request's next tokens to its client. If one of them ends the request, end it, and drop the
+        tokens behind that one.
 
-        A step's tokens but the last are accepted drafts. ``logprobs``: one for each token.
+        ``token_ids``: a step's, all of which but the last are accepted drafts. ``logprobs``: one for each.
         """
         is_first = not request.output_token_ids
         if is_first:
-            request.phases.end(now)
+            request.phases.end(now)  # the phase ``first_step``
         reason, matched = None, None
         num_emitted = 0
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
@@ -157,7 +158,7 @@ class EndMoves:
 
     def _end(self, request: Request, now: float, *, is_sound: bool = False) -> None:
         """Take a request out of steps, tables and books: the one way out of every state. ``is_sound``: its KV
-        is right and may be held."""
+        is right and may be held, which matters only if the request is RUNNING."""
         request.grammar = request.landed_hint = None  # frees memory that an ended request does not need
         if request.state is not RequestState.RUNNING:
             self.requests.release(request, now)

@@ -103,7 +103,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
         )
-        # What the loop checks, flushes and verifies while it is idle.
+        # While it is idle, the loop checks the books and verifies the rows of held prefixes. It flushes these
+        # prefixes on demand.
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
         self._set_live_record(self.requests, self.requests.held, kv, self.memory.row_checks)
 
@@ -168,6 +169,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
     @staticmethod
     def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+        # ``engine/start.py`` calls this before the model is loaded.
         check_swap_in(settings, spec)
         # A device pool whose size is not known yet is on a GPU and takes no main memory.
         totals = make_limits(settings, spec, settings.device_pool_tokens).totals

@@ -31,7 +31,7 @@ class Forward:
     """What the host reads after a step without drafts, int64 [num_reqs, columns of ``step_results.py``];
     ``token_ids`` is its last column. None in steps that verify drafts."""
     verified: Verified | None = None
-    """None in steps without drafts."""
+    """What acceptance of the drafts needs; None in steps without drafts."""
 
 
 @dataclass(frozen=True)

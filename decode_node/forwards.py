@@ -148,8 +148,9 @@ class Forwards:
         if captured is None:
             return self._follow(forward)
         captured.graph.replay()
-        # Whole and split first halves of one size share this graph, and its own results are those of the one
-        # with which it was captured: after a step without drafts, the results are in ``forward``.
+        # Whole and split first halves of one size share this graph. ``captured.results`` belongs to the first
+        # half with which the graph was captured. Steps with drafts have only one; after a step without
+        # drafts, the results of the first half that has run are in ``forward``.
         return captured.results if forward.results is None else forward.results
 
     @torch.inference_mode()
@@ -174,7 +175,8 @@ class Forwards:
 
         ranks = self._model.ranks
         with torch.cuda.stream(stream):
-            # A rank may compile for longer than the forwards of others wait: all of them rehearse first.
+            # A forward waits for other ranks, but not for as long as one may compile. Each rank therefore
+            # compiles in a rehearsal first, in which its forwards wait for nobody.
             if ranks is not None:
                 with ranks.rehearsal():
                     self._warm_up(whole + in_parts)
@@ -281,6 +283,7 @@ class Forwards:
         likeliest = _or_known(logits.argmax(dim=-1), inputs.known_next[:num_reqs])
         self._outcomes.put_plain(inputs, likeliest)
         results = join_plain(self._tables.row_results(req_rows), likeliest)
+        # Draws replace the likeliest tokens in place: the column is a view of ``results``.
         return Forward(num_reqs, 1, logits, results[:, TOKEN_COLUMN], results)
 
     def _run_model(self, token_ids: Tensor, new: NewPositions, split: Split) -> tuple[Tensor, Tensor | None]:

@@ -29,15 +29,15 @@ class HeldMatch(NamedTuple):
 class HeldMatches:
     """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
-    ``landing``: requests whose KV is on its way.
+    ``landing``: requests whose KV is on its way. Why nobody counts on what they share: see ``reserve.py``.
     """
 
     def __init__(self, held: PrefixTree, landing: Iterable[Request], page_size: int) -> None:
         self._held = held
         self._page_size = page_size
         self.pinned: dict[Prefix, int] = {}
-        """Number of pages, from a prefix's start, that are shared by requests whose KV is on its way or that
-        the plan admits. Nobody counts on these pages."""
+        """For each prefix, how many of its first pages are shared by requests whose KV is on its way or that
+        the plan admits. The reserve never counts on these pages to become free."""
         for request in landing:
             for part in request.prefix.chain() if request.prefix else ():
                 self.pinned[part] = len(part.keys)
@@ -53,8 +53,9 @@ class HeldMatches:
         return HeldMatch(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
 
     def is_counted_on(self, match: HeldMatch) -> bool:
-        """Return whether running requests use pages of ``match`` that are not pinned yet: an order counts on
-        them to be free in the end, which sharing them would prevent."""
+        """Return whether running requests use pages of ``match`` that are not pinned yet. The order in which
+        requests can end (``reserve.py``) counts on such pages to be free when their last user has ended. If
+        they are shared, they are not free then, and another order is needed."""
         return any(part.num_users and num > self.pinned.get(part, 0) for part, num in match.parts)
 
     def pinned_with(self, match: HeldMatch) -> dict[Prefix, int]:

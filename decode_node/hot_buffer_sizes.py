@@ -1,7 +1,8 @@
 """Decides how large hot buffers are, by the device slots that one plan has to spare. Pure.
 
 ``mode_choice.py`` asks for the size of a new hot buffer, and shrinks others when it lacks device slots only;
-``scheduler.py`` gives them their full size back when nobody waits.
+``scheduler.py`` gives them their full size back when nobody waits but for stuck slots. A hot buffer
+gets another size by an ``Exchange``, which replaces all device slots of its request before the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     limits = draft.limits
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    large = [  # no request's minimum exceeds ``smallest_hot_buffer``; ``gain`` then goes by each one's own
+    large = [  # larger than their minimum, since nobody's minimum exceeds ``smallest_hot_buffer``
         r for r in draft.running if r.hot_capacity > limits.smallest_hot_buffer and r not in draft.exchanges
     ]
     for request in sorted(large, key=_admission_order, reverse=True):
@@ -42,7 +43,7 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     for request, gain in gains:
         draft.exchanges[request] = Exchange(request, limits.min_capacity(request))
         freed = SlotCounts(device=gain)
-        # The reserve still counts these slots as free only once the request has ended, which is safe.
+        # A reserve made before counts these slots as free only once the request has ended, which is safe.
         draft.note_change(request, request.mode, request.owned_slots - freed)
         draft.available += freed
 

@@ -38,7 +38,8 @@ class Limits:
     def max_life_hisparse(self) -> int:
         """Most tokens that a hisparse request can have in its whole life."""
         bound = min(self.totals.host, self.totals.index)
-        # No hot buffer that suffices for any length fits: one must hold the whole life and the last drafts.
+        # Where the device pool is smaller than a hot buffer that suffices for any length, a request's hot
+        # buffer must hold its whole life and the last step's drafts.
         if self.totals.device < round_up(self.smallest_hot_buffer, self.page_size):
             bound = min(bound, max(0, self.totals.device - self.max_drafts))
         return bound

@@ -68,6 +68,7 @@ class LiveRequests:
         """The next ``Request.admitted_seq``."""
 
     def __len__(self) -> int:
+        # Requests that are ENDING have given up their rooms: they are not in ``_by_room``.
         return len(self._by_room) + len(self._admitted[RequestState.ENDING])
 
     def get(self, room: int) -> Request | None:

@@ -21,7 +21,7 @@ allocators do not know: the scratch page, where padding of a batch writes.
 
 Prefill nodes of this machine may map main memory through memfds (``transfer/lane.py``). With a GPU the host
 pool and the aux slots are pinned. At shutdown the transport unregisters the memory first, then ``close``
-unregisters it with CUDA and unmaps it.
+unregisters it with CUDA; it is unmapped when no tensor is left on it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,9 @@ class DecodeMemory:
         return tuple(shared)
 
     def close(self) -> None:
-        """Let go of main memory; its tensors are empty afterwards. The transport must have unregistered it,
-        and no step may be in flight. May be called again."""
+        """Unpin main memory and let go of it. The transport must have unregistered it, and no step may be in
+        flight. ``k_host`` and ``aux`` are empty afterwards. Where other pools lie in main memory too, as on a
+        CPU, that is unmapped when their tensors are gone. May be called again."""
         self.k_host = self.k_host[:, :0].clone()
         self.aux = self.aux[:0].clone()
         self._by_kind.clear()
@@ -164,13 +165,15 @@ class DecodeMemory:
                 pool[:, dst_start : dst_start + length] = pool[:, src_start : src_start + length]
 
     def spill(self, device: tuple[Extent, ...], host: tuple[Extent, ...], num_tokens: int) -> None:
-        """Copy the items of positions [0, num_tokens), in all layers, from device to host slots."""
+        """Copy the items of positions [0, num_tokens), in all layers, from device to host slots, and wait for
+        the copies. ``RequestTables.retract`` calls it for a dense request that gives up its device slots."""
         src_device_slots = slots_tensor(device)[:num_tokens].to(self.k_dev.device)
         runs = _host_runs(host, num_tokens)
         for layer_dev, layer_host in zip(self.k_dev, self.k_host, strict=True):
             items = layer_dev[src_device_slots]
             for start, dst_host in runs:
-                # In stream order, the next layer's items reuse this one's memory after these copies.
+                # No wait between layers: the next ``items`` may get this one's memory, but the stream makes
+                # these copies before it writes there.
                 layer_host[dst_host].copy_(
                     items[start : start + dst_host.stop - dst_host.start], non_blocking=True
                 )

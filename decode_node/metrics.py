@@ -45,7 +45,7 @@ class Metrics:
         self.totals[_labelled(name, labels)] += value
 
     def generated(self, mode: Mode, num_tokens: int) -> None:
-        """Count output tokens that were sent."""
+        """Count output tokens of a request in ``mode``; they may be sent later."""
         self._num_tokens += num_tokens
         self.add("generation_tokens_total", num_tokens, mode=mode)
 
@@ -77,7 +77,8 @@ class Metrics:
 
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
-        # With drafts in flight, SITS_OUT says only that slots would lack if all of these were accepted.
+        # SITS_OUT assumes that all drafts in flight are accepted. A request that has some may have slots
+        # enough once they are read: it does not count as paused.
         num_paused = sum(
             request.run_stage is RunStage.SITS_OUT and not request.num_drafts_in_flight
             for request in all_running

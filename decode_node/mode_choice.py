@@ -22,7 +22,8 @@ from hisparse_pd.decode_node.step_plan import Admission
 def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
     """Admit ``request`` in a mode that it allows. Returns False if it fits in none.
 
-    ``modes``: those that a request with the flag ``auto`` may have.
+    ``modes``: those that a request with the flag ``auto`` may have: both, or for a local request those in
+    which it needs no prefill node.
     """
     if not (draft.available.aux and draft.available.req_row):
         return False
@@ -31,7 +32,7 @@ def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
             return _admit_hisparse(draft, request)
         case HisparseFlag.FALSE:
             num_prompt, limits = request.num_prompt_tokens, draft.limits
-            # with all slots to grow into, or else with a page of them
+            # The prompt with all the slots to grow into that an admission gives, or else with a page of them.
             lengths = num_prompt + limits.growth_tokens, num_prompt + limits.page_size
             return _admit_dense(draft, request, lengths)
         case HisparseFlag.AUTO:

@@ -26,8 +26,9 @@ class _Situation(NamedTuple):
     stuck: SlotCounts
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
-    """Changes of the queue while its first request may be overtaken; 0 otherwise. Others overtake it if it
-    waits for stuck slots, which may never come, or for the KV of its prompt's first sample."""
+    """Changes of the queue, or 0 while its first request cannot be overtaken: then what is behind it decides
+    nothing. It may be overtaken while it waits for stuck slots, which may never be free, or for the KV of its
+    prompt's first sample."""
 
 
 class NextPlan:

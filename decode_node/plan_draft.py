@@ -33,7 +33,11 @@ class _Changed(NamedTuple):
 
 @dataclass
 class PlanDraft:
-    """One plan in the making."""
+    """One plan in the making.
+
+    ``reserve.py`` explains the words: a claim is what a request owns and lacks to end; the order is one in
+    which all requests can end; a reserve gives slots away as long as that order stays possible.
+    """
 
     limits: Limits
     available: SlotCounts
@@ -61,8 +65,9 @@ class PlanDraft:
         return self._reserve
 
     def grow_running(self, grown: Callable[[Place, Reserve], Claim]) -> None:
-        """Make the reserve, and let ``grown`` give slots to each running request in its place of the order
-        (``Reserve``). Nothing else may have been given away before."""
+        """Make the reserve. Meanwhile ``grown`` is called for each running request, in the order in which
+        they can end: it may give the request slots, and returns its claim (``Reserve``). Nothing else may
+        have been given away before."""
         self._reserve = self._new_reserve(self.matches.pinned, grown)
 
     def _new_reserve(
@@ -152,7 +157,8 @@ class PlanDraft:
         if not (taken + self._kept_for_growth).fits_in(self.available):
             return None
         if self.matches.is_counted_on(held):
-            # The present order counts on these pages to be free in the end, so another one is needed.
+            # The present order counts on these pages to be free when their users have ended, which is no
+            # longer so if they are shared: another order is needed.
             reserve = self._new_reserve(self.matches.pinned_with(held))
         else:
             reserve = self.reserve

@@ -90,6 +90,7 @@ class PrefillPeers:
 
     node_id: str
     session: str
+    """The address of this node's transfer engine."""
     transfer_protocol: str
     geometry: Geometry
     regions: tuple[Region, ...]

@@ -3,7 +3,8 @@
 A request is CONNECTING until its prefill node is registered with, then WAITING for slots. One that can have
 all its KV without a prefill node (``local_kv.py``) waits without one, and goes back to CONNECTING when that
 is no longer so. The engine calls ``generate`` for a front's message, and in each turn ``expire``, then
-``refresh``; ``PlanMoves`` and ``PrefillEvents`` call the others.
+``refresh``. ``PlanMoves`` calls ``wait_for_node``; ``PrefillEvents`` calls ``readdress`` and
+``wait_locally``.
 """
 
 from __future__ import annotations

@@ -260,7 +260,8 @@ class Request:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether its next token is just the one with the largest logit, and no logprobs are wanted."""
+        """Whether its next token is just the one with the largest logit, and no logprobs are wanted. Before
+        ``min_new_tokens`` it may not be, because tokens that end the answer are not allowed there."""
         params = self.sampling
         if params.grammar or params.temperature != 0 or params.num_logprobs is not None:
             return False

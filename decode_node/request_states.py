@@ -22,13 +22,15 @@ class RequestState(StrEnum):
     and the device slots of its future hot buffer. It may use pages of a held prefix before these, which it
     does not own."""
     RUNNING = "running"
-    """Owns the same except the aux slot, and what it has grown by. It is in the next step if it is ``READY``;
-    the newest token of its first step is the prompt's last one."""
+    """Owns the same without the aux slot, and besides the slots that it has grown by. It is in the next step
+    if it is ``READY``. The newest token of its first step is the prompt's last one, or an earlier one if its
+    steps compute a short tail of the prompt."""
     ENDING = "ending"
     """Has ended for its client. Owns the same until no step in flight, and nothing that fills its row, uses
     any of it. Other requests may have its room and its id."""
     ENDED = "ended"
-    """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
+    """Owns nothing: its slots are free, held as a prefix, or quarantined when a remote write may still land
+    in them."""
 
     def may_become(self, state: RequestState) -> bool:
         return state in _MOVES[self]
@@ -56,9 +58,9 @@ class RunStage(StrEnum):
     LAST = "last"
     """No token may follow those in flight."""
     SITS_OUT = "sits out"
-    """It has no slot for its next token, and is in no step until others end."""
+    """Positions of its next step have no slots yet: it is in no step until it gets some."""
     READY = "ready"
-    """It gets a token in the next step."""
+    """It is in the next step, which draws a token for it unless its prompt goes on behind that step."""
 
 
 class IllegalMove(Exception):

@@ -143,7 +143,8 @@ class RequestTables:
         self._landing_stream.synchronize()
 
     def start(self, request: Request) -> None:
-        """Begin to fill the row of a request that is RUNNING from now on, and to warm its hot buffer up.
+        """Begin to fill the row of a request, and to warm its hot buffer up: when it becomes RUNNING, and
+        again after ``retract``, with other device slots.
 
         A dense row, which has page ids and its items' checks, takes one launch. A hisparse one is filled in
         slices, which ``go_on`` launches; the first one here if no other row is being filled.

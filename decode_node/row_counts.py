@@ -38,8 +38,8 @@ class RowCounts:
         """Bring the rows of a step's requests up to date, before the step is launched.
 
         ``in_flight``: int64 by req_row, the token that each row's last step sampled; read for rows whose step
-        the host has not read. No step in flight may verify drafts of a counted request. Enqueues on the
-        current stream.
+        the host has not read. No step in flight may verify drafts of a counted request, because the number of
+        tokens that it yields is not known yet. Enqueues on the current stream.
         """
         rows: list[int] = []
         token_ids: list[int] = []
@@ -57,7 +57,7 @@ class RowCounts:
             known = request.output_token_ids[num_counted:]
             rows += [row] * len(known)
             token_ids += known
-            num_in_flight = request.num_outputs_in_flight
+            num_in_flight = request.num_outputs_in_flight  # 0 or 1: at most one step is unread here
             rows_in_flight += [row] * num_in_flight
             self._counted[row] = _Counted(request.request_id, num_counted + len(known) + num_in_flight)
         if rows:

@@ -155,13 +155,16 @@ class DeviceRunner:
         entries = []
         for request in batch:
             most = self._tables.max_verifiable(request, num_new - 1) if num_new > 1 else 0
-            # Prompt tokens that follow the new positions: ``most`` of them are verified like drafts, and one
-            # more may follow the last new position, where then nothing is drawn.
+            # The prompt's next tokens, at most ``most + 1``: the first ``most`` take the place of drafts. One
+            # more follows the last new position, so nothing is drawn there (``StepEntry`` has an example).
             if known := request.known_next(most):
                 drafts = known[:most]
-                entries.append(StepEntry(request, drafts, len(drafts), is_unread=False, known=known))
+                entries.append(
+                    StepEntry(request, drafts, most_drafts=len(drafts), is_unread=False, known=known)
+                )
                 continue
             is_unread = request.num_outputs_in_flight > 0 and self._has_verified
+            # Drafts that the host has are older than an unread step: they are dropped, for the device's own.
             drafts = request.take_drafts(0 if is_unread else most)
             entries.append(StepEntry(request, drafts, most if is_unread else len(drafts), is_unread))
         return entries
@@ -175,7 +178,9 @@ class DeviceRunner:
 
     def _sample(self, draws: StepDraws, forward: Forward, masks: Tensor) -> Sampled:
         sampled = draws.enqueue(forward, masks, self._spec.eos_token_ids)
-        if forward.num_new == 1:  # with drafts, ``Forwards.follow`` writes the outcomes
+        # Without drafts, the forward has written the likeliest tokens as outcomes; those drawn replace them.
+        # With drafts, ``Forwards.follow`` writes the outcomes.
+        if forward.num_new == 1:
             num_reqs = len(draws.entries)
             self._outcomes.tokens[self._inputs.req_rows[:num_reqs]] = forward.token_ids[:num_reqs]
         return sampled
@@ -230,8 +235,8 @@ class Launched:
         self.is_drawn = True
 
     def wait(self) -> None:
-        """Wait until the step reads and writes no memory of its requests any more. What ``draw`` is still to
-        enqueue touches none, unless the step verifies drafts."""
+        """Wait for all of the step that was enqueued up to its last ``mark_end``. After ``draw``, which marks
+        the end even when it fails, the step then reads and writes no memory of its requests any more."""
         self.buffers.wait()
 
     def result(self) -> list[StepResult]:

@@ -1,8 +1,8 @@
 """Plans a step: which requests are admitted and in which mode, which get slots, and whose hot buffer changes.
 
-``NextPlan`` calls ``plan_step`` before each step, and ``PlanMoves.carry_out`` does what it returns. It
-looks at requests and at counts of free slots, and changes nothing. It keeps these rules, together with
-``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, which it calls:
+``NextPlan`` calls ``plan_step`` before each step, and ``PlanMoves.carry_out`` does what it returns.
+``plan_step`` looks at requests and at counts of free slots, and changes nothing. It keeps these rules,
+together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, which it calls:
 
 - A request is admitted with slots for its prompt, except for the pages that are held, and for
   ``growth_tokens`` more; it gets as many again before the step that needs them. No grant takes away a
@@ -10,7 +10,8 @@ looks at requests and at counts of free slots, and changes nothing. It keeps the
 - Growth comes before admission, and nobody is admitted while a request sits out. Admissions leave a page free
   for each request that will grow.
 - Admission is in order of arrival: while the first in the queue does not fit, nobody overtakes it,
-  unless it waits for stuck slots, such as those in an unacknowledged quarantine, which may never be free.
+  unless it waits for stuck slots, which may never be free: those to which a prefill node without a sign of
+  life may still write, and pages that are set aside because of wrong rows.
 - Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
   (``local_kv.py``). The rest of the queue overtakes them.
 - ``auto`` is dense, with pages for its whole life, while device slots are plenty, and hisparse otherwise; it
@@ -81,11 +82,11 @@ def plan_step(
 def _admit_in_order(
     draft: PlanDraft, waiting: Iterable[Request], usable: Limits, no_longer_local: list[Request]
 ) -> bool:
-    """Admit requests of the queue until one does not fit. Returns True if nobody waits any more, except for
-    stuck slots.
+    """Admit requests of the queue until one does not fit. Returns True if all that are left in the queue wait
+    for stuck slots, or leave it for their prefill nodes before anything else of the plan is done.
 
-    ``usable``: the limits without stuck slots. ``no_longer_local`` gets the local requests that need a
-    prefill node after all.
+    ``usable``: the limits without stuck slots. ``no_longer_local`` gets the latter: local requests that need
+    a prefill node after all.
     """
     some_wait_for_first = False
     for number, request in enumerate(waiting):
@@ -108,7 +109,8 @@ def _admit_in_order(
 
 
 def _waits_for_first_sample(draft: PlanDraft, request: Request) -> bool:
-    """Return whether ``request`` waits for the KV of the first sample, which lands or will."""
+    """Return whether ``request`` waits for the KV of the first sample, which is landing or will be once this
+    plan is carried out."""
     first, page_size = request.first_sample, draft.limits.page_size
     if first is None:
         return False
@@ -116,6 +118,7 @@ def _waits_for_first_sample(draft: PlanDraft, request: Request) -> bool:
         return waits_for_landing(request, first.mode, first.held_prefix_tokens, page_size)
     admission = draft.admissions.get(first)
     if admission is None:
+        # Nothing to wait for: the first one's KV is here, or it has ended, or it got no slots itself.
         return False
     num_held = admission.num_shared_pages * page_size
     return waits_for_landing(request, admission.mode, num_held, page_size)

@@ -116,7 +116,7 @@ class StepBuffers:
     results: Tensor
     """int64 [max_reqs * columns]: rows of ``step_results.py``, next to each other."""
     end: torch.cuda.Event | None
-    """The end of what ``mark_end`` was called behind; None on a CPU."""
+    """Where ``mark_end`` was last called in the stream: ``wait`` waits for all before that. None on a CPU."""
     ranks: RankGroup | None
 
     @classmethod
@@ -144,6 +144,7 @@ class StepBuffers:
         num_padding = inputs.seq_lens.shape[0] - len(entries)
         tokens: list[int] = []
         for request, entry in zip(requests, entries, strict=True):
+            # The newest token is an output in flight, which the device has, or is known here.
             tokens.append(FROM_DEVICE if request.num_outputs_in_flight else request.newest_token_id)
             tokens += (*entry.drafts, *[NO_DRAFT] * (num_new - 1 - len(entry.drafts)))
         inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))

@@ -79,6 +79,7 @@ class StepDraws:
 
         allowed = None
         if has_grammar(requests):
+            # ``masks_of`` makes a row for each draft of a request, and one more: one for each place.
             drawing = [entry for entry in self.entries if entry.drawn_at]
             drafts = [entry.drafts[entry.drawn_at.start :] for entry in drawing]
             rows = masks_of([entry.request for entry in drawing], drafts, masks)

@@ -110,7 +110,7 @@ class StepLine:
         After a step with drafts only the device knows the lengths. The next step may then follow if every
         request takes just the likeliest tokens, so that no draw depends on the number of accepted drafts,
         and goes on whatever this number is. Where steps may verify drafts, none follows while a request has a
-        grammar.
+        grammar: the host makes masks for its drafts, and must have read them before the launch.
         """
         if (launched := self.in_flight) is None:
             return True

@@ -29,8 +29,9 @@ def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: T
     """Fill the first rows of ``masks``, in main memory: for each request a row for its next token, and a row
     for the token behind each of its drafts. Returns these rows, int32 [num_rows, num_words].
 
-    All tokens that a request had before have to be read. A request that has ended since the launch, or whose
-    ``matcher`` has an ``error`` afterwards, may draw anything: its tokens are dropped.
+    All earlier steps of the requests must have been read, because a matcher has to know every token before
+    the next one. A request that has ended since the launch, or whose ``matcher`` has an ``error`` afterwards,
+    may draw anything: its tokens are dropped.
     """
     to_fill = []
     num_rows = 0

@@ -53,10 +53,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to do before the next step, in the order of the fields."""
+    """What to do before the next step, in the order of the fields, but for one thing: the admissions' held
+    pages are marked as used before the exchanges."""
 
     no_longer_local: tuple[Request, ...] = ()
-    """Requests that wait without their prefill nodes, and need them after all: held pages are gone."""
+    """Local requests, which waited without a prefill node, and need one after all: held pages on which they
+    counted are gone, or they cannot copy from the first sample any more."""
     exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()

@@ -29,6 +29,7 @@ def main() -> int:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     https = urllib.request.HTTPSHandler(context=context)
+    # Without a proxy, whatever the environment names: the URL is this container's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     while True:
         try:

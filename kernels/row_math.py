@@ -58,10 +58,10 @@ def fix_arithmetic() -> None:
 
 
 @functools.cache
-def _set_mkl_threads() -> Callable[[int], int]:
-    """Return MKL's function that sets the number of threads for the calling thread's products and returns the
-    former number; 0 means torch's choice. torch exports it without a Python name. Without MKL the function
-    has no effect.
+def _mkl_threads_setter() -> Callable[[int], int]:
+    """Return MKL's function that sets how many threads compute the calling thread's products, and returns the
+    number before; as either number, 0 stands for torch's choice. torch exports it without a Python name.
+    Without MKL the function has no effect.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
@@ -78,7 +78,7 @@ class _OneThread:
     __slots__ = ("_before", "_set")
 
     def __enter__(self) -> None:
-        self._set = _set_mkl_threads()
+        self._set = _mkl_threads_setter()
         self._before = self._set(1)
 
     def __exit__(self, *_: object) -> None:

@@ -93,7 +93,7 @@ def _trials(widths: Iterable[int], outputs: Sequence[int]) -> Iterator[_Trial]:
 
 
 def _keys_product(keys: Tensor, x: Tensor) -> Tensor:
-    return matmul_keys(x, keys)[0]
+    return matmul_keys(x, keys)[0]  # the scores of the first block of keys
 
 
 def _heads_product(matrices: Tensor, x: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class BlockSplit:
         slice_len = -(-num_selected // most_slices)
         num_slices = -(-num_selected // slice_len)
         num_units = min(num_reqs * num_slices, num_sms)
-        # Place matters where the requests take most of the GPU.
+        # Place matters for large batches, which take more than half of the multiprocessors: one cannot cache
+        # the address translations for all their requests, but can for those that it has in every launch.
         keeps_place = copies and num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
         return cls(
             num_blocks=num_sms if keeps_place else num_units,
@@ -81,7 +82,8 @@ class BlockSplit:
 
     @property
     def positions_per_thread(self) -> int:
-        """The constant with which the kernel is compiled: 1, 2, 4, 8, 16 or 32."""
+        """Most positions that one planner thread works on, rounded up to a power of two (1 to 32): a constant
+        with which the kernel is compiled."""
         return 1 << (-(-self.slice_len // NUM_PLANNERS) - 1).bit_length()
 
 

@@ -3,7 +3,8 @@
 """``kernels.rope`` on a GPU (``rotate``), and cos and sin of positions (``angles``), in one launch each.
 
 The model's forward (``hisparse_pd.core.model.dsa``) calls ``angles`` once, before the layers. In torch each
-would be some ten launches, none of which fills the GPU.
+would be some ten launches, none of which fills the GPU. ``launch_options`` gives each kernel its
+``OVERLAPS``: whether it starts while the one before it still runs.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def angles_kernel(
 ):
     """Compute cos and sin of TOKENS positions."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
-    # A weight, which no earlier kernel writes, can be loaded before the wait for those.
+    # ``begin`` waits until earlier kernels are over. None of them writes ``inv_freq``, so it is loaded first.
     frequency = tl.load(inv_freq + pair, mask=pair < HALF, other=0.0)
     begin(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]

@@ -147,14 +147,16 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_peer=self._tell_peer,
             room_timeout_secs=settings.room_timeout_secs,
-            # A decode node that was silent for this long is lost anyway.
+            # A request is kept this much longer than its decode node waits for it, so that clients get the
+            # decode node's error. A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
         self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
         """Messages that were read during a forward: the sender, the message, and the keys of a Bootstrap's
         prompt."""
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
-        # What the loop flushes on demand, and verifies while it is idle.
+        # While it is idle, the loop checks ``life`` and verifies rows of its prefixes; it flushes these on
+        # demand.
         kv = {PoolKind.DEVICE: self.memory.kv}
         self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
 
@@ -400,6 +402,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         wrong, its page is set aside, and the plan is made again without it."""
         life = self.life
         while True:
+            # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
             chunks = plan_step(
                 life.running(),

@@ -39,8 +39,8 @@ class PrefillState(Enum):
     SENDING = auto()
     """All of its KV is computed. It owns the same until its last write, the aux record, is complete."""
     DRAINING = auto()
-    """It has failed, and its decode node was told. It owns the same until its last write in flight
-    returns."""
+    """It has failed with writes in flight, and owns the same until the last of them returns. Without any, a
+    request that fails is FAILED at once."""
     DONE = auto()
     """It is delivered. It is remembered as an EndedRequest."""
     FAILED = auto()
@@ -95,14 +95,15 @@ class PrefillRequest:
     num_ready_tokens: int = 0
     """Leading positions whose KV is in the pool, computed or cached."""
     num_writes_pending: int = 0
-    """Batches that were submitted and have not completed."""
+    """Batches of writes that were submitted to the send queue and have not completed."""
     num_bytes_sent: int = 0
     transfer_secs: float = 0.0
     """Time that the transport spent on its batches."""
     batch_failed: bool = False
     """Whether a batch ended in an error after which bytes may still land."""
     end_status: int = 400
-    """The HTTP status that, with ``end_error``, answers messages about its room once it has ended."""
+    """The HTTP status that, with ``end_error``, answers messages about its room once it has ended. The
+    defaults are for a request that was delivered; a failure sets both."""
     end_error: str = "this room was served before; choose a new one"
     delivery: Delivery | None = None
     """The answer to the decode node, once everything is delivered."""
@@ -146,8 +147,9 @@ class PrefillRequest:
     def first_needed(self) -> int:
         """First position that is computed even if it is cached.
 
-        The last computed position, one before the prompt's last, selects the hint. The score of a token comes
-        from the row of the position before it.
+        The last computed position, one before the prompt's last, selects the hint. Logprobs of the prompt's
+        tokens are wanted from position ``scores.first`` on, and a token's come from the forward's row of the
+        position before it.
         """
         last = self.num_computed_tokens - 1
         scores = self.bootstrap.scores

@@ -60,6 +60,7 @@ class RowVerification:
             is_listed[rows[:, 0]] = True
             listed.append(rows)
 
+        # ``record_wrong_row`` sets the page aside and returns the error.
         errors = {
             item.slot // page_size: self.life.set_aside.record_wrong_row("cached", PoolKind.DEVICE, item)
             for item in self.wrong_items(np.concatenate(listed), page_size)

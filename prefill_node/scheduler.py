@@ -11,11 +11,11 @@ short prompts never starve a long one.
 A forward of few tokens takes no more requests than a CUDA graph does: more forwards of that kind are faster
 than one larger forward.
 
-There are two exceptions. A request whose prompt begins like that of an earlier one still computing waits for
-it and then finds the common pages in the prefix cache; later requests go ahead of it. And a long prompt that
-fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to later requests whose
-prompts then end in this forward. A later request whose prompt does not end within those tokens is passed by,
-too; its pages count as taken, so that the requests behind it do not get them.
+The order of arrival has two exceptions. A request whose prompt begins like that of an earlier one still
+computing waits for it and then finds the common pages in the prefix cache; later requests go ahead of it. And
+a long prompt that fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to later
+requests whose prompts then end in this forward. A later request whose prompt does not end within those tokens
+is passed by, too; its pages count as taken, so that the requests behind it do not get them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StepLimits:
     chunk_tokens: int
     """Most tokens of one forward, all requests together."""
     short_tokens: int
-    """Most of these tokens that a prompt that does not end in the forward leaves to later ones that do."""
+    """Most of its tokens that a long prompt, which would fill the forward without ending in it, gives up to
+    later prompts that end in it."""
     max_requests: int
     """Most requests in one forward, and most that are in COMPUTING."""
     page_size: int
@@ -158,7 +159,8 @@ class _Forward:
 
     @property
     def is_full(self) -> bool:
-        # Behind a long prompt the forward has chunk_tokens tokens: up to short_tokens more than this.
+        # Behind a long prompt this counts up to short_tokens too few, as if the long prompt had given up all
+        # that it may. The forward then has chunk_tokens tokens.
         limits, num_tokens = self._limits, self._limits.chunk_tokens - self._left
         most_requests = limits.max_requests
         if 0 < num_tokens <= limits.graph_tokens:

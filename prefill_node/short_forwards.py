@@ -94,9 +94,11 @@ class ShortForwards:
         return captured.hidden[:num_tokens]
 
     def _forward(self, token_ids: Tensor, kv: PagedKv) -> Tensor:
+        """Return the hidden states. No logits are computed, since no rows are named for them."""
         return self._model.forward_with_hidden(token_ids, kv.positions, kv, kv.last_rows[:0])[1]
 
     def _padding(self, size: GraphSize) -> tuple[Tensor, PagedKv]:
+        """Return a graph's inputs, token ids and KV, with nothing but padding in them."""
         memory, spec = self._memory, self._model.spec
         max_pages = -(-spec.context_length // self._page_size)
         rows = PagedRows.padding(
@@ -108,7 +110,8 @@ class ShortForwards:
             device=self._model.device,
             max_len=spec.context_length,
         )
-        # A graph looks at all pages that it may unpack, even at padding: small ones get pages of one context.
+        # A graph looks at all pages that it may unpack, even at padding. Small graphs therefore have room for
+        # the pages of one context only, and ``run`` takes a larger one for requests with more pages.
         most_pages = max_pages if size.num_tokens <= ONE_CONTEXT_TOKENS else None
         pools = memory.kv, memory.index, self._page_size
         kv = PagedKv(

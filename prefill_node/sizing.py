@@ -1,7 +1,8 @@
 """Computes how many tokens a prefill node's KV pool has, from settings, model and free GPU memory.
 
 The engine calls ``size_kv_pool`` at its start, once the weights are loaded. What they and the reserve for a
-forward leave of the GPU becomes the pool.
+forward leave of the GPU becomes the pool. Here are also the sizes of the CUDA graphs of short forwards, which
+``short_forwards.py`` captures: the reserve has room for the largest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class GraphSize(NamedTuple):
 
     num_tokens: int
     num_stepped: int
-    """Stepped tokens among them."""
+    """Stepped tokens among them: those from a prompt's ``first_stepped`` on, whose KV is rounded as in decode
+    steps, because the decode node may compute it as well (``protocol.messages.first_stepped``)."""
 
     @property
     def is_all_stepped(self) -> bool:
@@ -53,10 +55,12 @@ GRAPH_SIZES: Final = (
 )
 """The graphs, largest first. A prompt's tail behind cached pages of 64 tokens has up to 63 tokens, of which
 up to 15 are stepped: 240 stepped tokens are those of 16 such tails, 120 those of 8, and 15 those of one. A
-graph takes as long for padding as for tokens, so there is one for each power of two. Graphs share memory, so
-that together they keep the activations of the largest."""
+graph takes as long for padding as for tokens, so there is one for each power of two but 32, and for some a
+second one with room for fewer stepped tokens. Graphs share memory, so that together they keep the activations
+of the largest."""
 ONE_CONTEXT_TOKENS: Final = 64
-"""Largest graph whose requests together have at most the pages of one context: it is most often a tail."""
+"""Graphs of up to this many tokens have room for the pages of one context only, because a graph looks at all
+pages that it may unpack, even at padding. Most forwards of this size are one prompt's tail."""
 MOST_GRAPH_TOKENS: Final = GRAPH_SIZES[0].num_tokens
 """Most tokens in a graph's forward."""
 MOST_GRAPH_REQUESTS: Final = 16

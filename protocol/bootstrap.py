@@ -106,7 +106,8 @@ _error_decoder: TypedDecoder[Any] = TypedDecoder.json(Any)
 
 
 class BootstrapRefused(Exception):
-    """The caller gets no bootstrap information. ``code``: the reason, one of ``BootstrapGate.REASONS``."""
+    """The caller gets no bootstrap information. ``status``: the HTTP status of the answer; ``code``: the
+    reason, one of ``BootstrapGate.REASONS``."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -238,6 +239,7 @@ def parse_info(body: bytes, url: str) -> BootstrapInfo:
         raise BootstrapLookupError(
             f"{url}: no bootstrap information: {type(error).__name__}: {error}"
         ) from error
+    # ``control_host`` may be a wildcard, which means the host that was asked. Hosts in ``ranks`` may not.
     rank_hosts = {rank.control_host for rank in info.ranks if rank.control_host}
     for host in rank_hosts | {info.control_host}.difference(WILDCARD_HOSTS):
         if not is_host(host) or host in WILDCARD_HOSTS:

@@ -6,7 +6,8 @@ them, in this order; one message is one packet (SOCK_SEQPACKET):
 1. The decode node names the socket and a token (``LaneOffer``) in its Register, over the control channel.
 2. The prefill node connects to the socket and sends the token (``LaneHello``).
 3. The decode node answers with descriptors of its memory (``LaneWelcome``), or refuses (``LaneDenied``).
-4. The prefill node maps the memory and may then promise to write in no other way (``LaneSole``).
+4. The prefill node maps the memory. It may then promise (``LaneSole``) to write to this decode node through
+   that memory alone, with a CPU; a node that writes with a GPU promises nothing.
 
 No message follows: the connection stands for as long as the prefill node may write, and the kernel closes it
 when either process ends.
@@ -22,7 +23,7 @@ from msgspec.msgpack import Encoder
 from hisparse_pd.protocol.decoding import TypedDecoder
 
 TOKEN_BYTES = 32
-"""Length of the secret with which a caller shows that it has this node's registration."""
+"""Length of the secret with which a caller shows that it got the decode node's Register."""
 MAX_LANE_MESSAGE_BYTES = 8192
 MAX_WINDOWS = 8
 """Most pieces of memory that a decode node offers, one for each of its pools."""
@@ -57,7 +58,7 @@ class LaneSole(Struct, frozen=True, array_like=True, tag=2):
 class Window(Struct, frozen=True, array_like=True):
     """``num_bytes`` from ``base_addr`` in the decode node: a file from its byte 0, or memory of a GPU.
 
-    ``descriptor``: the file's position among the descriptors that came with the packet.
+    ``descriptor``: the file's position among the descriptors that came with the packet; 0 for a GPU.
     ``cuda_handle``: opens memory of a GPU, in which the window begins at ``cuda_offset``; empty for a file.
     """
 

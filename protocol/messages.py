@@ -17,8 +17,8 @@ kind           outcome
 oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer reconnects
 malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
 unregistered   Bootstrap or AbortRoom before Register: answered with RegistrationRefused
-repeated       Bootstrap with the attempt of a room whose outcome is known, because it is delivered, or has
-               failed (and may be live until its writes are over): that outcome again
+repeated       Bootstrap with the same attempt as one of its room that was delivered or has failed: answered
+               with that outcome again, also while the failed room's writes are not over
 duplicate      second Bootstrap of a live room, unless repeated: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing in flight); from a prefill node: dropped, counted
 late           Bootstrap of a room that ended, unless repeated: RoomFailed; other messages: dropped, counted
@@ -211,8 +211,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
-    ``hisparse``: the request's mode; false is dense. It stays the last field: unlike in other messages, a new
-    field comes before it, and raises PROTOCOL_VERSION.
+    ``hisparse``: the request's mode; false is dense. It stays the last field. Unlike in other messages, a new
+    field therefore comes before a known one and shifts it, so it raises PROTOCOL_VERSION.
     """
 
     room: RoomField

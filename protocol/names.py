@@ -23,6 +23,7 @@ from pathlib import Path
 from hisparse_pd.base.access import parse_address
 
 MAX_ADDRESSES = 8
+"""Most addresses of one name that are returned."""
 _ANY_PORT = 9
 """A port for looking up a route; nothing is sent to it."""
 _SIOCGIFADDR = 0x8915
@@ -42,6 +43,7 @@ def resolve(host: str, deadline: float) -> list[str]:
     late = OSError("not resolved in time; look at this machine's name servers")
     if not _free_threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise late
+    # The thread releases the semaphore, not this caller, who may be gone by then.
     answers: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
     threading.Thread(target=_ask, args=(host, answers), name=f"resolve {host}", daemon=True).start()
     try:

@@ -31,7 +31,8 @@ class HasSocket(Protocol):
 
 def burst(*sockets: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
     """Yield the frames of messages that have arrived, without waiting: from all sockets together at most
-    BURST_MESSAGES, and none once they exceed _BURST_BYTES."""
+    BURST_MESSAGES, and none once they exceed _BURST_BYTES. ``channels.py`` and ``engine/sockets.py`` receive
+    with it."""
     num_messages = num_bytes = 0
     for sock in sockets:
         while num_messages < BURST_MESSAGES and num_bytes <= _BURST_BYTES:
@@ -58,8 +59,8 @@ class Wakeup:
     def set(self) -> None:
         """Wake the waiter. Any thread may call this.
 
-        A full pipe means that the waiter is awake already, a closed one that nobody waits. A thread that
-        outlives a shutdown calls this when its write or look-up returns.
+        Errors are ignored. A full pipe means that the waiter is awake already. A closed one means that nobody
+        waits any more; a thread whose write or look-up outlives the shutdown finds it closed.
         """
         try:
             self._sender.send(b"\0")

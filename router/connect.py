@@ -58,7 +58,8 @@ class Call(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_unread = 0
-        """Bytes that came since the last wait for data began."""
+        """Bytes that came since the last wait for data began. The next wait takes them for read, because
+        ``read`` and ``_event`` wait only when they have used up what came."""
         self._lost: Exception | None = None
         """Why the connection has ended; None while it is open."""
         self._is_closed = False
@@ -131,6 +132,7 @@ class Call(asyncio.Protocol):
         assert body is not None
         while not (data := body.take()) and not body.is_over:
             if self._lost is not None:
+                # EOFError: the connection was closed without an error.
                 if body.ends_with_connection and isinstance(self._lost, EOFError):
                     break
                 raise ConnectionError(str(self._lost)) from self._lost

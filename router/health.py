@@ -82,6 +82,7 @@ class HealthWatch:
             status, body = await self._calls.get(node, "/health", HEALTH_TIMEOUT_SECS)
         except TimeoutError:
             self._num_timeouts[node] = self._num_timeouts.get(node, 0) + 1
+            # A node that is unhealthy already gets this as its newest trouble.
             if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {HEALTH_TIMEOUT_SECS:g} s")
             return

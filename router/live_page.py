@@ -23,6 +23,7 @@ _FILES = {
 """The file of each path in the folder ``page``, and its media type."""
 
 PAGE_PATHS = frozenset(_FILES)
+"""Paths that ``server.py`` serves without an API key."""
 
 _HEADERS = {
     "content-security-policy": (

@@ -19,6 +19,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def local_fault(error: OSError) -> str | None:
     """Return what this machine lacks, with the bound and the remedy; None if ``error`` is about the other
     end."""
+    # ``Call`` raises a ConnectionError without a number when a connection is lost; its cause has the number.
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
     for number in (error.errno, cause and cause.errno):
         match number:

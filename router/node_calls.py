@@ -40,7 +40,8 @@ _HEADERS_TO_NODE = (
     (b"content-type", b"application/json"),
     (b"accept", b"*/*"),
     (b"accept-encoding", b"identity"),
-    # It asks for interim responses until the answer begins. Call.ask skips them; they are signs of life.
+    # This header asks the node for interim responses until its answer begins. They show that it is alive, and
+    # ``Call.ask`` skips them.
     (INTERIM_HEADER, b"1"),
 )
 _HOP_BY_HOP_HEADERS = {
@@ -61,7 +62,8 @@ class NodeAnswer:
     status: int
     headers: RawHeaders
     read: Callable[[], Awaitable[bytes]]
-    """Returns what comes next of the body, nothing at its end. Raises NodeFailed when the body breaks off."""
+    """Returns what comes next of the body, nothing at its end. When the body breaks off, it raises
+    NodeFailed, or LocalFault if this machine is the cause."""
 
     @property
     def num_bytes(self) -> float:
@@ -169,7 +171,8 @@ class NodeCalls:
         return NodeAnswer(call.status, given, partial(_read, node, call))
 
     def _with_key(self, headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
-        """Replace the client's key by the router's own, if it has one."""
+        """Return the headers with the router's own key in ``authorization``, if it has one. A node looks at
+        no other key header then."""
         if self._keys is None:
             return list(headers)
         others = [header for header in headers if header[0] != b"authorization"]

@@ -138,7 +138,8 @@ class NodePool:
         self._policy = policy
         self._pick_number = itertools.count()
         self._prefixes: dict[NodeKind, PrefixIndex[Rank]] = {kind: PrefixIndex() for kind in NodeKind}
-        """Ranks by the prompts that they had last, and whose KV they keep, for each kind of node."""
+        """For each kind of node: which ranks had prompts that begin alike most recently, and so probably keep
+        their KV."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:

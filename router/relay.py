@@ -1,8 +1,8 @@
 """Relays requests: each goes to the decode node of a pair, whose answer goes to the client.
 
 ``server.py`` opens each request at the one ``Relay``, which makes a ``RelayedRequest`` of it. The body names
-the pair's prefill node, and the decode node has that compute the KV which it lacks. The router itself sends a
-prefill node nothing, and learns from the decode node's error that it failed.
+the pair's prefill node, which the decode node asks for the KV that it lacks. The router itself sends a
+prefill node nothing, and learns from the decode node's error that the prefill node failed.
 
 A request whose client has nothing yet goes to another pair when its decode node cannot be reached, is not
 ready or has a full queue: computing a prompt twice does no harm. When its prefill node failed, or its decode
@@ -213,13 +213,15 @@ class RelayedRequest:
             self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_node_attributes(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None:
-            # When a node shuts down, it may by itself end an answer that is not streamed. It leaves a stream
-            # to the router (Attempt._move), which alone knows whether all of its journal was kept.
+            # ``may_move``: a node that shuts down may end the answer by itself, which then begins anew at
+            # another one. A stream is ended by the router (Attempt._move), which alone knows whether all of
+            # its journal was kept.
             has_other = self._pool.has(NodeKind.DECODE, excluded=(pair.decode,))
             may_move = has_other and not self._body.is_streamed
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
-        with self._pool.working(pair.prefill, pair.room):  # until the first token is here
+        # The request counts as load of the prefill node until the answer's first bytes are here.
+        with self._pool.working(pair.prefill, pair.room):
             return await self._relay.calls.post(
                 pair.decode, attempt.call, self._endpoint, content, self._headers, pair.headers
             )

@@ -1,5 +1,8 @@
 """Gives each request an id, its client's or a new one, which its answer, the log and the nodes get.
 
+``server.py`` wraps the application in ``RequestIds``, and logs and traces ``request_id``. A client's id that
+must not stand in a log is still what the nodes get; the answer and the log have a new one.
+
 OpenAI's clients show ``x-request-id`` of an answer or error, Anthropic's show ``request-id``.
 """
 
@@ -14,7 +17,7 @@ _HEADER = b"x-request-id"
 ANSWERED_HEADERS = ("x-request-id", "request-id")
 _ANSWERED = tuple(name.encode() for name in ANSWERED_HEADERS)
 _LOGGABLE = re.compile(rb"[!-~]{1,128}")
-"""Ids that may stand in a log. Others are passed on to the nodes, and replaced by a new one here."""
+"""Ids that may stand in a log: up to 128 printable ASCII characters without blanks."""
 _SCOPE_KEY = "hisparse_pd.request_id"
 """Key of the id in the ASGI scope."""
 

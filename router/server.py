@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RELAYED = (*Endpoint, *TokenPath)
-"""Paths whose requests are relayed to decode nodes."""
+"""Paths whose requests are relayed. An Endpoint generates, at a pair of nodes; a TokenPath, such as
+/tokenize, is about tokens and needs one decode node only."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
 """Paths that need no API key: probes and monitoring have none, and on the page a key is entered."""
@@ -114,7 +115,7 @@ class _RouterParts:
             "hisparse-pd-router",
             f"{socket.gethostname()}:{settings.port}",
             self.metrics.count_spans,
-            follows=False,
+            follows=False,  # callers are clients, whose decisions to record a trace do not count here
         )
         self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
         fleet = Fleet(self.pool, calls)
@@ -170,8 +171,11 @@ async def _liveness(request: Request) -> Response:
 
 
 class RelayEndpoint:
-    """ASGI application of one relayed path. An Endpoint's requests go to a pair, a TokenPath's to a decode
-    node."""
+    """ASGI application of one relayed path.
+
+    ``drain.time_left()`` lets a wait go on until the drain's time is over, and then ends it with
+    ShuttingDown, an ApiError.
+    """
 
     def __init__(self, router: _RouterParts, path: str) -> None:
         self._router = router

@@ -2,8 +2,8 @@
 
 ``hisparse-pd pair`` (``commands/cli.py``) runs its three services by it. A node that loads reports its
 progress, and is waited for as long as it makes any (``ProgressTimeout``). When a child dies, the others are
-stopped. A signal to the parent stops all of them in order. If the parent itself is killed, the kernel ends
-the children.
+stopped. A signal to the parent stops all of them, in the reverse order of their start. If the parent itself
+is killed, the kernel of Linux sends the children SIGTERM.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Supervisor:
     def run(self, on_healthy: Callable[[], None]) -> int:
         """Run the children until a signal or the death of one. Must be called from the main thread.
 
-        Returns the exit status: 0 after a signal, 1 after the death of a child.
+        ``on_healthy`` is called once all are healthy. Returns the exit status: 0 after a signal; 1 if a child
+        died, did not become healthy, or had to be killed.
         """
         for number in stop_signals():
             signal.signal(number, self._on_signal)

@@ -9,9 +9,10 @@ default it has an abstract name, which is visible within one network namespace a
 With a directory, such as a volume that two containers share, the socket is a file in that directory.
 
 A caller must show the token of this node's registrations and run as this node's user. A connection stands for
-as long as its writer may write. The kernel closes it when the process ends, once none of its threads can run
-any more, and not while it is stopped. A CPU's writes are over by then. A GPU's writes may not be: what it had
-begun may go on until the driver has torn the process down.
+as long as its writer may write. The kernel closes the connection when the writer's process has ended and none
+of its threads can run any more; a process that is only stopped (SIGSTOP) keeps it open. A CPU's writes are
+over by then. A GPU's writes may not be: what it had begun may go on until the driver has torn the process
+down. Only a run that writes with a CPU alone therefore sends LaneSole, and ``take_ended`` names no others.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _Connection:
     """Names one run, from start to end, of the prefill node that has the memory open; empty before its
     hello."""
     is_sole: bool = False
-    """Whether the prefill node promised to write in no other way."""
+    """Whether the prefill node promised (LaneSole) to write to this node through this memory alone, with a
+    CPU."""
 
 
 class LaneHost:
@@ -117,8 +119,8 @@ class LaneHost:
         self._thread.start()
 
     def take_ended(self) -> list[str]:
-        """Return the instance ids of runs that closed the memory since the last call and had promised to
-        write in no other way: none of their writes can land any more."""
+        """Return the instance ids of runs that closed the memory since the last call and had promised
+        (LaneSole) to write through it alone, with a CPU: none of their writes can land any more."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
@@ -232,8 +234,8 @@ class LaneHost:
         self._selector.unregister(connection.sock)
 
     def _drop(self, connection: _Connection) -> None:
-        """Close a connection. If it was its run's last one, and the run promised to write in no other way,
-        ``take_ended`` will report the run."""
+        """Close a connection. If it was its run's last one, and the run has sent LaneSole, ``take_ended``
+        will report the run."""
         self._remove(connection)
         connection.sock.close()
         if not connection.instance_id:

@@ -260,6 +260,7 @@ def cut_long(writes: Descriptors, max_bytes: int) -> Descriptors:
     if lengths.max(initial=0) <= max_bytes:
         return writes
     num_pieces = -(-lengths // max_bytes)
+    # For each piece, the number of its range's first one: [0, 0, 0, 3, 4, 4] for ranges of 3, 1 and 2 pieces.
     first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     offset = (np.arange(first_piece.size, dtype=np.int64) - first_piece) * max_bytes
     return Descriptors(

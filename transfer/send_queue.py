@@ -107,8 +107,9 @@ class _Progress:
 class Slice:
     """One write to a peer, in flight from ``SendQueue.next`` to ``SendQueue.finish``.
 
-    ``ready``: to be awaited before the source is read, then call ``set_deadline``; None for a batch whose
-    earlier slice has awaited it. ``deadline``: when the write has to be over, a time of ``time.monotonic()``.
+    ``ready``: what the caller of ``next`` awaits before the source is read. It then calls ``set_deadline``
+    again, so that the wait does not count as writing. None if there is nothing to await, or an earlier slice
+    of the batch has awaited it. ``deadline``: when the write has to be over, a time of ``time.monotonic()``.
     """
 
     batch: WriteBatch
@@ -313,7 +314,8 @@ class SendQueue:
             self._refuse(queue, reason)
 
     def expire(self, now: float) -> None:
-        """Fail the waiting batches of rooms whose first one is past its deadline: a room has one for all."""
+        """Fail all waiting batches of each room whose first waiting batch is past its deadline: all batches
+        of a room have the same deadline."""
         for queue in self._rooms.values():
             if queue.waiting and queue.waiting[0].batch.deadline < now:
                 self._refuse(queue, "the room's time was up before the peer was free")

@@ -51,7 +51,7 @@ class PrefillSettings(NodeSettings):
 
     @model_validator(mode="after")
     def _pool_holds_a_page(self) -> Self:
-        self._check_free_memory_is_known("kv_pool_tokens", self.kv_pool_tokens)
+        self._check_free_memory_is_known("kv_pool_tokens", self.kv_pool_tokens)  # 0 needs a GPU
         if 0 < self.kv_pool_tokens < self.page_size:
             raise ValueError(
                 f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"

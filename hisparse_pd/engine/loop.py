@@ -196,7 +196,9 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self.socket.send(replace(stats, set_aside=self._live.set_aside.shown()))
         if not parent_is_alive():
             log.error("the front process is gone, leaving")
-            self._has_stopped = True  # without agreement: ranks on this machine had the same front
+            # Without agreement: ranks of this machine see the same, and those of others lose the connection
+            # to a front or to these ranks, which ends them.
+            self._has_stopped = True
 
     def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
         """Handle a message about requests or their landing zones, which only a decode node has."""

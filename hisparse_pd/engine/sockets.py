@@ -3,7 +3,8 @@
 An engine connects to a socket of each front. A message about a request goes to the front that the request's
 id names; a message about the engine goes to all. On one machine the sockets are ZMQ's ipc sockets. An engine
 on another machine of the node connects by tcp, encrypted and authenticated as the control channel between
-nodes is, and each end notices when the other is gone.
+nodes is, and each end notices when the other is gone. An engine's process makes an ``EngineSocket``
+(``start.py``), and a front's ``RankLink`` (``serving/http/rank_link.py``) a ``FrontSocket``.
 """
 
 from __future__ import annotations
@@ -269,7 +270,8 @@ class FrontSocket:
         """Yield what has arrived, at most ``_RECEIVED_A_TURN`` messages."""
         for _ in range(_RECEIVED_A_TURN):
             try:
-                if self._watch is None:  # nobody asks for the sender, and a Frame takes twice as long
+                # On one machine the sender is not needed. Only a Frame tells it, and takes twice as long.
+                if self._watch is None:
                     yield engine_messages.from_engine_decoder.decode(self.socket.recv(zmq.NOBLOCK))
                     continue
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)

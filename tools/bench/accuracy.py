@@ -6,11 +6,12 @@
     python -m tools.bench.accuracy --no-oracle --speculative-num-steps 0 3  # compare tokens with no drafts
     python -m tools.bench.accuracy --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from out/accuracy.json
 
-Held-out prompts of each length go to a running pair by HTTP in the modes dense, hisparse and auto, and,
-without drafts, to a pair with the smallest legal hot buffer. They are compared with transformers' own answers
-(float32). The status is 1 when a token of the pair differs from transformers' while both compute in float32,
-and when a request fails. With drafts, the report's tokens a step are an average over all decode steps, also
-those in which the node chose fewer drafts.
+Held-out prompts of each length go by HTTP to a running pair, in the modes dense, hisparse and auto. There is
+a pair for each number of drafts, and for 0 drafts a second one, with the smallest legal hot buffer, which is
+asked in the mode hisparse alone. Answers are compared with transformers' own (float32), or without these with
+the first system's. The status is 1 when a token differs while the pair computes in float32, and when a
+request fails. With drafts, the report's tokens a step are an average over all decode steps, also those in
+which the node chose fewer drafts.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class PairRun(NamedTuple):
 def pair_runs(top_k: int, nums_drafts: Sequence[int]) -> Iterator[PairRun]:
     """Yield a run for each number of drafts and, without drafts, one with the smallest legal hot buffer."""
     for num_drafts in nums_drafts:
+        # The end of a system's name: nothing, ", 1 draft", ", 2 drafts", and so on.
         drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
         yield PairRun(
             num_drafts,
@@ -149,7 +151,7 @@ def pair_runs(top_k: int, nums_drafts: Sequence[int]) -> Iterator[PairRun]:
 def ask_oracle(
     model_path: Path, prompts: Sequence[Retrieval], step: Callable[[str, int | None], Callable[[], None]]
 ) -> Iterator[Response]:
-    """Yield transformers' answers."""
+    """Yield transformers' answers. ``step`` starts a bar of progress (``report.progress``)."""
     from tools.checkpoints import oracle
 
     advance = step(ORACLE, len(prompts))

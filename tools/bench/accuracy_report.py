@@ -41,7 +41,8 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
     ``lengths``, ``depths``: see ``_by_length``, ``_by_depth``. ``tokens_per_step``: over all decode steps,
     with and without drafts; None without steps. ``num_identical``: how many of ``num_compared`` answers are
     the first system's to the same prompt, token for token. The first system is transformers, unless it was
-    left out. A system is compared if it has an answer to each prompt that the first one has answered.
+    left out. The others are compared only if each answer of the first one has its tokens, else their
+    ``num_compared`` is 0. A request that failed at one of the others counts as an answer that differs.
     """
     found: dict[str, dict[str, Any]] = {}
     first = responses[0].system if responses else ""
@@ -50,7 +51,8 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
     for response in responses:
         by_system.setdefault(response.system, []).append(response)
     for system, answers in by_system.items():
-        # As many answers as the first system's are those to the same prompts, in the same order.
+        # Every system has a response to each prompt, in the same order, but ``expected`` leaves out those of
+        # the first system that failed. Only with equal numbers are the two about the same prompts.
         is_compared = len(answers) == len(expected) and system != first
         pairs = list(zip(answers, expected, strict=True)) if is_compared else []
         found[system] = {
@@ -90,7 +92,7 @@ def _by_depth(answers: Sequence[Response]) -> list[list[int]]:
 
 
 def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
-    """Return the sums of output tokens and of drafts, and the tokens of a step."""
+    """Return the sums of output tokens, drafts and accepted drafts, and the tokens of a step."""
     with_tokens = [answer for answer in answers if answer.num_output_tokens]
     num_tokens = sum(answer.num_output_tokens for answer in with_tokens)
     num_accepted = sum(answer.num_accepted for answer in with_tokens)

@@ -8,7 +8,7 @@ gets a copy of its KV, in host slots of its own or in dense pages, and a first t
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
 timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
 longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens a step"
-are those of one request; columns that do not say more are of a step. With
+are those of one request; a column that names no other unit is about a step of the whole batch. With
 ``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses. The JSON is
 written after every line.
 
@@ -105,14 +105,15 @@ REST = "the rest"
 
 @dataclass(frozen=True)
 class Prefilled:
-    """One prompt's KV and indexer keys on the device, each uint8 [num_layers, context, item_bytes]."""
+    """One prompt's KV and indexer keys on the device: uint8 [num_kv_layers, context, item_bytes] and
+    [num_index_groups, context, index_item_bytes]."""
 
     kv: Tensor
     kv_host: Tensor
     """The KV in main memory."""
     index: Tensor
     row_checks: Tensor | None
-    """Row checks on the device where rows are verified: int32 [num_layers, context]."""
+    """Row checks on the device where rows are verified: int32 [num_kv_layers, context]."""
     hints: Tensor
     """What the last token selected, on the host: int32 [num_index_groups, index_topk]."""
     hints_at: Mapping[int, Tensor]
@@ -159,14 +160,20 @@ def prefill(
     pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
     hints: dict[int, Tensor] = {}
     secs = 0.0
-    for _ in range(2):
+    for _ in range(2):  # the first pass compiles
         synchronize(device)
         started = time.perf_counter()
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
             request = PagedRequest(pages, start, stop - start)
             kv = PagedKv(
-                spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels, memory.row_checks
+                spec,
+                memory.kv,
+                memory.index,
+                PAGE_SIZE,
+                [request],
+                kernels=kernels,
+                row_checks=memory.row_checks,
             )
             inputs = tokens[start:stop].to(device), kv.positions, kv, kv.last_rows
             if spec.num_draft_layers:
@@ -181,13 +188,13 @@ def prefill(
         secs = time.perf_counter() - started
     kv_all = memory.kv[:, :context]
     return Prefilled(
-        kv_all,
-        kv_all.cpu(),
-        memory.index[:, :context],
-        None if memory.row_checks is None else memory.row_checks[:, :context],
-        hints[context],
-        hints,
-        context / secs,
+        kv=kv_all,
+        kv_host=kv_all.cpu(),
+        index=memory.index[:, :context],
+        row_checks=None if memory.row_checks is None else memory.row_checks[:, :context],
+        hints=hints[context],
+        hints_at=hints,
+        tokens_a_second=context / secs,
     )
 
 
@@ -211,6 +218,7 @@ def slots_of_one(
     """Return the slots of a request for its prompt and four times ``num_steps`` steps: those untimed, timed
     and profiled, and as many to spare. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
+    # Behind the prompt: all tokens of the steps, the first token that ``Bench`` gives, and a step in flight.
     most_tokens = context + 4 * num_steps * num_new + 1 + num_new
     is_hisparse = mode is Mode.HISPARSE
     hot_capacity = min(settings.device_buffer_size, most_tokens) if is_hisparse else 0
@@ -284,9 +292,9 @@ class Bench:
         self.requests = [self._admit(pools, need, number, mode) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = SwapCounts()
-        """Counts of all requests so far."""
+        """Hits, misses and evictions of all requests so far."""
         self.num_tokens = 0
-        """Tokens of all requests so far."""
+        """Tokens that all steps so far have given the requests."""
 
     def run(self, num_steps: int) -> float:
         """Return the seconds of ``num_steps`` steps. As in a decode node, each is launched before the
@@ -413,7 +421,7 @@ def measure(
         before, tokens_before = bench.totals, bench.num_tokens
         secs = bench.run(arguments.steps)
         num_tokens = bench.num_tokens - tokens_before
-        hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
+        hits, misses, _ = (after - old for after, old in zip(bench.totals, before, strict=True))
         bench.used.mark("steps")
         kernels = kernels_of(bench, arguments.steps) if model.device.type == "cuda" else []
     finally:

@@ -85,7 +85,8 @@ def _memory_groups(machine: Machine) -> list[tuple[Path, _GroupFiles]]:
     """Return the directories of this process's memory groups and their ancestors, with the names of their
     files.
 
-    A container sees its own group at the top of the tree, whatever path its process is listed with.
+    A container sees its own group at the top of the tree, whatever path its process is listed with, so the
+    top is always among the ancestors.
     """
     top = machine.sys / "fs" / "cgroup"
     groups: list[tuple[Path, _GroupFiles]] = []
@@ -96,6 +97,7 @@ def _memory_groups(machine: Machine) -> list[tuple[Path, _GroupFiles]]:
         # Version 2 has one tree, which is listed without controllers.
         base, names = (top, _V2) if not controllers else (top / "memory", _V1)
         relative = Path(path.lstrip("/"))
+        # A group outside the namespace's root is listed with "..", which names no directory of this tree.
         groups += [(base / part, names) for part in (relative, *relative.parents) if ".." not in part.parts]
     return groups
 

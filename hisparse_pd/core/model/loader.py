@@ -114,8 +114,8 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
 
 
 class Loader:
-    """One load of a checkpoint: all modules are made, then all tensors are allocated, then all are read at
-    once."""
+    """One load of a checkpoint: all modules are made, and routed experts with them, which allocate their own
+    tensors; then all other tensors are allocated; then all are read at once."""
 
     def __init__(
         self,
@@ -150,8 +150,9 @@ class Loader:
         except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
         hf_model.load_state_dict(state, assign=True)
-        # Frequencies come from the configuration, and have no values on the device ``meta``: make the module
-        # again, and give it what the checkpoint has for it.
+        # Rotary frequencies are computed from the configuration, which on the device ``meta`` gave no values:
+        # the module is made again. Weights that the checkpoint has for it (Mistral-Large-4's ``lerope``) are
+        # taken over from the first one.
         rotary = hf_model.model.rotary_emb
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         hf_model.model.rotary_emb.load_state_dict(rotary.state_dict())
@@ -194,9 +195,11 @@ class Loader:
         number = self._spec.num_layers
         name = f"model.layers.{number}"
         config = copy.deepcopy(hf_model.config)
+        # With dummy weights there is no file to look into: the layer gets experts.
         is_sparse = self._spec.weights_are_dummy or files.get(f"{name}.mlp.gate.weight") is not None
         config.mlp_layer_types = [*config.mlp_layer_types[:number], "sparse" if is_sparse else "dense"]
         if getattr(config, "indexer_types", None):
+            # Where layers may share an earlier one's selection, the MTP layer has its own indexer: "full".
             config.indexer_types = [*config.indexer_types[:number], "full"]
         size, eps, norm_type = config.hidden_size, config.rms_norm_eps, type(hf_model.model.norm)
         with torch.device("meta"):
@@ -261,7 +264,7 @@ class Loader:
         """Return our module of a layer's experts, with memory for this rank's share, and plan to fill it.
 
         ``module``: transformers' module of the experts; ``mlp``: the block that it belongs to. On a GPU
-        without other ranks there is also room for a copy of the shared expert, which
+        without other ranks there is also memory for a copy of the shared expert, which
         ``RoutedExperts.take_shared`` fills later, if it has the experts' form: one launch then computes both.
         """
         num_experts, hidden_size, inner_size = module.down_proj.shape

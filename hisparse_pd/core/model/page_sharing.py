@@ -47,6 +47,8 @@ def share_page(rank: int, size: int, meet: Callable[[str, str], Mapping[int, str
             offer, trouble = _tried(PageOffer, undo)
         word = meet("offered shared memory", "" if offer is None else offer.word)[0]
         if rank > 0:
+            # Without an offer all others fail to connect. Of all troubles the lowest rank's is logged: rank
+            # 0's, which says why.
             request, trouble = _tried(lambda: PageRequest(word, rank), undo)
         troubles = meet("asked for shared memory", trouble)  # rank 0 tells why it has no socket
         source = offer or request
@@ -124,6 +126,8 @@ class PageOffer:
         while len(askers) < size - 1:
             self._listener.settimeout(max(0.001, ends_at - time.monotonic()))
             asker = stack.enter_context(self._listener.accept()[0])
+            # All ranks sent their nonces before the second meeting. A connection without one is a stranger's,
+            # and must not hold this loop up.
             with contextlib.suppress(OSError, ValueError):
                 nonce, rank = asker.recv(_HELLO_BYTES, socket.MSG_DONTWAIT).split()
                 if secrets.compare_digest(nonce, self._nonce.encode()) and 0 < int(rank) < size:

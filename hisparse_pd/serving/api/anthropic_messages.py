@@ -2,7 +2,8 @@
 
 ``schemas.py`` calls ``parse_messages``, and ``tokens.py`` to count tokens. Blocks become what chat templates
 take: text, reasoning, calls and results of tools. Texts of one message are joined without a separator, as in
-the other APIs. A block that a chat template cannot take is refused.
+the other APIs. A template takes no images or documents: one in a tool's result to which the assistant has
+already replied is shown as its kind, such as ``[image]``; any other one is refused.
 """
 
 from __future__ import annotations
@@ -123,15 +124,15 @@ def _messages_of(
 ) -> Iterator[Message]:
     """Yield the chat messages of one message: results of tools are messages of their own.
 
-    ``is_answered``: whether a later message is the assistant's. The new answer is then not about an image, or
-    the like, in a tool's result, which is shown as its kind. Otherwise, and always outside of results, an
-    image is refused.
+    ``is_answered``: whether a later message is the assistant's. An image or a document in a tool's result is
+    then shown as its kind, since the new answer is not about it. Otherwise, and always outside of results, it
+    is refused. ``keeps_thinking``: whether the model is shown the message's thinking.
     """
     role: Message = {"role": tag_of(message)}
     if isinstance(message.content, str):
         yield role | {"content": message.content}
         return
-    turn, has_results = Turn(), False
+    turn, has_results = Turn(), False  # for a user's words, too: ``| role`` replaces the role in its message
     for index, block in enumerate(message.content or ()):
         place = f"{name}.content[{index}]"
         match block:
@@ -165,7 +166,7 @@ def _tool(name: str, item: Raw) -> Message:
 
 def _template_arguments(body: AnthropicConversation) -> dict[str, object]:
     """Return the template's arguments. ``thinking`` switches thinking in DeepSeek's templates, and
-    ``enable_thinking`` in GLM's."""
+    ``enable_thinking`` in GLM's; where the client sets one itself, that value stays."""
     arguments = template_arguments(body, body.output_config.effort if body.output_config else None)
     if body.thinking is not None:
         for switch in ("thinking", "enable_thinking"):

@@ -38,6 +38,8 @@ class AnthropicFormat:
 class ThinkingBlock:
     """Thinking of the assistant. The signature is read where the text was omitted."""
 
+    # If ``thinking`` is "", the text is read from the signature that this service gave the block when it
+    # omitted the text (``anthropic_messages.signature_of``).
     thinking: str
     signature: str | None
 
@@ -133,6 +135,7 @@ class Thinking:
 @declared
 class KeptThinking:
     type: Literal["thinking_turns", "all"]
+    # The number of the last turns that keep their thinking; not used with "all".
     value: Annotated[int, Meta(ge=1, le=MAX_MESSAGES)] | None
 
 

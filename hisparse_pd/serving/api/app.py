@@ -99,13 +99,15 @@ class Work:
 
     @cached_property
     def identity(self) -> Identity:
-        """Id and time of the answer: those of the stream that is resumed, else new ones, drawn once."""
+        """Id and time of the answer: those in the journal that a router sends with each stream which it may
+        resume, else new ones, drawn once."""
         journal = self.request.journal
         return Identity() if journal is None else journal.identity
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the answer besides those that describe its body."""
+        # Whether a router keeps a journal of this stream, be it new or resumed.
         is_journaled = self.request.stream and self.request.journal is not None
         journal = [(JOURNAL_HEADER, b"1")] if is_journaled else []
         return [*self.timeline.headers, *_left_out(self.request), *journal]
@@ -141,7 +143,7 @@ def create_app(context: DecodeContext, handler: Handler) -> Starlette:
 async def _generate(
     context: DecodeContext, endpoint: Endpoint, handler: Handler, body: bytes, arrived_at: float, reply: Reply
 ) -> None:
-    """Check a request, answer it with ``handler``, and record how long that took."""
+    """Check a request, answer it with ``handler``, and record how long that took if it was answered."""
     timeline = Timeline(context.metrics, arrived_at, reply.request_headers, reply.span)
     try:
         work = await _check(context, endpoint, body, arrived_at, timeline)

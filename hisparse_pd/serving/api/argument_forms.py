@@ -76,7 +76,8 @@ class Forms:
     """Whether the schema allows every value."""
 
     def structures(self) -> Forms:
-        """Return only the forms of objects and arrays."""
+        """Return only the forms of objects and arrays, for markup in which other values beside strings would
+        be read as strings."""
         return Forms(
             schemas=[kept for schema in self.schemas if (kept := _structures_of(schema)) is not None],
             is_one_of=self.is_one_of,
@@ -129,8 +130,8 @@ class SchemaReader:
         raise NotWritable("refers to itself")
 
     def forms_of_parameter(self, name: str) -> list[Forms]:
-        """Return the forms of each schema of one parameter: the root's and those of its branches, or that of
-        further parameters."""
+        """Return the forms of the parameter ``name``, for each schema that the root and its branches (as of
+        ``anyOf``) have for it; if none has one, for the root's ``additionalProperties``."""
         root = self._root
         found = list(self._property_schemas(name, root))
         if not found and "additionalProperties" in root:
@@ -150,7 +151,7 @@ class SchemaReader:
                 yield from self._property_schemas(name, branch, depth + 1)
 
     def forms(self, schema: object, depth: int = 0) -> Forms:
-        """Return the forms of a schema; equal schemas (by id) are read once."""
+        """Return the forms of a schema. A schema that several others refer to is read once."""
         if depth > MAX_DEPTH:
             raise NotWritable("is nested too deeply")
         schema = self.target_of(schema)
@@ -195,7 +196,8 @@ class SchemaReader:
             branches = as_list(schema.get(combiner))
             if branches and (keywords == {combiner} or self._is_lenient):
                 combined = self._combine(schema, combiner, branches, depth)
-                # Where branches allow any string, the schema's own types say more.
+                # A lenient reader may have found ``type`` beside the combiner. It says more than branches
+                # that allow any string, such as those with nothing but ``required``.
                 if keywords == {combiner} or ANY_STRING not in combined.strings or not types_of(schema):
                     return combined
         return None

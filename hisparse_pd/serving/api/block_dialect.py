@@ -2,6 +2,10 @@
 
 Events of a stream open a block, let it grow and close it. The dialects in ``anthropic_answers.py`` and
 ``responses_answers.py`` write these events.
+
+``answering.py`` calls a dialect's methods. For a stream it calls ``events`` with each delta. For a whole
+answer it calls ``keep`` with each delta, which only reads it, and ``choice`` when the sample is finished.
+Then it calls ``whole``, which each of the two dialects has: it shows all blocks that ``_reading`` has.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ _NO_CHOICE = Raw(msgspec.json.encode(None))
 
 
 class BlockDialect(Dialect):
-    """A dialect of requests with one sample."""
+    """A dialect of requests with one sample. Subclasses have ``whole``, ``_begin`` and ``_show``."""
 
     end = b""  # the last event says by its type that it is the last
 
@@ -35,7 +39,7 @@ class BlockDialect(Dialect):
         self._reading.feed(output, delta)
 
     def choice(self, output: SampleOutput) -> Raw:
-        return _NO_CHOICE  # ``whole`` shows the only sample
+        return _NO_CHOICE  # the dialect's ``whole`` shows the only sample, from ``_reading``
 
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         if not self._has_begun:

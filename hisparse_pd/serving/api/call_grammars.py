@@ -106,8 +106,9 @@ class _WithArguments(CallWriter):
     """A markup in which each argument has marks of its own."""
 
     def _arguments(self, tool: CallableTool) -> list[str]:
-        """Return the rules of a call's arguments: each in the order of the schema, optional ones with
-        ``?``."""
+        """Return the rules of a call's arguments, in the order of the schema, optional ones with ``?``. Where
+        the schema names parameters, calls have no others; where it names none, they have any number, unless
+        it excludes all."""
         reader = SchemaReader(tool.parameters, self._steps, is_lenient=not tool.is_strict)
         properties, required, others = _members(tool, reader)
         if not properties:
@@ -120,7 +121,8 @@ class _WithArguments(CallWriter):
         for name, schema in properties.items():
             if not _NAME.fullmatch(name):
                 raise NotWritable(f"has a parameter {name!r}, a name that this model's calls cannot have")
-            # Where the schema cannot be enforced, a tool that is not strict takes any value.
+            # Where the schema cannot be enforced, a tool that is not strict takes any value. An inexact
+            # number is refused even then (``InexactNumber``).
             try:
                 value = self._value(tool, name, schema, reader)
             except NotWritable as error:
@@ -214,7 +216,8 @@ class _Glm(_WithArguments):
         texts = [text for text in forms.texts if self._is_read_back(tool.name, name, text)]
         strings = reader.regexes(forms)
         if strings:
-            # Beside strings, only null, objects and arrays are read as JSON. No string may begin like these.
+            # Beside strings, only null, objects and arrays are read as JSON: ``null`` is written like a bare
+            # text, and no string may begin like an object or an array if there are any.
             if forms.takes_null:
                 texts.append("null")
             forms = forms.structures()
@@ -272,7 +275,7 @@ class _Dsml(_WithArguments):
 
 
 class _DeepSeekV31(CallWriter):
-    """DeepSeek-V3.1's markup: ``<begin>name<sep>{...}<end>``, with the marks of ``V31``."""
+    """DeepSeek-V3.1's markup: ``<begin>name<sep>{...}<end>``, with the marks of ``chat_format.V31``."""
 
     def _calls(self, call: str, at_most_one: bool) -> str:
         return sequence(call if at_most_one else f"{call}+", self._lark.mark(self._markup.closing))

@@ -3,7 +3,8 @@
 ``MessageParser`` (``chat_message.py``) makes a ``CallReader`` at each mark that opens calls and drives its
 ``read``, a generator. Calls go into the answer's ``BlockList``. GLM's
 ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>`` opens a block of the name ``f`` at
-``<arg_key>``, which grows by ``{"x": `` at ``<arg_value>``, by ``1`` at its end, and by ``}`` at the call's.
+``<arg_key>``. The block grows by ``{"x": `` at ``<arg_value>``, by ``1`` at ``</arg_value>``, and by ``}`` at
+``</tool_call>``.
 
 - What has been shown is never taken back. An argument is therefore withheld as long as it may be JSON or a
   string, until its end decides.
@@ -116,6 +117,8 @@ class CallReader:
         marks = (markup.end_of_name or markup.key, *self._ends, *markup.openings, *foreign)
         text, mark = yield from self._collect(tuple(filter(None, marks)), self._is_too_long_for_name)
         text = text.strip()  # the name, or the whole call where it is JSON
+        # No call: the text is too long for a name, or an opening or a foreign mark came before the name (or
+        # the whole call, where it is JSON) was complete.
         if not mark or mark in (*foreign, *markup.openings):
             return CallsEnd(False, mark)
         if markup.is_json:
@@ -220,7 +223,7 @@ class CallReader:
 
     def _read_argument(self, tool: str, keys: set[str]) -> Reading[str]:
         """Read an argument behind the mark of its key, and add the key to ``keys``. Returns "" where the call
-        goes on."""
+        goes on, else the mark that has ended it."""
         markup, declared = self._markup, ""
         self._unshown.append(markup.key)
         key, mark = yield from self._collect((markup.end_of_key, *self._ends))
@@ -349,6 +352,7 @@ def _json_call(text: str) -> _JsonCall | None:
 
 
 def _is_text(text: str, num_chars: int) -> bool:
+    """Have ``_collect`` stop at the first text that is not white space."""
     return bool(text.strip())
 
 

@@ -37,7 +37,7 @@ def openai_calls(
     tool_choice: Raw | None, parallel_tool_calls: bool | None, prompt: ChatPrompt, *, is_chat: bool
 ) -> CallRule | None:
     """Return the rule of chat completions and responses; None if calls need no grammar, since the model may
-    call any tool in any way, or no tool is offered to it.
+    call any tool in any way, or no tool is offered to it. Raises ApiError 400.
 
     ``is_chat``: whether ``tool_choice`` names tools as in chats, within ``function``, and not beside their
     type, as in responses.
@@ -72,7 +72,7 @@ def openai_calls(
 
 
 def anthropic_calls(choice: anthropic_parts.AnthropicChoice | None, prompt: ChatPrompt) -> CallRule | None:
-    """Return the rule of messages; None as for ``openai_calls``."""
+    """Return the rule of Anthropic's messages; None as for ``openai_calls``. Raises ApiError 400."""
     names = names_of_tools(prompt)
     if choice is None:
         return _call_rule(prompt, "", names, is_forced=False, at_most_one=False, serial_field="")
@@ -145,7 +145,7 @@ def _allowed_tools(
 
 
 def _chosen_name(tool: _Choice, field: str, prompt: ChatPrompt) -> str:
-    """Return the chosen function's name, which includes its namespace."""
+    """Return the name of the chosen tool that the model is shown, which includes its namespace."""
     names = names_of_tools(prompt)
     if isinstance(tool, openai_parts.ChatToolChoice):
         return _checked_name(f"{field}.function.name", tool.function.name, names)

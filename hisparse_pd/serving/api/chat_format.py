@@ -76,6 +76,7 @@ class ChatFormat:
     token_ids: Mapping[str, int] = field(default_factory=dict)
     """Ids of added tokens, by the text that they stand for."""
     think: ThinkMarks = THINK
+    """The template's marks of reasoning."""
 
     def reasoning_start(
         self, prompt: bytes, of_token: Callable[[int], bytes], *, is_continued: bool
@@ -83,6 +84,7 @@ class ChatFormat:
         """Return whether the answer to ``prompt`` (packed token ids) begins with reasoning.
 
         ``of_token``: returns a token's bytes. ``is_continued``: whether the prompt ends within an answer.
+        Reasoning is over if the prompt ends with its closing mark, as for an answer without reasoning.
         """
         if self.opens_reasoning(prompt, of_token):
             return ReasoningStart.BEGUN

@@ -103,7 +103,7 @@ class MessageParser:
         else:
             self._space.append(openings)
         begun = text[len(openings) :]
-        if self._think.opening.startswith(begun):
+        if self._think.opening.startswith(begun):  # nothing, or what may become another opening mark
             self._withheld = begun
             return None
         return self._leave_start() + begun
@@ -196,7 +196,7 @@ class MessageParser:
 
     def _finish(self, *, is_cut: bool) -> None:
         """Show the withheld text unless it is markup. Where the answer ``is_cut``, a possible beginning of
-        markup is taken for markup."""
+        markup is taken for markup. Within a call that has not ended, the withheld text is dropped."""
         markup, calls = self._markup, self._calls
         withheld, self._withheld = self._withheld, ""
         if self._is_at_start:

@@ -74,7 +74,8 @@ class ChatReading:
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer's reasoning, the last one included.
+    """Counts the tokens of an answer's reasoning, from the answer's first one to the one that ends the
+    reasoning, both included.
 
     Reasoning ends with the closing mark or with one of ``interruptions``: the openings of calls, if the model
     may call without closing its reasoning.
@@ -88,7 +89,8 @@ class ReasoningTokens:
         self._ends = tuple(end.encode() for end in (think.closing, *interruptions))
         self._num_kept_bytes = max(map(len, self._ends))
         self._seen = self._opening if in_reasoning else b""
-        """Last bytes of the answer, with the opening mark that the prompt may have."""
+        """Last bytes of the answer, in which marks are looked for. At first the opening mark, if the prompt
+        ends with it, as if the answer had written it."""
         self._num_tokens = 0
         self._is_open: bool | None = True if in_reasoning else None
         """None until it is known whether the answer begins with reasoning."""

@@ -79,7 +79,8 @@ class StandIns:
                 return value
 
     def restore(self, text: str, write: Callable[[str], str] = str) -> str:
-        """Return ``text`` with each stand-in replaced by its character, as ``write`` writes the character."""
+        """Return ``text`` with each stand-in replaced by its character, as ``write`` writes the character: by
+        default as it is, for errors and lengths, which are about the client's text."""
         for character, code in self._codes.items():
             for stand_in in (chr(code), _in_ascii(code)):
                 text = text.replace(stand_in, write(character))

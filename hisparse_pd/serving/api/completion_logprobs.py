@@ -31,8 +31,9 @@ class Echo:
         """Characters of the text that are shown."""
 
     def logprobs(self, tokens: Sequence[PromptToken]) -> Json | None:
-        """Return the logprobs of the prompt's next tokens; None unless the client asked for an echo and for
-        logprobs of completions. It gets vLLM's ``prompt_logprobs`` elsewhere, if it asked for these."""
+        """Return the logprobs of the prompt's next tokens, or None if the client did not ask for both an echo
+        and ``logprobs``. Tokens are scored for ``prompt_logprobs`` as well, which ``openai_answers.py``
+        shows."""
         self._num_unscored -= len(tokens)
         if not self._has_logprobs:
             return None
@@ -49,9 +50,12 @@ class Echo:
 
 
 class OutputLogprobs:
-    """The logprobs of one sample's output. A token whose text begins behind the shown text waits, because
-    that text may turn out to be in a stop string and never be shown; its offset is then the end of what is
-    shown."""
+    """The logprobs of one sample's output.
+
+    A token waits while its text begins behind the shown text: what is not shown yet may belong to a stop
+    string, and is then never shown. A token whose text is never shown gets the end of the shown text as its
+    offset.
+    """
 
     def __init__(self, sample: SampleRequest, names: TokenNames) -> None:
         self._names = names
@@ -63,8 +67,9 @@ class OutputLogprobs:
         """Entries that are not shown yet, with the offsets of their texts."""
 
     def feed(self, delta: Delta) -> Json:
-        """Return the logprobs to show with the delta: those of tokens whose texts begin in the shown text or
-        at its end, an offset that is right whether or not they follow, and with the last delta all others."""
+        """Return the logprobs to show with the delta: those of waiting tokens whose texts begin in the shown
+        text or exactly at its end. That offset is right even if the text is never shown. The last delta shows
+        all that wait."""
         self._num_chars += len(delta.text)
         self._waiting += ((self._offsets.next(entry.token_id), entry) for entry in delta.logprobs)
         entries, offsets = [], []
@@ -81,7 +86,9 @@ def _logprobs(
     offsets: Sequence[int],
     num_top: int | None = None,
 ) -> Json:
-    """Return the lists of ``entries``, with the ``num_top`` likeliest tokens of each, or with all of them."""
+    """Return the lists of ``entries``. ``num_top``: how many of the likeliest tokens of each are shown; None:
+    all. Entries of the prompt may have more than ``logprobs`` asks for, if ``prompt_logprobs`` asks for more.
+    """
     return {
         "tokens": [names.of(entry.token_id) for entry in entries],
         "token_logprobs": [None if entry.logprob is None else finite(entry.logprob) for entry in entries],

@@ -69,7 +69,7 @@ class AnswerFormat:
     """What the text of an answer has to be."""
 
     field: str
-    """Path of the field that asks for it."""
+    """Path of the field that asks for the format, for errors."""
     kind: FormatKind
     text: str = ""
     """What ``kind`` says: a schema, a regular expression or a grammar."""
@@ -85,7 +85,7 @@ class Constraint:
 
     @property
     def field(self) -> str:
-        """Path of the field that asks for it."""
+        """Path of the field that asks for the constraint, for errors; with both, that of the format."""
         asking = self.answer or self.calls
         return asking.field if asking is not None else ""
 

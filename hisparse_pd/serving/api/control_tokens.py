@@ -67,7 +67,8 @@ class ControlTokens:
             *re.findall(r"\.(\w+)", template),
             *(word for pair in quoted for word in pair),
         }
-        """Names and literals that the template may compare strings with."""
+        """Names and literals that the template may compare strings with. A string that is one of these stays
+        as it is where it could only be the rest of a token."""
 
     def places(self, text: str) -> list[int]:
         """Return the indexes of the characters with which ``text`` may begin or continue a control token."""

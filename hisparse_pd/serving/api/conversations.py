@@ -119,8 +119,9 @@ _DATA_NAMES = {"image": "image", "document": "pdf", "input_image": "image", "inp
 def text_of_part(name: str, part: ResultBlock | OutputPart, *, is_answered: bool) -> str:
     """Return the text that the model is shown for a part of a result or of a user's message.
 
-    Where a later message of the assistant has answered it (``is_answered``), the new answer is not about the
-    part, and one that is not text is shown as its kind. Otherwise InvalidField is raised for it.
+    A part that is not text is shown as its kind, such as ``[image]``, where a later message of the assistant
+    has answered it (``is_answered``): the new answer is not about it. Otherwise InvalidField is raised. Of a
+    tool's reference, the name is shown.
     """
     match part:
         case TextBlock() | InputText():
@@ -155,7 +156,7 @@ def result_message(
 @dataclass
 class Turn:
     """The assistant's words, reasoning and calls up to the next message of another role: one message of
-    the chat."""
+    the chat. A caller that collects the parts of a user's message in it replaces the role."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)

@@ -54,8 +54,9 @@ def _takes_none(kind: Any) -> bool:
 
 
 def _decodable(kind: Any) -> Any:
-    """Return ``kind``, and ``Raw`` for ``Raw | None``: msgspec has no ``Raw`` in unions. ``decode`` makes a
-    null in such a field None."""
+    """Return the type that msgspec decodes a field of type ``kind`` as: ``kind`` itself, but ``Raw`` in place
+    of ``Raw | None``, since msgspec has no ``Raw`` in unions. ``declared_decoding.decode`` then makes a null
+    in such a field None."""
     if get_origin(kind) is Annotated and kind.__origin__ == Raw | None:
         return Annotated[Raw, *kind.__metadata__]
     return kind
@@ -83,7 +84,8 @@ AS_SPELLED = Meta(extra={_AS_SPELLED: True})
 
 
 def unsupported(*harmless: object, why: str = NOT_SUPPORTED) -> Meta:
-    """Refuse a known field, a ``Raw | None``, unless its value is ``harmless``: it asks for nothing."""
+    """Refuse a known field, a ``Raw | None``, unless it is null or its value is one of ``harmless``, with
+    which it asks for nothing. ``why``: the text of the error."""
     schema = {"deprecated": True, "enum": [None, *harmless], "description": "Not supported."}
     return Meta(extra={_UNSUPPORTED: Unsupported(harmless, why)}, extra_json_schema=schema)
 

@@ -1,9 +1,10 @@
 """The interface of the classes that write an endpoint's answers, and the usage objects in answers.
 
 ``answering.py`` makes a ``Dialect`` for each request and calls it. For a stream it calls ``events`` with each
-delta, and ``last_events`` after all of them; for a whole body ``keep`` with each delta, ``choice`` after a
-sample's last one, and ``whole`` after all of them. Both have the same content. Each call encodes what one
-engine message brought: encoding all logprobs of a long answer at once would hold up the event loop.
+delta, and ``last_events`` after the last delta of all samples; for a whole body ``keep`` with each delta,
+``choice`` after a sample's last delta, and ``whole`` at the end. Streams and whole bodies have the same
+content. Each call with a delta encodes what one engine message brought: encoding all logprobs of a long
+answer at once would hold up the event loop.
 """
 
 from __future__ import annotations

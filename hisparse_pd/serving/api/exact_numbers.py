@@ -1,8 +1,9 @@
 """Numbers of schemas as clients spell them, and which of them llguidance, which keeps doubles, can enforce.
 
-``grammars.py`` reads schemas with ``read_json``; ``schema_numbers.py`` and ``json_grammars.py`` ask about
-each number. JSON's integers become Python's, of any size. Other numbers become doubles; one whose double is
-written differently, such as 1.0e2 or 0.1000000000000000000001, is a ``SpelledFloat``.
+``constraints.py`` and ``grammars.py`` read schemas with ``read_json``, decoders of bodies read numbers with
+``read_float``; ``schema_numbers.py`` and ``json_grammars.py`` ask about each number. JSON's integers become
+Python's, of any size. Other numbers become doubles; one whose double is written differently, such as 1.0e2 or
+0.1000000000000000000001, is a ``SpelledFloat``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LENGTHS: Final = {
     **dict.fromkeys(("minLength", "maxLength"), 2**32 - 1),
     **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), 2**64 - 1),
 }
-"""Keywords of lengths, with the largest value of each."""
+"""Keywords of lengths, with the largest value that llguidance takes for each."""
 
 Number = int | float
 
@@ -159,8 +160,8 @@ def admits_excluded_integer(bounds: Mapping[str, object]) -> bool:
     high = _tightest(bounds, "maximum", "exclusiveMaximum", min)
     if low is None or high is None:
         return False
-    # The bound nearer to zero is the low one. Of negative numbers it is the high one, which is looked at as a
-    # low bound of the negated numbers.
+    # The excluded integer is admitted only at the bound nearer to zero, ``near``. Of positive numbers that is
+    # the low one. Of negative numbers it is the high one, which is a low bound of the negated numbers.
     negated_high, negated_low = (-high[0], high[1]), (-low[0], low[1])
     for (near, is_excluded), (far, _) in ((low, high), (negated_high, negated_low)):
         if is_excluded and near >= 0 and near == math.floor(near) == math.floor(far):

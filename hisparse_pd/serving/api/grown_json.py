@@ -19,8 +19,8 @@ _TEXTS = ("text", "content", "reasoning_content", "arguments")
 
 class GrownObject:
     """An object joined from pieces as clients join them: texts and lists are concatenated, objects joined by
-    field, and of anything else the first value but null counts. Lists are kept encoded, which takes less
-    memory."""
+    field, and of anything else the first value that is not null counts. Lists are kept encoded, which takes
+    less memory."""
 
     def __init__(self) -> None:
         self._fields: dict[Any, Any] = {}

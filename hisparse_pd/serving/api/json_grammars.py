@@ -5,7 +5,7 @@
 write 9007199254740992 for ``{"const": 9007199254740993}``. A ``const`` or ``enum`` with such a number is
 therefore written here as a rule of its literals, and so are the objects, arrays, alternatives and definitions
 that contain it. All other parts are left to llguidance (``%json``). A bound that llguidance would shift is
-refused.
+refused (``SchemaNumbers``).
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def _value_key(value: object) -> object:
 
 
 def _keys_of_values(schema: object) -> set[object] | None:
-    """Return the keys of all values of a const or an enum; None for another schema."""
+    """Return the ``_value_key`` of each value of a const or an enum; None for another schema."""
     if isinstance(schema, dict) and "const" in schema:
         return {_value_key(schema["const"])}
     if isinstance(schema, dict) and isinstance(values := schema.get("enum"), list):

@@ -1,7 +1,7 @@
 """Reading JSON schemas that clients send: keywords, references, and a limit for the work.
 
 Writers of grammars (``argument_forms.py``, ``json_grammars.py``, ``call_grammars.py``, ``schema_numbers.py``)
-and the reader of calls (``tool_schemas.py``) share this module. One ``Steps`` serves a whole request.
+and the reader of calls (``tool_schemas.py``) share this module. All tools of a request share one ``Steps``.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class ApiKeys:
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to a request without a key, except on ``open_paths``."""
+    """ASGI middleware that answers 401 to a request without a valid key, except on ``open_paths``, and calls
+    ``on_refused`` for each such answer."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str], on_refused: Callable[[], None]

@@ -28,7 +28,7 @@ from hisparse_pd.serving.api.schemas import StreamedUsage
 from hisparse_pd.serving.api.token_names import TokenNames, by_id, finite
 
 _ABOUT_PROMPT = ("prompt_token_ids", "prompt_logprobs")
-"""Fields that chats have beside their choices."""
+"""Fields that chats have beside their choices; completions have them in their choices."""
 
 
 class _OpenAiDialect(Dialect):
@@ -150,6 +150,7 @@ class CompletionsDialect(_OpenAiDialect):
     def events(self, output: SampleOutput, delta: Delta) -> Iterator[Json]:
         echo, finish = self._echoes[output.index], delta.finish
         is_first = output.index not in self._begun
+        # An echo comes whole with the first chunk or, with logprobs, in pieces with the scored prompt tokens.
         logprobs = echo.logprobs(delta.scored) if delta.scored else self._new_logprobs(output, delta)
         echoed = echo.next_text() if is_first or delta.scored else ""
         text = echoed + delta.text
@@ -189,6 +190,7 @@ class ChatDialect(_OpenAiDialect):
         if begins_answer or delta.scored:
             role: Json = {"role": "assistant", "content": ""} if begins_answer else {}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
+            # The only prompt of a chat.
             about_prompt = self._prompt_ids(0) if begins_answer and output.index == 0 else {}
             if delta.scored:
                 about_prompt |= self._prompt_logprobs(output, delta)

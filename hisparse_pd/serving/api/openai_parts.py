@@ -73,6 +73,7 @@ class ChatAllowedChoice:
     allowed_tools: ChatAllowed
 
 
+# Fields that are not declared, such as a description, are shown to the model as they are.
 @declared
 class Function:
     name: NonEmptyName
@@ -110,6 +111,7 @@ class ChatMessage:
     ]
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None
+    # Tools that a message of the roles "system" and "developer" describes, beside those of the body.
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]
     function_call: Annotated[Raw | None, unsupported()]
     response_format: Annotated[Raw | None, unsupported()]

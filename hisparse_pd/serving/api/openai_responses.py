@@ -2,8 +2,9 @@
 
 ``schemas.py`` calls ``parse_responses``. Nothing is stored: a request has its whole conversation in the items
 of ``input``. The reasoning, text and calls of one answer are items of their own, and become one message of
-the assistant. ``call_rules.py`` and ``responses_answers.py`` find the tools of the client again by the names
-that the model is shown (``find_tool``, ``called_tool``).
+the assistant. The model is shown a namespace's tool under a name of its own: ``call_rules.py`` finds that
+name for a tool that the client chose (``find_tool``), ``responses_answers.py`` the client's tool for a name
+that the model called (``called_tool``).
 """
 
 from __future__ import annotations

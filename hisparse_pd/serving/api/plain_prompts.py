@@ -47,7 +47,7 @@ class PlainPrompts(NamedTuple):
 
 def parse_prompts(field: str, value: Raw | None) -> PlainPrompts:
     """Read the prompts in ``field``. Raises ApiError 400."""
-    takes_text, takes_ids = field != "input_ids", field != "text"
+    takes_text, takes_ids = field != "input_ids", field != "text"  # ``prompt`` takes both
     shapes = ["a string", "a list of strings"] if takes_text else []
     shapes += ["a list of token ids", "a list of such lists"] if takes_ids else []
     if value is None:

@@ -1,7 +1,7 @@
 """Reads from a body how the samples of its prompts are drawn, and what of them is shown.
 
-``schemas.py`` calls the parser of each endpoint: OpenAI's top-level fields, SGLang's ``sampling_params``, or
-Anthropic's and OpenAI's responses' fields all become ``SampleOptions``.
+``schemas.py`` calls the parser of each endpoint. OpenAI's top-level fields, SGLang's ``sampling_params``, and
+the fields of Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses`` all become ``SampleOptions``.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class SampleOptions:
     n: int = 1
     """Number of samples."""
     max_new_tokens: int | None = None
-    """None for ``default_new_tokens``, or as many as there is room for."""
+    """The number asked for; None for ``default_new_tokens``."""
     default_new_tokens: int | None = None
-    """None for the node's own default, or as many as there is room for."""
+    """The endpoint's default; None for the node's ``default_max_tokens``. Either is cut to what fits; without
+    either, the answer may have all that fits."""
     max_new_tokens_field: str = "max_tokens"
     min_new_tokens_field: str = "min_tokens"
     biased_token_ids: tuple[int, ...] = ()

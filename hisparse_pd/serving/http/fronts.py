@@ -34,7 +34,8 @@ WHAT_DIED = {
     Instruction.ENGINE_DIED: str(LinkState.GONE),
     Instruction.FRONT_DIED: "a front process of the node has died",
 }
-"""Instructions that follow the loss of a process, with the words about it for clients and the log."""
+"""Instructions that follow the loss of a process, with the words about it for clients and the log. The text
+of ``LinkState.GONE`` is "the engine has died"."""
 
 
 async def write_metrics(board: Board, front: int, metrics: FrontMetrics) -> None:
@@ -101,6 +102,7 @@ async def serve_further(
                 link.stop_accepting()
             await asyncio.sleep(_POLL_SECS)
         if instruction in WHAT_DIED:
+            # Whichever process died, requests in flight end in the same way; only the words differ.
             link.engine_died(WHAT_DIED[instruction])
         elif instruction is Instruction.LEAVE:
             link.fail_all(503, SHUTTING_DOWN)

@@ -4,7 +4,13 @@ Each line is a comment of server-sent events, which the router takes out of what
 record or a word. A record has the tokens of which the events since the line before were made. These events
 and their record are a unit: the router shows the events only once it has the record. A word stands after a
 unit; routers skip words that they do not know. ``serving/api/request_journal.py`` makes the records, and
-``router/stream_journal.py``, which has an example, reads the lines.
+``router/stream_journal.py``, which has an example of a stream, reads the lines. A record's line and a word's,
+each with an empty line behind it:
+
+    :journal [...]
+
+    :journal over
+
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ OVER = b"over"
 """Word for the end: the stream is complete, or ended by an error that every node would give."""
 LEAVING = b"leaving"
 """Word for a node that shuts down. The stream continues there unless the router moves it to another node.
-This line follows another one, with no event between them."""
+This line directly follows a record's line, so that it stands between units."""
 
 
 def journal_line(content: bytes) -> bytes:

@@ -81,7 +81,7 @@ def _our_turn(run: Run, turn: Turn, secs: float) -> None:
 
 def _sglang_turn(run: Run, turn: Turn, secs: float) -> None:
     text = run.process(turn.name, run.guest_turn(turn), secs, run.guest_environment())
-    cells = read_cells(text.splitlines())
+    cells = read_cells(text.splitlines())  # in the order of the turn's batches
     found, dropped = sglang_cells(turn, cells, ITEM_BYTES)
     run.cells += found
     run.prefill += sglang_prefill(turn, cells, CHUNK)
@@ -107,7 +107,7 @@ def prepare(run: Run) -> None:
             item_bytes=ITEM_BYTES,
             buffer=options.buffer,
             num_processes=options.processes,
-            secs=options.prewarm_secs - 2,
+            secs=options.prewarm_secs - 2,  # so that it ends by itself before its limit
         )
         command = guest_command("prewarm", json.dumps(asdict(warming)))
         text = run.process("prewarm", command, options.prewarm_secs, run.guest_environment())

@@ -23,7 +23,7 @@ HOST_BYTES: Final = "BESIDE_SGLANG_HOST_BYTES"
 
 
 class GuestMissing(Exception):
-    """The guest's folder or a part of it is not there."""
+    """The guest's folder, a part of it, or the compiler that it needs is not there."""
 
 
 def check_guest(site: Path) -> None:

@@ -28,7 +28,7 @@ from tools.bench.streamed_load import EndpointError
 
 LEAST_NEW: Final = 3
 LEAST_CACHED: Final = 8
-"""Least requests of a point with new and with cached prompts."""
+"""Least requests of a point: LEAST_NEW with new prompts, LEAST_CACHED with cached ones."""
 CACHED_SHARE: Final = 0.95
 """Least share of cached tokens in prompts that were all seen; in new prompts it is at most 1 minus this."""
 STOP_SECS: Final = 10.0
@@ -46,6 +46,7 @@ class Point:
     """Requests of one number of clients."""
 
     cached: Literal["nothing", "all"]
+    """How much of its prompts the server has seen before."""
     num_clients: int
     num_requests: int
     num_prompts: int
@@ -54,14 +55,20 @@ class Point:
     """Seed of the prompts; points with the same one have the same prompts."""
 
 
-WARM_UP: Final = Point("nothing", 2, 4, 2, seed=1000)
+WARM_UP: Final = Point("nothing", num_clients=2, num_requests=4, num_prompts=2, seed=1000)
 """Requests before the first point: two new prompts, and both again."""
 
 
 def points(clients: Sequence[int]) -> list[Point]:
     """Return the points in order. Cached prompts are those of the last point with new ones."""
     new = [
-        Point("nothing", number, max(LEAST_NEW, number), max(LEAST_NEW, number), seed)
+        Point(
+            cached="nothing",
+            num_clients=number,
+            num_requests=max(LEAST_NEW, number),
+            num_prompts=max(LEAST_NEW, number),
+            seed=seed,
+        )
         for seed, number in enumerate(sorted(clients))
     ]
     return new + [
@@ -159,6 +166,7 @@ def _can_be(turn: Turn, point: Point) -> bool:
 async def _measured(run: Run, turn: Turn, point: Point, url: str, secs: float) -> dict[str, Any]:
     words = {
         "url": f"{url}/v1",
+        # "none" leaves the field out, which is one of our API.
         "hisparse": {"dense": "false", "hisparse": "true"}[turn.mode] if turn.engine == "ours" else "none",
         "concurrency": point.num_clients,
         "num-requests": point.num_requests,

@@ -148,6 +148,7 @@ def run_job(job: Job) -> None:
 
 
 def _paged_logits(rows: int) -> None:
+    """Compile the indexer's scores of a decode step with ``rows`` tokens, and the plan of their work."""
     import deep_gemm
     import torch
 
@@ -175,8 +176,8 @@ def outcomes(output: str) -> tuple[int, list[str]]:
 
 
 def warm(warming: Warming) -> int:
-    """Compile everything within ``warming.secs``; what still runs then is killed with this process's
-    group."""
+    """Compile everything within ``warming.secs``. ``Run.process``, which started this process, kills its
+    group when it ends, and with it the jobs that still run."""
     config = json.loads((Path(warming.model) / "config.json").read_text())
     jobs = jobs_of(warming, config)
     deadline = time.monotonic() + warming.secs

@@ -54,8 +54,8 @@ def limits(
 ) -> Iterator[tuple[Turn, float]]:
     """Yield the turns with their limits in seconds, as if each took all of its own. 0: it does not begin.
 
-    ``most_secs``: the most that a turn may have. A turn of SGLang leaves later turns of ours their time, so
-    that what it measures has something beside it.
+    ``most_secs``: the most that a turn may have. Every turn leaves the later turns of our engine their time,
+    so that what SGLang's turns measure has something beside it.
     """
     for number, turn in enumerate(turns):
         reserved = sum(most_secs(later) for later in turns[number + 1 :] if later.engine == "ours")
