@@ -85,8 +85,8 @@ def round_rows(x: Tensor, rounding: Rounding) -> Rounded:
 
 
 def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> Rounded:
-    """Round ``x`` to fp8, in one launch on a GPU. A block's largest magnitude becomes 448, or with ``ue8m0``
-    a number above 224.
+    """Round ``x`` to fp8, in one launch on a GPU. A block's largest magnitude becomes 448, the largest number
+    of fp8, or with ``ue8m0`` a number above 224, because its scale is up to twice as large as needed.
 
     ``x``: [rows, columns] of any float dtype, each row contiguous, on any device. The number of rows is
     rounded up to ``row_multiple`` with rows of zeros.
@@ -112,7 +112,8 @@ def quantize_rows(x: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> R
 def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = False) -> Rounded:
     """Return ``quantize_rows`` of ``silu(gate) * up`` in float32, in one launch on a GPU.
 
-    ``gate_up``: [parts, rows, 2 * columns], whose parts are added up in order; each row is contiguous.
+    ``gate_up``: [parts, rows, 2 * columns], the gate's columns first; each row is contiguous. Parts are what
+    a product leaves to be added up here, in order (``kernels.block_linear``); on a CPU there is one.
     """
     if gate_up.device.type == "cuda":
         from hisparse_pd.kernels.triton_fp8 import quantize_gated_triton
@@ -121,7 +122,7 @@ def quantize_gated(gate_up: Tensor, row_multiple: int = 1, *, ue8m0: bool = Fals
         rounded = Rounded.empty(num_rows, gate_up.shape[2] // 2, gate_up.device)
         quantize_gated_triton(gate_up, *rounded, ue8m0=ue8m0)
         return rounded
-    gate, up = gate_up[0].float().chunk(2, dim=-1)  # on a CPU there is one part
+    gate, up = gate_up[0].float().chunk(2, dim=-1)
     return quantize_rows(silu(gate) * up, row_multiple, ue8m0=ue8m0)
 
 

@@ -32,8 +32,9 @@ def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int,
     and hot buffers of up to ``capacity`` entries. Raises StartError.
     """
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
-    most_new = MAX_POSITIONS // top_k
+    most_new = MAX_POSITIONS // top_k  # one of them is the newest token, the others are drafts
     _check("speculative_num_steps", num_new - 1, most_new - 1, "swap-in", "lower --speculative-num-steps")
+    # Each new position is a query, for which the indexer's scratch has a row; MAX_SELECTED is exclusive.
     most_requests = min(MAX_TOKENS_OF_A_BLOCK // num_new, (MAX_SELECTED - 1) // (num_new * top_k))
     remedy = "lower --max-running-requests"
     _check("max_running_requests", max_running_requests, most_requests, "swap-in", remedy)

@@ -103,8 +103,9 @@ class HotBufferState:
     """[num_groups, num_rows, max_capacity] lookup slot at a hot_index: the inverse of ``lookup_to_hot``."""
     stamps: Tensor
     """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free. An
-    evicted entry is of the oldest age class present (``reference.age_classes``). Free entries are older than
-    all others, and entries of one class are taken in the order of their hot_index."""
+    evicted entry is of the oldest age class present: a class has one age, or a range of great ages
+    (``reference.age_classes``). Free entries are older than all others, and entries of one class are taken in
+    the order of their hot_index."""
     step: Tensor
     """[num_groups, num_rows] swap-ins of the row so far."""
     hot_slots: Tensor

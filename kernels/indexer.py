@@ -72,6 +72,7 @@ def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     ``q_index``: [num_tokens, heads, dim]; ``weights``: [num_tokens, heads]; ``keys``: float32 [seq_len, dim].
     """
     logits = weigh(index_products(q_index, keys), weights, q_index.shape[2])
+    # From [blocks, num_tokens, BLOCK_KEYS] to one row for each token, without the zeros after the last key.
     return logits.transpose(0, 1).flatten(1)[:, : len(keys)]
 
 
@@ -92,7 +93,7 @@ def gather_pages(pool: Tensor, page_ids: Tensor, page_size: int, num_tokens: int
     On a CPU the result is a view of ``pool`` where the pages are adjacent in it, as they mostly are.
 
     ``pool``: [num_slots, dim], one layer; slots after the last whole page are not used. ``page_ids``: integer
-    [>= num_tokens / page_size], in position order.
+    [n], in position order, at least as many as ``num_tokens`` need.
     """
     num_pages = -(-num_tokens // page_size)
     check_at_least("page_ids length", page_ids.shape[0], num_pages)

@@ -71,4 +71,4 @@ class Latents:
     index_keys: Tensor | None
     """[num_tokens, index_head_dim]"""
     head_weights: Tensor | None
-    """float32 [num_tokens, index heads], scaled by the number of heads ** -0.5."""
+    """float32 [num_tokens, index heads], multiplied by (number of index heads) ** -0.5."""

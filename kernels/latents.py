@@ -36,7 +36,7 @@ def finish_latents(
     ``q_a``: [parts, num_tokens, q_lora_rank], or None for no query latent. ``kv_a``: [parts, num_tokens,
     item_dim], or None for no item. With an indexer: ``index_keys`` [parts, num_tokens, index_head_dim],
     ``vectors`` and, unless only keys are wanted, ``head_weights``, float32 [parts, num_tokens, heads], which
-    are scaled here by the number of heads ** -0.5. ``rotation``: cos and sin, [num_tokens, rope_dim / 2].
+    are multiplied here by ``heads ** -0.5``. ``rotation``: cos and sin, [num_tokens, rope_dim / 2].
     ``rounding``: the rounding of the normed query latent, if any. ``keeps_raw``: whether the query latent
     without its norm follows the normed one in ``Latents.q.dense``, [num_tokens, 2 * q_lora_rank].
     """

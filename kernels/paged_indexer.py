@@ -1,8 +1,8 @@
 """The lightning indexer over paged keys: every query scores all positions that it sees and keeps the best.
 
 The forwards of both nodes call ``paged_index_topk`` in each layer that has an indexer; for prompts whose keys
-were unpacked from their pages first, they call ``unpacked_index_topk``. This module owns the wrapper's
-checks, the memory that its launches share, and the reference in plain torch, which also runs on CPUs. On a
+were unpacked from their pages first, they call ``unpacked_index_topk``. This module owns the checks of the
+arguments, the memory that the launches share, and the reference in plain torch, which also runs on CPUs. On a
 GPU ``kernels/triton_indexer.py`` (for unpacked keys ``gluon_indexer.py``) writes the logits, [tokens,
 positions] and never [tokens, heads, positions], and ``kernels/topk.py`` selects.
 
@@ -234,8 +234,8 @@ def unpacked_index_topk(
     from hisparse_pd.kernels.topk import select
 
     device, num_tokens = q_index.device, len(q_index)
-    shape = None, unpacked.keys.shape[1]
-    check_tensor("q_index", q_index, dtypes=(torch.bfloat16,), shape=(None, *shape))
+    head_dim = unpacked.keys.shape[1]
+    check_tensor("q_index", q_index, dtypes=(torch.bfloat16,), shape=(None, None, head_dim))
     for name, tensor, dtype, length in (
         ("first_keys", first_keys, torch.int32, None),
         ("req_rows", req_rows, torch.int64, num_tokens),
@@ -270,8 +270,9 @@ def paged_index_topk_reference(
 ) -> Tensor:
     """Compute ``paged_index_topk`` in plain torch on any device; this reads rows and positions on the host.
 
-    It makes one matrix product for each row, as transformers does, which is the fastest way on a CPU. Queries
-    with few scores, such as those of a step, share one selection.
+    It makes one matrix product for each run of queries of one row, as transformers does, which is the fastest
+    way on a CPU. Where scores are few, as in a step, ``products`` collects the products of all queries, which
+    then share one selection; otherwise (None) each run selects by itself.
     """
     num_tokens, num_heads, head_dim = q_index.shape
     num_rows, max_pages = page_table.shape
@@ -280,6 +281,7 @@ def paged_index_topk_reference(
     num_seen.masked_fill_((req_rows < 0) | (req_rows >= num_rows), 0)
     rows, nums_seen = req_rows.tolist(), num_seen.tolist()
     out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=q_index.device)
+
     longest = max(nums_seen)
     is_small = 4 * num_tokens * num_heads * longest <= BLOCK_BYTES
     q_index = IndexKeyFormat(key_format, head_dim).round_queries(q_index)
@@ -287,6 +289,7 @@ def paged_index_topk_reference(
     if is_small:
         num_blocks = -(-longest // BLOCK_KEYS)
         products = weights.new_zeros((num_blocks, num_tokens, num_heads, BLOCK_KEYS))
+
     for row, run in groupby(range(num_tokens), key=rows.__getitem__):
         tokens = list(run)
         some = slice(tokens[0], tokens[-1] + 1)
@@ -301,6 +304,7 @@ def paged_index_topk_reference(
         else:
             row_products = index_products(q_index[some], keys.float())
             products[: len(row_products), some] = row_products
+
     if products is None:
         return out
     logits = weigh(products, weights, head_dim).transpose(0, 1).flatten(1)
@@ -312,7 +316,7 @@ def gather_keys(
 ) -> Tensor:
     """Return the keys of the first ``seq_len`` positions of a request, [seq_len, head_dim].
 
-    ``index_pool``: uint8 [num_slots, index_item_bytes]; ``page_ids``: integer [>= seq_len / page_size].
+    ``index_pool``: uint8 [num_slots, index_item_bytes]; ``page_ids``: integer [n], as in ``gather_pages``.
     """
     rows = gather_pages(index_pool, page_ids, page_size, seq_len)
     return IndexKeyFormat(key_format, head_dim).load(rows)

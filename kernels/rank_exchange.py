@@ -46,7 +46,8 @@ SUM_WORDS = {torch.bfloat16: (16, 2), torch.float32: (16, 4)}
 SUM_DTYPES = tuple(SUM_WORDS)
 
 _NUM_COUNTS = NUM_CHANNELS * 32 + NUM_CHANNELS
-"""Counts in the header. Each channel has a line of 32, of which each rank has one, and one of its own."""
+"""Counts in the header, each of 32 bits: for each channel a line of 32, in which each rank's entry is the
+number of the last piece that came from it; behind all lines, for each channel the last number sent."""
 IS_OVERDUE = _NUM_COUNTS
 """Index of the overdue flag in the header, in 32-bit words."""
 _LAZY_PEER_ACCESS, _MEMCPY_DEFAULT = 1, 4
@@ -142,7 +143,7 @@ class RankMemory:
                         f"GPU {self.offer.gpu} does not reach the memory of GPU {gpu}, rank {rank}'s"
                     )
                 self._addresses[rank] = int(runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
-            for name in kernels():
+            for name in kernels():  # now, because a compilation would stop a CUDA graph's capture
                 compiled(name)
 
     def begin_at(self, count: int) -> None:
@@ -171,8 +172,8 @@ class RankMemory:
 
         Both have one dtype, any, and are contiguous on the device. A peer that is later than ``timeout_secs``
         ends the kernel with an error, and with it all work of this process on the GPU. With
-        ``only_notes_overdue``, ``is_overdue`` reports it instead, and the results of this and all later
-        exchanges are invalid.
+        ``only_notes_overdue``, as in trials at the start, ``is_overdue`` reports it instead, and the
+        results of this and all later exchanges are invalid.
         """
         _check(out, x, (x.dtype,), len(self._addresses) * x.nbytes, out.nbytes)
         width = word_bytes(GATHER_WORDS, x.nbytes, x.data_ptr(), out.data_ptr())

@@ -82,7 +82,7 @@ def void_row_checks(row_checks: Tensor, page_ids: Tensor, page_size: int) -> Non
     its check arrives.
 
     ``row_checks``: int32 [num_layers, num_slots], in which slots after the last whole page are unused;
-    ``page_ids``: int64 [n] on its device.
+    ``page_ids``: int64 [n] on its device. Their checks become 0, which is the check of one item in 2**32.
     """
     num_layers, num_slots = row_checks.shape
     pages = row_checks[:, : num_slots // page_size * page_size].view(num_layers, -1, page_size)
@@ -109,10 +109,11 @@ def wrong_items(
 
 
 def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: int) -> bool:
-    """Whether any item of ``pages`` does not match its check in any layer. ``wrong_items`` then says which.
+    """Return whether an item of ``pages`` does not match its check in some layer. ``wrong_items`` then says
+    which.
 
-    ``pool`` and ``row_checks``: int32 [num_layers, num_slots] on the pool's device, have the same layers and
-    slots. Waits for the device. Raises KernelArgumentError.
+    ``row_checks``: int32 [num_layers, num_slots], with the layers and slots of ``pool``, on its device. Waits
+    for the device. Raises KernelArgumentError.
     """
     check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None), device=row_checks.device)
     check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=pool.shape[:2])

@@ -25,7 +25,8 @@ def ranked_topk(values: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     all numbers.
     """
     n = values.shape[1]
-    # Integers that order as the values do, with the position in the low bits: no two are equal.
+    # Integers that order as the values do, with the position in the low bits: no two are equal. Adding 0.0
+    # makes 0.0 of -0.0, and the bits of a negative number are inverted but for the sign.
     bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & _INT32_MAX)
     places = torch.arange(n - 1, -1, -1, device=values.device)
@@ -53,7 +54,7 @@ def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
     first_unseen = min(int(num_seen.min()), seq_len)  # all queries see the positions before this one
     positions = torch.arange(first_unseen, seq_len, device=scores.device)
     scores[:, first_unseen:].masked_fill_(positions >= num_seen[:, None], float("-inf"))
-    best = scores.topk(top_k + 1, dim=1)
+    best = scores.topk(top_k + 1, dim=1)  # the last value is the best of those that are not chosen
     if bool(best.values[:, 0].isnan().any()):  # torch puts NaN above all numbers
         scores = scores.masked_fill(scores.isnan(), float("-inf"))
         best = scores.topk(top_k + 1, dim=1)

@@ -1,6 +1,7 @@
 """Positions and slots of the rows of a forward: in torch, and on a GPU in one launch.
 
-A decode step calls ``place_rows`` once, before the layers, for the rows of its requests' new positions.
+Each forward of a decode step calls ``place_rows`` once, before the layers, for its rows of the requests' new
+positions.
 ``slots_of`` translates selected positions to token slots, in both nodes.
 """
 

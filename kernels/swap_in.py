@@ -1,9 +1,10 @@
 """Swap-in: page selected positions that are not hot from the host pool into the hot buffers.
 
 These are the functions that the decode node calls. When a request starts, ``RowStart`` or ``start_dense_row``
-fills its row of the tables (``hot_state.py``). Each step then calls ``newest_slots`` once, ``swap_in`` or
-``plan_misses`` in the first layer of every index group, ``replay_misses`` in the group's other layers, and
-``backup_newest`` after the model's forward.
+fills its row of the tables (``hot_state.py``). Each forward of a step then calls ``newest_slots`` once,
+``swap_in`` or ``plan_misses`` in the first layer of every index group, and ``replay_misses`` in the group's
+other layers. ``backup_newest`` follows once the last layer has written its items and, with drafts, once it
+is known which are accepted.
 
 Every check that needs no synchronisation is made here. Then the device of the state's tables decides: ``cpu``
 runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools must be pinned or
@@ -102,7 +103,7 @@ def _resolve(
     out: Tensor | None,
     miss_plan: MissPlan | None,
 ) -> Tensor:
-    """Run ``swap_in``, and copy in ``layer`` of ``pools`` if they are given."""
+    """Run ``swap_in``. ``pools``: copy in their ``layer``; None: copy nothing, as in ``plan_misses``."""
     state, num_new = requests.state, requests.num_new
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
     num_rows, top_k = selected.shape
@@ -251,7 +252,8 @@ class RowStart:
     def launch_slice(self, most_bytes: int | None) -> int:
         """Copy the next layers, at most ``most_bytes`` but at least one layer; None: all. Returns the bytes.
 
-        The first slice also fills the row's tables of pages and slots.
+        The first slice also fills the row's tables of pages and slots; on a GPU each slice writes the same
+        values again.
         """
         num_layers = num_bytes = 0
         for filled in self._layers:
@@ -296,14 +298,15 @@ def backup_newest(
     """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows are
     skipped.
 
-    ``requests``: the step's requests without rejected drafts, with a ``num_new`` of 1.
+    ``requests``: the step's requests, with seq_lens that count no rejected draft and a ``num_new`` of 1.
     ``num_newest``: int32 [num_reqs], 0 to ``min(seq_len, max_new)``: positions
     [seq_len - num_newest, seq_len) are copied, which must have been new in the last step. None: one of each.
 
-    Call after the model's forward and before the next step's ``swap_in``, which may give the slots away.
+    Call when all layers have written their items, and before the next step's ``swap_in``, which may give the
+    slots away.
     """
     device, shape = requests.state.device, (requests.num_reqs,)
-    check_range("num_new", requests.num_new, 1, 2)
+    check_range("num_new", requests.num_new, 1, 2)  # exactly 1
     if num_newest is not None:
         check_tensor("num_newest", num_newest, dtypes=(torch.int32,), shape=shape, device=device)
     pools = _check_pools(k_host, k_dev, device)

@@ -40,7 +40,7 @@ csrc/topk.cu."""
 MIN_SHARED_LEN = 8192
 """Up to this many positions, one block of a cluster works alone. This is the same in csrc/topk.cu."""
 ROUND = 4 * NUM_THREADS
-"""Positions that a block reads at a time."""
+"""Positions that a block of NUM_THREADS reads at a time."""
 RESERVED_BYTES = 1024
 """Bytes of a multiprocessor's shared memory that CUDA takes for each block."""
 MIN_SHARED_CONTEXT = 16384
@@ -92,10 +92,11 @@ def select(
     if cluster_size is None:
         cluster_size = choose_cluster_size(block_tokens, max_len, _resident_clusters(device))
     if num_threads is None:
-        is_many = cluster_size == 1 and block_tokens > num_multiprocessors(device)  # queries
-        fits = is_many and most_in_block(max_len, 1) <= _most_kept(device, NUM_THREADS_OF_MANY)
-        num_threads = NUM_THREADS_OF_MANY if fits else NUM_THREADS
+        has_many_queries = cluster_size == 1 and block_tokens > num_multiprocessors(device)
+        fits_half = has_many_queries and most_in_block(max_len, 1) <= _most_kept(device, NUM_THREADS_OF_MANY)
+        num_threads = NUM_THREADS_OF_MANY if fits_half else NUM_THREADS
     kernel = _kernel(num_threads)
+    # Keys that the block keeps in shared memory; the logits of further positions are read again.
     num_kept = min(most_in_block(max_len, cluster_size), _most_kept(device, num_threads))
     parameters = np.zeros((), PARAMS)
     parameters["logits"] = logits.data_ptr()
@@ -128,9 +129,8 @@ def choose_cluster_size(num_tokens: int, max_len: int, resident_clusters: Mappin
 
 
 def most_in_block(max_len: int, cluster_size: int) -> int:
-    """Return the most positions of a block's slice, a multiple of ROUND.
-
-    A block has all of a row that it handles alone, and a share of a longer one.
+    """Return the most positions that one block handles, a multiple of ROUND: all of a row of up to
+    MIN_SHARED_LEN, which it handles alone, or its share of a longer one.
     """
     alone, shared = min(max_len, MIN_SHARED_LEN), -(-max_len // cluster_size)
     return -(-max(alone, shared) // ROUND) * ROUND

@@ -107,6 +107,7 @@ class TritonAttention:
 
     kv_format: KvFormat
     reason: str = ""
+    """Why this backend was chosen, for a log."""
     split_slots: int = 0
     """Slots in one split, rounded up to whole blocks; 0: a token's slots are not split."""
     name: str = TRITON
@@ -121,7 +122,8 @@ class TritonAttention:
         scale: float,
         num_columns: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """See ``AttentionBackend.attend``. ``num_columns`` is not used: the kernel finds each token's last
+        valid slot itself."""
         check_attend(self.kv_format, q, layer_pool, device_slots)
         num_tokens, num_heads, _ = q.shape
         rank = self.kv_format.kv_lora_rank
@@ -228,8 +230,8 @@ def combine(results: Tensor, log_sums: Tensor, out: Tensor, to_log2: float = 1.0
 
     ``results``: [num_tokens, num_splits, num_heads, rank], contiguous, the results of each token's splits.
     ``log_sums``: float32 [num_tokens, num_splits, num_heads] of any strides, the logarithms of the splits'
-    sums of weights. An empty split has -inf, or +inf, which also counts as -inf. ``to_log2``: the factor that
-    converts them to base 2.
+    sums of weights. An empty split has -inf here; +inf, as another kernel may give it, counts as -inf.
+    ``to_log2``: the factor that converts them to base 2.
     """
     num_tokens, num_splits, num_heads, rank = results.shape
     block_rank = triton.next_power_of_2(rank)
@@ -289,7 +291,8 @@ def attend_kernel(
     part's dtype; the row's length (``_ROW``) and the part's offset in a row (``_AT``) count such numbers. A
     scale of fp8 items belongs to SCALE_TILE numbers of the latent. ``slots``: int32 [num_tokens, top_k].
     ``result``: [num_tokens, num_splits, num_heads, RANK]; ``log_sum``, to base 2: [num_tokens, num_splits,
-    num_heads], written when IS_PARTIAL.
+    num_heads], written when IS_PARTIAL, which is when a token has several splits. ``launch_options`` gives
+    OVERLAPS.
     """
     begin(OVERLAPS)
     PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16
@@ -316,7 +319,7 @@ def attend_kernel(
         slots = tl.load(token_slots + at, mask=at < stop, other=-1)
         end = tl.maximum(end, tl.max(tl.where(slots >= 0, at + 1, 0)))
 
-    # The start is finite, because the difference of two infinities is NaN.
+    # The running softmax. Its first maximum is finite, because the difference of two infinities is NaN.
     top = tl.full((BLOCK_HEADS,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
     result = tl.zeros((BLOCK_HEADS, BLOCK_RANK), tl.float32)

@@ -163,7 +163,8 @@ def _launch(
 
 
 def _tiling(dtype: torch.dtype, tile_rows: int, num_programs: int) -> Tiling:
-    """Choose a tiling. ``num_programs``: the number of programs if each took BLOCK rows of the matrices."""
+    """Choose a tiling. ``num_programs``: how many there would be if each took BLOCK rows, as tilings that are
+    not narrow do."""
     if dtype == torch.float32:
         return FLOAT32_TILING
     is_narrow = num_programs <= ENOUGH_PROGRAMS
@@ -205,7 +206,8 @@ def _product_kernel(
     IS_GATED, a program takes both matrices and writes ``silu`` of the first result times the second.
 
     The first product reads tokens and writes rows in the order of experts. The second reads those rows,
-    weighs its results and writes them in the rows' original order. ``x_scales``: [blocks of COLUMNS,
+    weighs its results and writes them in the rows' original order. ``order`` to ``weights`` are those of
+    ``Routing``; ``n`` are rows of a matrix, ``k`` its columns. ``x_scales``: [blocks of COLUMNS,
     num_sources]; ``scales``: [experts, NUM_MATRICES, blocks of ROWS, blocks of COLUMNS].
     """
     begin(OVERLAPS)
@@ -223,6 +225,7 @@ def _product_kernel(
     n = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     matrix = (expert - first_expert).to(tl.int64) * NUM_MATRICES + tl.program_id(2)
     blocks_across: tl.constexpr = tl.cdiv(COLUMNS, SCALE_BLOCK)
+    # Scales are of blocks of SCALE_BLOCK rows and columns; this program's rows lie in one row of blocks.
     block_row = matrix * tl.cdiv(ROWS, SCALE_BLOCK) + tl.program_id(0) * BLOCK_ROWS // SCALE_BLOCK
     tokens = x + source.to(tl.int64)[:, None] * COLUMNS
     weight_rows = values + (matrix * ROWS + n)[:, None] * COLUMNS

@@ -102,8 +102,8 @@ def latent_queries_kernel(
     ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute BLOCK columns of a head's latent query, or, in the programs after those, rotate some rotary
-    parts."""
+    """Compute BLOCK columns of a head's latent query; the programs from ``HEADS * blocks`` on rotate some
+    rotary parts instead."""
     blocks: tl.constexpr = (LATENT + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     first_token = tl.program_id(1) * TILE
@@ -275,6 +275,7 @@ def lift_values_kernel(
     if ROUNDS:
         rounded, scale = round_blocks(result.to(tl.float32), 0, LARGEST, SMALLEST_PEAK, UE8M0)
         tl.store(target, rounded, mask=is_m[None, :] & is_n[:, None])
+        # The block's row of scales is the program's first number: blocks of all heads lie side by side.
         one_row = tl.arange(0, 1)[:, None]  # makes the addresses two-dimensional, as the scales are
         tl.store(scales + tl.program_id(0) * num_tokens + m[None, :] + one_row, scale, mask=is_m[None, :])
     else:

@@ -8,8 +8,8 @@ that no values per head leave the registers. Positions are the product's rows. T
 shapes only, as a CUDA graph requires; the length of a split depends on the query's length.
 
 fp8 keys go to the tensor cores as they are. bfloat16 queries are rounded to fp8, too
-(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Hopper adds up
-fp8 products with 13 bits after the leading bit of the largest one.
+(``IndexKeyFormat.round_queries``), and the head's weight is multiplied by the query's scale. Scores are less
+exact than on a CPU: Hopper adds up fp8 products with 13 bits after the leading bit of the largest one.
 
 fp8 keys need compute capability 8.9. Importing this module imports triton.
 """
@@ -43,7 +43,8 @@ MAX_SPLITS = 2048
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is compiled; all values give the same logits up to rounding."""
+    """How the kernel is compiled; all values give the same logits up to rounding, and any ``queries`` the
+    same bits."""
 
     tile: int
     """Positions of a tile, a power of two from 16 on."""
@@ -65,7 +66,8 @@ PROMPT_TUNING = {
     "bfloat16": Tuning(tile=64, num_warps=4, num_stages=3, queries=4),
     "fp8_e4m3": Tuning(tile=64, num_warps=4, num_stages=3, queries=4),
 }
-"""Tunings for queries most of which have the same request as their neighbours."""
+"""Tunings for queries most of which have the same request as their neighbours. They differ from TUNING in
+``queries`` alone."""
 
 
 def write_logits(
@@ -183,8 +185,8 @@ def _score_run(
     QUERIES: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
     FP8_MAX: tl.constexpr, MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Score this program's split of the keys of ``row`` for the queries ``tokens``, which see
-    ``query_lengths`` of them: none where that is 0."""
+    """Score this program's split of the keys of ``row`` for the queries ``tokens``. Each sees the first
+    ``query_lengths`` positions; one with 0 is not in this run, and nothing is written for it."""
     length = tl.max(query_lengths)
     num_tiles = tl.cdiv(length, TILE)
     split_tiles = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(0)), MIN_TILES)
@@ -260,7 +262,7 @@ def _score_run(
                 score = tl.sum(products, axis=1)[:, None]
             else:
                 score = tl.sum(tl.reshape(products, [TILE, QUERIES, BLOCK_HEADS]), axis=2)
-            if IS_FP8:
+            if IS_FP8:  # a key's scale is the word of 4 bytes behind its HEAD_DIM bytes
                 score *= tl.load(scale_rows + HEAD_DIM // 4)[:, None]
             logits_rows = logits + (tokens - first_token).to(tl.int64) * logits_stride
             is_seen = positions[:, None] < query_lengths[None, :]

@@ -1,7 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.kv_format`` on a GPU: stores rows of 8- and 16-bit numbers in one launch (``store``), and unpacks
-fp8 items and keys (``unpack``, ``unpack_keys``).
+"""``kernels.kv_format`` on a GPU: stores rows in fp8 or bfloat16 in one launch (``store``), and unpacks fp8
+items and keys (``unpack``, ``unpack_keys``).
 
 ``KvFormat`` and ``IndexKeyFormat`` call these with checked arguments. Rows are bytes in the pool; a kernel
 gets the pool several times, as numbers of each type that a row has.
@@ -21,8 +21,9 @@ from hisparse_pd.kernels.triton_launch import begin, launch_options
 def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:
     """Write ``values`` to the rows ``slots`` of ``layer_pool``. The caller has checked the arguments.
 
-    The first ``num_quantised`` numbers of a row are written in fp8, then a scale for each ``tile`` of them,
-    then the other numbers in bfloat16.
+    The first ``num_quantised`` numbers of a row are written in fp8, then a float32 scale for each ``tile`` of
+    them, then the other numbers in bfloat16. With 0, all are bfloat16, and rows need not be whole float32
+    words.
     """
     num_rows, dim = values.shape
     if num_rows == 0:
@@ -72,7 +73,8 @@ def store_kernel(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Store one row. ``float32_ptr`` and ``bfloat16_ptr`` are the pool too, as numbers of those types."""
+    """Store one row. ``float32_ptr`` and ``bfloat16_ptr`` are the pool too, as numbers of those types.
+    SCALES_AT, REST_AT and ``row_stride`` are in bytes."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     byte_row = tl.load(slots_ptr + row) * row_stride
@@ -161,7 +163,8 @@ def unpack_kernel(
     BLOCK_REST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Unpack ROWS rows of one page. The first three pointers are the pool, as numbers of those types."""
+    """Unpack ROWS rows of one page. The first three pointers are the pool, as numbers of those types. Scales
+    begin at byte DIM of a row, the bfloat16 numbers at byte REST_AT."""
     begin(OVERLAPS)
     number = tl.program_id(0).to(tl.int64)
     page_id = tl.load(page_ids_ptr + number).to(tl.int64)
@@ -227,7 +230,8 @@ def unpack_keys_kernel(
     BLOCK_DIM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Unpack ROWS keys of one page. The first two pointers are the pool, as numbers of those types."""
+    """Unpack ROWS keys of one page. The first two pointers are the pool, as numbers of those types. A key's
+    scale is at byte DIM of its row."""
     begin(OVERLAPS)
     number = tl.program_id(0).to(tl.int64)
     page_id = tl.load(page_ids_ptr + number).to(tl.int64)

@@ -41,6 +41,7 @@ def finish_latents_triton(
     if q_a is None:
         rounding = None  # it is for the query latent only
     q_rank = 0 if q_a is None else q_a.shape[2]
+    # Index keys are rotated too, so ``item_dim - latent`` is the rotary size also where there is no item.
     latent, item_dim = 0, 2 * cos.shape[1]
     if kv_a is not None and norms.kv_weight is not None:
         latent, item_dim = len(norms.kv_weight), kv_a.shape[2]
@@ -270,7 +271,8 @@ def finish_latents_kernel(
             factor = tl.rsqrt(tl.sum(centered * centered) / KEY_DIM + key_eps)
             normed = centered * factor * tl.load(key_weight + at, mask=is_there, other=0.0)
             normed = (normed + tl.load(key_bias + at, mask=is_there, other=0.0)).to(dtype)
-            # The program's threads exchange elements through the result's own memory; a barrier lies between.
+            # Rotation pairs elements that different threads have: they are exchanged through the result's own
+            # memory, with barriers between writing and reading.
             target = key_out + row * KEY_DIM
             tl.store(target + at, normed, mask=is_there)
             tl.debug_barrier()
@@ -299,7 +301,8 @@ def normed_row(
     source, part_stride, at, is_given, weight, is_weight, eps, SIZE: tl.constexpr, PARTS: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return the RMS norm of a row, which is the sum of its parts rounded to ``dtype``."""
+    """Return the RMS norm of a row, which is the sum of its parts rounded to ``dtype``. ``at``: columns;
+    ``is_given``: those to read, none in a row of padding; ``is_weight``: those that have a weight."""
     x = sum_parts(source, part_stride, at, is_given, PARTS).to(dtype).to(tl.float32)
     factor = tl.load(weight + at, mask=is_weight, other=0.0).to(tl.float32)
     return (x * tl.rsqrt(tl.sum(x * x) / SIZE + eps) * factor).to(dtype)

@@ -96,7 +96,8 @@ def add_norm_triton(
                 LARGEST=FP8_MAX,
                 SMALLEST_PEAK=SMALLEST_PEAK,
                 num_warps=num_warps,
-                # Two programs fit a multiprocessor; one with a gate needs all registers.
+                # Without a gate two programs, of 32 threads a warp, are to fit a multiprocessor. One with a
+                # gate may take all registers.
                 maxnreg=None if rank else REGISTERS // (2 * 32 * num_warps),
                 **launch_options(device),  # among them OVERLAPS
             )
@@ -105,7 +106,8 @@ def add_norm_triton(
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    """Return the number of programs with a gate. Triton's interpreter gets two, so that tests see several."""
+    """Return the most programs of a launch with a gate: one a multiprocessor, because each keeps matrices in
+    its registers. Triton's interpreter gets two, so that tests see several."""
     return num_multiprocessors(device) if device.type == "cuda" else 2
 
 
@@ -143,7 +145,8 @@ def add_norm_kernel(
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Add and norm some rows, one after the other. Rows from ``num_tokens`` on only become zeros in fp8.
+    """Add and norm some rows, one after the other. Rows from ``num_tokens`` on are padding of the fp8
+    result alone, and become zeros there.
 
     ``first``, ``second``: the additions to ``hidden``, each in parts; with 0 parts there is none. OVERLAPS:
     whether the kernel may start before the preceding one has ended. A gate that fits into registers is then
@@ -173,8 +176,8 @@ def add_norm_kernel(
             x = (x.to(tl.float32) + total).to(dtype)
             tl.store(sums + row * SIZE + at, x, mask=is_token)
         wide = x.to(tl.float32)
-        mean = tl.sum(wide * wide) / SIZE
-        result = (wide * tl.rsqrt(mean + eps) * factor.to(tl.float32)).to(dtype)
+        mean_square = tl.sum(wide * wide) / SIZE
+        result = (wide * tl.rsqrt(mean_square + eps) * factor.to(tl.float32)).to(dtype)
         if RANK > 0:
             y = result.to(tl.float32)
             if RANK <= RANK_STEP:

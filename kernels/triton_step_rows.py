@@ -1,6 +1,9 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.step_rows`` on a GPU: one launch for each function, instead of ten or twenty in torch."""
+"""``kernels.step_rows`` on a GPU: one launch for each function, instead of ten or twenty in torch.
+
+The functions of the same names there call these, and describe the arguments.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def place_rows(
     num_rows = rows.shape[1]
     if num_rows == 0:
         return
-    # Launched once a step, before the layers, whose kernels alone overlap.
+    # It has no ``launch_options``: only the kernels of layers overlap, and this one runs before them.
     with torch.cuda.device_of(rows):
         place_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
             seq_lens, req_rows, num_real_reqs, seq_lens if ends is None else ends, newest_slots, index_pages,

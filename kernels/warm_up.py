@@ -1,7 +1,8 @@
-"""Plans which positions ``swap_in.RowStart`` puts into a new row's hot buffers, and in which KV layers.
+"""Plans which positions ``swap_in.RowStart`` puts into a new row's hot buffers (``plan_warm_up``).
 
-A row that fits gets all of its tokens; otherwise the hint says which tokens the next step will probably
-select. Numpy alone; both the CPU reference and the CUDA kernel carry the plan out.
+``RowStart`` then copies them layer by layer (``FilledLayer``). A row that fits gets all of its tokens;
+otherwise the hint says which tokens the next step will probably select. Numpy alone; both the
+CPU reference and the CUDA kernel carry the plan out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class WarmUp:
     num_warm: npt.NDArray[np.int32]
     """[num_groups]: how many positions of each group are warm."""
     positions: npt.NDArray[np.int32]
-    """[num_groups, n], or [1, n] when all groups share them; the first ``num_warm`` of each group count."""
+    """[num_groups, n], or [1, n] when all groups share them; of each row the first ``num_warm`` count."""
 
     def positions_of(self, group: int) -> npt.NDArray[np.int64]:
         """Return the positions of ``group``, in the order of their hot_index."""

@@ -1,7 +1,8 @@
 """Checks a Bootstrap before a request is made of it, because a bad one must not harm other requests.
 
-``PrefillLife.bootstrap`` calls ``BootstrapChecks.why_refused``: prompt, positions, pool and landing zone must
-be such that this node can compute and write everything.
+``PrefillLife.bootstrap`` calls ``BootstrapChecks.why_refused``. It checks, in this order, that the prompt
+suits the model, that positions lie in the prompt, that the pool could hold what this node is to compute
+(``num_computed_tokens``: all tokens but the last), and that the landing zone can be written.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class BootstrapChecks:
 
 
 def _why_positions_wrong(message: Bootstrap) -> str | None:
+    """Return why a number of tokens or a position does not suit the prompt's length, or None."""
     num_tokens, num_computed = message.num_prompt_tokens, message.num_computed_tokens
     if message.num_resumed_tokens >= num_tokens:
         return (
@@ -59,6 +61,7 @@ def _why_positions_wrong(message: Bootstrap) -> str | None:
             f"scores are wanted from position {message.scores.first} on, the prompt has {num_tokens} tokens; "
             f"the last one's position is {num_tokens - 1}"
         )
+    # A decode node that holds all KV may still want scores, which only a prefill node computes.
     if message.num_held_tokens > num_computed or (
         message.num_held_tokens == num_computed and message.scores is None
     ):

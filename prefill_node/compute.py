@@ -79,6 +79,7 @@ class PromptRunner:
             page_size=page_size,
         )
         self.short = ShortForwards(model, memory, page_size, self.kernels)
+        """The CUDA graphs of forwards of few tokens; there are none before ``warm_up``."""
 
     def run(
         self,
@@ -105,6 +106,7 @@ class PromptRunner:
         no_logits = kv.last_rows[:0]  # a forward takes the rows whose logits it is to return: none here
 
         token_ids = _token_ids(batch).to(self._model.device)
+        # None: there is no graph for these tokens.
         if (hidden := self.short.run(token_ids, kv)) is not None:
             if hook is not None:  # a graph calls no hook
                 for layer in range(self._model.spec.num_layers):
@@ -139,7 +141,8 @@ class PromptRunner:
 
     def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
         """Run forwards of many sizes up to ``most_tokens``: kernels take tens of seconds to compile on their
-        first launch. Nothing may be in ``memory`` yet. Other ranks run their own forwards meanwhile.
+        first launch. Nothing may be in ``memory`` yet. Each rank rehearses alone, with its own tensors in the
+        place of other ranks', and at the end all meet. A GPU without other ranks captures graphs last.
         ``on_size`` is called before the two forwards of each size, one of which has stepped tokens."""
         ranks = self._model.ranks
         # Kernels choose their variants by the size, and most of the limits are powers of two.
@@ -148,7 +151,7 @@ class PromptRunner:
         with nullcontext() if ranks is None else ranks.rehearsal():
             for size in sorted(size for size in sizes if size <= most_tokens):
                 on_size(size)
-                self._model.expect_tokens(size)
+                self._model.expect_tokens(size)  # the most tokens of any rank; 0 below: no padding
                 for num_stepped in (0, size - 1):
                     request = self._warm_up_request(size, num_stepped)
                     self.run([(request, Chunk(Room(0), 0, size, admits=True))])

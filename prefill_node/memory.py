@@ -39,8 +39,8 @@ NUM_SCRATCH_SLOTS = 64
 
 
 class PrefillMemory:
-    """The pools, with ``num_slots`` slots of pages and, from ``scratch_slot`` on, slots that take rows of
-    padding and that nobody reads.
+    """The pools: ``num_slots`` slots of pages, and from ``scratch_slot`` on those that take rows of padding,
+    which nobody reads. "Slots" in the shapes are both together.
 
     On ``device``: ``kv``, uint8 [num_kv_layers, slots, item_bytes]; ``index``, uint8 [num_index_groups,
     slots, index_item_bytes]; ``row_checks``, int32 [num_kv_layers, slots], or None if the node computes none.
@@ -83,6 +83,8 @@ class PrefillMemory:
 
     @property
     def regions(self) -> SourceRegions:
+        """What ``push.py`` plans writes from: where each tensor lies, and which of its layers a model layer
+        has."""
         return SourceRegions(
             _view_of(self.kv),
             _view_of(self.index),
@@ -99,8 +101,8 @@ class PrefillMemory:
             void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
     def wrong_items(self, pages: PageRows, page_size: int) -> list[WrongItem]:
-        """Return the KV items in ``pages`` that are not as they were written: of each slot that has any, the
-        one in the first such layer.
+        """Return the KV items in ``pages`` that are not as they were written, at most one for each slot: that
+        of the first layer in which its item is wrong.
 
         Returns nothing when the node computes no checks. Waits for the device.
         """

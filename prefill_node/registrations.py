@@ -47,7 +47,7 @@ class Peer:
 
     @property
     def num_index_groups(self) -> int:
-        """Index groups whose keys it takes: fewer than the model has if it does not draft."""
+        """Index groups whose keys the decode node takes: fewer than this node has if it does not draft."""
         return self.regions[RegionKind.INDEX].num_layers
 
 
@@ -73,7 +73,7 @@ class Registrations:
         regions = {region.kind: _view(region, register.geometry) for region in register.regions}
         page_size = register.geometry.page_size
         known = self._by_node.get(register.node_id)
-        # With the same values it is the same process, whose memory is where it was.
+        # With the same values it is the same process, whose memory is where it was, with a new connection.
         is_same_process = known is not None and (
             (known.session, known.page_size, known.regions) == (register.session, page_size, regions)
         )
@@ -114,8 +114,8 @@ class Registrations:
         return peer
 
     def current(self, peer: Peer) -> Peer:
-        """Return the registration that answers for ``peer``, which a request keeps from its beginning, go to:
-        the node's present one if its session is the same, as after a reconnect, else ``peer`` itself."""
+        """Return the registration to which answers for a request go. ``peer``: the one that the request has
+        kept from its beginning. This is the node's present one if its session is the same, else ``peer``."""
         now_registered = self._by_node.get(peer.node_id)
         return now_registered if now_registered and now_registered.session == peer.session else peer
 

@@ -321,6 +321,7 @@ class PrefillLife:
         request.num_writes_pending -= 1
         request.num_bytes_sent += completion.num_bytes
         request.transfer_secs += completion.secs
+        # ``batch_failed`` tells the decode node that bytes may still land, which not every failure means.
         request.batch_failed |= completion.may_still_land
         self.counters["kv_transfer_bytes_total"] += completion.num_bytes
         self.counters["kv_transfer_seconds_total"] += completion.secs
@@ -395,7 +396,7 @@ class PrefillLife:
             self.dropped["unknown_room" if ended is None else "late"] += 1
             self._tell_peer(peer, RoomQuiet(room, batch_failed=ended is not None and ended.batch_failed))
             return
-        if request.is_draining:
+        if request.is_draining:  # RoomQuiet follows its last write
             return
         error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
         self.fail(request, 503, error, now_secs, tell_peer=False, is_abort=True)
