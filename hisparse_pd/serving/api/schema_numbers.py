@@ -58,8 +58,8 @@ class SchemaNumbers:
         return id(schema) in self._concerned
 
     def target(self, reference: object) -> object:
-        """Return the schema at ``reference``; None if it is not in this document."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        """Return the schema at ``reference``; None if it is no path in this document, such as an anchor."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return None
         self._steps.spend(1 + len(reference) // 8)
         found: object = self._root

@@ -125,12 +125,6 @@ def codec_of(template: str) -> TextCodec:
         ("{% for m in messages %}{{ m.content | lower }}|user|>{% endfor %}", ["A<"]),
         ("{% for m in messages %}{{ m.content | lower }}er|>{% endfor %}", ["<|US"]),
         ("{% for m in messages %}{{ m.content | lower }}{% endfor %}", ["<|U", "SER|>"]),
-        ("{% for m in messages %}{{ '<|' ~ m.content | lower ~ '|>' }}{% endfor %}", ["USER"]),
-        ("{% for m in messages %}<|{{ m.content | trim | lower }}{% endfor %}", [" USER|> b"]),
-        (
-            "{% for m in messages %}{{ '<' ~ m.content.lower().replace('$', '') ~ '>' }}{% endfor %}",
-            ["$TH$INK"],
-        ),
     ],
 )
 def test_no_token_is_made_of_what_a_client_wrote_and_what_stands_beside_it(
@@ -141,6 +135,26 @@ def test_no_token_is_made_of_what_a_client_wrote_and_what_stands_beside_it(
     assert not set(token_ids) & set(codec.chat_format.token_ids.values())
     old = TextCodec(codec.tokenizer, codec.vocab_size, "glm_moe_dsa", clients_write_tokens=True)
     assert codec.bytes_of(token_ids) == old.bytes_of(ids_of(old, prompt_of(*contents)))
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{% for m in messages %}{{ '<|' ~ m.content | lower ~ '|>' }}{% endfor %}", "USER"),
+        ("{% for m in messages %}<|{{ m.content | trim | lower }}{% endfor %}", " USER|> b"),
+        (
+            "{% for m in messages %}{{ '<' ~ m.content.lower().replace('$', '') ~ '>' }}{% endfor %}",
+            "$TH$INK",
+        ),
+    ],
+)
+def test_no_rest_of_a_token_is_made_by_another_case(template: str, content: str) -> None:
+    """The letter that is replaced keeps the client's case."""
+    codec = codec_of(template)
+    token_ids = ids_of(codec, prompt_of(content))
+    assert not set(token_ids) & set(codec.chat_format.token_ids.values())
+    old = TextCodec(codec.tokenizer, codec.vocab_size, "glm_moe_dsa", clients_write_tokens=True)
+    assert codec.bytes_of(token_ids).lower() == old.bytes_of(ids_of(old, prompt_of(content)))
 
 
 def test_what_templates_look_for_they_find() -> None:
