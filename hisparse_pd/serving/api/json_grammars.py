@@ -135,7 +135,12 @@ class _Writer:
             return self._values(schema)
         if "$ref" in keywords:
             self._check_keywords(keywords, {"$ref"}, place)
-            return self.rule_of(self._numbers.target(schema["$ref"]), str(schema["$ref"]))
+            if (target := self._numbers.target(schema["$ref"])) is None:
+                raise NotWritable(
+                    f"has the reference {schema['$ref']!r:.80} beside numbers of many digits; only #/$defs/… "
+                    "and #/definitions/… are followed then"
+                )
+            return self.rule_of(target, str(schema["$ref"]))
         for keyword in ("anyOf", "oneOf", "allOf"):
             if keyword in keywords:
                 return self._alternatives(schema, keywords, keyword, place)

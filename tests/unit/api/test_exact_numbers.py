@@ -125,6 +125,7 @@ INEXACT: list[tuple[str, str]] = [
     ('{"anyOf":[{},{"items":{"maximum":1e400}}]}', "maximum 1e400 at #/anyOf/1/items,"),
     ('{"$ref":"#/$defs/a","$defs":{"a":{"maximum":1e400}}}', "maximum 1e400 at #/\\$defs/a,"),
     ('{"$ref":"#b","$defs":{"a":{"$anchor":"b","maximum":1e400}}}', "maximum 1e400 at #/\\$defs/a,"),
+    ('{"$ref":"#b","$defs":{"a":{"$anchor":"b","const":9007199254740993}}}', "the reference '#b' beside"),
     ('{"not":{},"const":9007199254740993}', "'not' at # beside or around a const or an enum"),
     (
         '{"patternProperties":{"a":{"const":9007199254740993}}}',
