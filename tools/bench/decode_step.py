@@ -7,10 +7,11 @@ One prompt of ``--context`` random tokens is prefilled by the prefill node's cod
 gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
 timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
-longer, so that a step's parts add up. "swap-in" is the kernel of that name with its replays. "tokens a step"
-are those of one request; a column that names no other unit is about a step of the whole batch. With
-``--choose-drafts`` each line is measured once more with the number of drafts that a node chooses. The JSON is
-written after every line.
+longer, so that a step's parts add up. "swap-in" is the kernel of that name, with the copies of the same
+misses in the further layers of an index group. "tokens a step" are those of one request; a column that names
+no other unit is about a step of the whole batch. ``--choose-drafts`` adds a line for each mode and batch, in
+which a node chooses the number of drafts, up to the largest that is given. The JSON is written after every
+line.
 
 ``--grammar`` measures each line once more with all requests bound to endless JSON: the difference is the cost
 of masks. It is realistic with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py
@@ -388,7 +389,7 @@ class Bench:
         holding, prompt = request.owned, self._prompt
         context = prompt.kv.shape[1]
         if request.mode is Mode.HISPARSE:
-            first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
+            first = holding[PoolKind.HOST][0].start  # nothing was ever freed: one extent
             self.memory.k_host[:, first : first + context] = prompt.kv_host
             request.hot_positions = self.tables.by_hot_group(prompt.hints.numpy())
         else:
@@ -642,7 +643,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--choose-drafts",
         action="store_true",
-        help="measure each line once more with the drafts that a node chooses",
+        help="measure each mode and batch once more with the drafts that a node chooses",
     )
     parser.add_argument("--grammar", action="store_true", help="measure each line once more under a grammar")
     parser.add_argument("--no-graphs", action="store_true")
