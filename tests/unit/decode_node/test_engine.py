@@ -202,10 +202,10 @@ def test_nobody_waits_for_messages_before_it_grows(
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
-    """Two lives of 209 positions in a host pool of 412: one lacks slots until the other ends."""
+    """Two lives of 209 positions in a host pool of 416: one lacks slots until the other ends."""
     prompt = PROMPTS[LENGTHS.index(200)]
     with closing(
-        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=412)
+        EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, growth_pages=1, host_pool_tokens=416)
     ) as node:
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
 
