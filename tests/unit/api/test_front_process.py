@@ -98,7 +98,9 @@ def test_an_engine_that_cannot_start_says_so_under_its_name(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     processes = first_front.EngineProcesses(_fails, DecodeSettings(model_path=tmp_path), "decode-engine")
+    others = set(multiprocessing.active_children())
     processes.start()
+    wait_until(lambda: set(multiprocessing.active_children()) <= others, "the end of the engine")
     processes.stop(graceful=True)
     assert not processes.have_succeeded
     (line,) = capfd.readouterr().err.splitlines()
