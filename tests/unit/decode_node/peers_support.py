@@ -190,11 +190,13 @@ class FakePeers:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self.away: set[PeerAddress] = set()
+        self.rank = 0
+        """The rank that serves all rooms of each node."""
         self.bootstraps: dict[int, Bootstrap] = {}
         """Bootstraps by room."""
 
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
-        return PeerAddress(host, port)
+        return PeerAddress(host, port, self.rank)
 
     def is_registered(self, address: PeerAddress) -> bool:
         return address not in self.away

@@ -221,6 +221,19 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
 
 
 @pytest.mark.I7
+def test_who_goes_to_another_rank_gets_no_more_time_for_slots() -> None:
+    node = Node()
+    node.arrive(0)
+    node.queue_moves.refresh(0.0)
+    node.peers.rank, node.peers.away = 1, {PEERS[0]._replace(rank=1)}
+    node.queue_moves.readdress(PEERS[0].node, 299.0)
+    node.queue_moves.expire(299.5)
+    assert node.sent == []
+    node.queue_moves.expire(300.0)
+    assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-0", 503)]
+
+
+@pytest.mark.I7
 def test_a_sample_waits_past_its_deadline_while_the_first_one_lands() -> None:
     node = Node()
     node.arrive(0)
