@@ -1,8 +1,9 @@
 """Decides how large hot buffers are, by the device slots that one plan has to spare. Pure.
 
-``mode_choice.py`` asks for the size of a new hot buffer, and shrinks others when it lacks device slots only;
-``scheduler.py`` gives them their full size back when nobody waits but for stuck slots. A hot buffer
-gets another size by an ``Exchange``, which replaces all device slots of its request before the next step.
+``mode_choice.py`` asks for the size of a new hot buffer, and shrinks others if nothing but device slots is
+missing; ``scheduler.py`` gives these their full size back when nobody waits, except for slots that may never
+be free again. A hot buffer gets another size by an ``Exchange``, which replaces all device slots of its
+request before the next step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     limits = draft.limits
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    large = [  # larger than their minimum, since nobody's minimum exceeds ``smallest_hot_buffer``
+    # ``smallest_hot_buffer`` suffices for any request: who has more than that has more than the minimum.
+    large = [
         r for r in draft.running if r.hot_capacity > limits.smallest_hot_buffer and r not in draft.exchanges
     ]
     for request in sorted(large, key=_admission_order, reverse=True):
@@ -43,14 +45,15 @@ def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
     for request, gain in gains:
         draft.exchanges[request] = Exchange(request, limits.min_capacity(request))
         freed = SlotCounts(device=gain)
-        # A reserve made before counts these slots as free only once the request has ended, which is safe.
+        # A reserve that was made before expects these slots at the request's end, later than they are free.
         draft.note_change(request, request.mode, request.owned_slots - freed)
         draft.available += freed
 
 
 def enlarge_hot_buffers(draft: PlanDraft) -> None:
     """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
-    those admitted first come first. Nothing is planned after this, so no changes are noted in the draft."""
+    those admitted first come first. This is a plan's last part, so ``draft.note_change``, which later parts
+    would read, is not called."""
     if draft.exchanges or draft.admissions or draft.available.device <= draft.device_margin:
         return
     full_size = draft.limits.device_buffer_size

@@ -4,6 +4,9 @@
 which calls ``write``, ``select`` and ``attend`` in each layer (``KvAccess``). ``PagedRows`` has the forward's
 requests and tokens as tensors; for CUDA graphs they stay in place and are filled anew.
 
+A request's last new tokens may be stepped: their attention is split as in a decode node's steps, which may
+compute the same tokens and must give the same bits.
+
 Some kernels for prompts are faster over whole contexts in adjacent rows: for them, each layer first unpacks
 the requests' pages (``unpacked.py``).
 """
@@ -69,10 +72,11 @@ class PagedRows:
     max_len: int
     """A bound on the requests' lengths."""
     stepped_tokens: Tensor | None = None
-    """In rows for a CUDA graph that takes tokens of both kinds: numbers of the stepped ones, int64 [most
-    stepped tokens], a tensor because ``fill`` changes them. The last number is repeated to the end; if no
-    token is stepped, all are that of a token of padding. None in other rows, where ``is_stepped`` is enough:
-    those that ``of`` makes, and those for a graph that takes stepped tokens alone."""
+    """The rows of the stepped tokens, int64 [most stepped tokens], in rows for a CUDA graph that takes
+    stepped tokens beside others: in a tensor, because ``fill`` changes them. The last one is repeated to the
+    end, as in [5, 6, 6, 6] for rows 5 and 6; if no token is stepped, all name a row of padding. None in other
+    rows, where ``is_stepped`` is enough: those that ``of`` makes, and those for a graph that takes stepped
+    tokens alone."""
 
     @property
     def num_stepped(self) -> int:
@@ -143,10 +147,10 @@ class PagedRows:
     def fill(self, others: PagedRows, scratch_slot: int) -> None:
         """Copy ``others`` into this object's tensors, with padding behind them.
 
-        ``others`` must not have more tokens, requests or pages, nor longer requests. Without
-        ``stepped_tokens`` here, all of theirs must be stepped. Otherwise at most as many may be as
-        ``stepped_tokens`` has, and if none is, ``others`` must have fewer tokens than this object, so that
-        there is a token of padding to name. ``ShortForwards.run`` chooses a graph accordingly
+        ``others`` must not have more tokens, requests or pages, nor longer requests. If ``stepped_tokens`` is
+        None here, all tokens of ``others`` must be stepped. Otherwise ``others`` may have as many stepped
+        tokens as ``stepped_tokens`` has room for; if it has none, it must have fewer tokens than this object,
+        so that there is a row of padding to name. ``ShortForwards.run`` chooses a graph accordingly
         (``sizing.GraphSize.takes``).
         """
         if self.stepped_tokens is not None:

@@ -4,10 +4,11 @@ Both nodes' schedulers use it: ``find`` looks a prompt up, ``use`` and ``let_go`
 ``share`` and ``hold`` put a request's pages in, and ``make_room`` evicts before a reservation.
 
 A ``Prefix``, here also called a run, has some whole pages and continues its ``parent``, so that runs form a
-tree. A run's chain is the run and its ancestors; their pages are the beginning of a sequence. A page is found
-by its key (``prompt_keys.py``). A request that begins like a prefix in its pools reads the prefix's pages in
-place and owns only the slots behind them. Pages in the tree are never written again: the caller adds a page
-once all of its bytes are there and no remote write can land in it.
+tree. Its ``kinds`` are the pools in which it has slots; prefixes of other kinds are trees of their own. A
+run's chain is the run and its ancestors; their pages are the beginning of a sequence. A page is found by its
+key (``prompt_keys.py``). A request that begins like a prefix in its pools reads the prefix's pages in place
+and owns only the slots behind them. Pages in the tree are never written again: the caller adds a page once
+all of its bytes are there and no remote write can land in it.
 
 A request that uses a run is counted as a user of its whole chain. ``make_room`` evicts runs without users
 before a reservation fails, from the ends of the least recently used ones.
@@ -180,7 +181,7 @@ class PrefixTree:
             if max(missing_pages.values()) <= 0:
                 return
             helpful = (run for run in self._idle if any(missing_pages[kind] > 0 for kind in run.kinds))
-            victim = next(helpful, None)
+            victim = next(helpful, None)  # without children: these would be idle, too, and come before it
             if victim is None:
                 return
             num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.kinds))
@@ -287,7 +288,8 @@ class PrefixTree:
                 self._idle.move_to_end(part)
 
     def _insert(self, prefix: Prefix) -> None:
-        """Link a new prefix to its parent and index it; the count of idle pages is the caller's."""
+        """Link a new prefix to its parent and index it. The count of idle pages is the caller's: pages of a
+        split prefix are counted already."""
         if prefix.parent is not None:
             prefix.parent.children.add(prefix)
         self._prefixes[prefix] = None
