@@ -379,7 +379,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         """Submit the cached prefixes of admitted requests, and plan what the forward's chunks send."""
         for request, chunk in batch:
             if chunk.admits:
-                self.life.send_cached(request)
+                self._pusher.push_cached(request)
         return [self._pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
 
     def _commit(self, batch: list[tuple[PrefillRequest, Chunk]], computed: Computed) -> None:

@@ -1,10 +1,9 @@
 """Moves a prefill node's requests from state to state, with the pages and messages that go with each move.
 
 ``PrefillLife`` owns the table of requests, the pools, the prefix cache and the counters. The engine calls it
-for each message of a decode node, each step of the forward and each batch that comes back from the sender.
-A request that is delivered meets ``bootstrap``, ``candidates``, ``admit``, ``send_cached``, then for each
-chunk ``send_scores`` and ``note_computed``, ``start_sending`` after the last, and ``batch_returned`` for each
-write.
+for each message of a decode node, each step of the forward and each batch that comes back from the sender. A
+request that is delivered meets ``bootstrap``, ``candidates``, ``admit``, then for each chunk ``send_scores``
+and ``note_computed``, ``start_sending`` after the last, and ``batch_returned`` for each write.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is
@@ -274,10 +273,6 @@ class PrefillLife:
             self.requests.move(request, PrefillState.COMPUTING, now_secs)
             self.counters["prompt_tokens_total"] += request.num_computed_tokens
             self.counters["cached_tokens_total"] += request.num_cached_tokens
-
-    def send_cached(self, request: PrefillRequest) -> None:
-        """Send the cached prefix of an admitted request."""
-        self.pusher.push_cached(request)
 
     def send_scores(self, request: PrefillRequest, pieces: Sequence[RoomScores], now_secs: float) -> bool:
         """Send the decode node the scores that a forward computed. Return False when not all are on their

@@ -216,8 +216,7 @@ class RelayedRequest:
             # ``may_move``: a node that shuts down may end the answer by itself, which then begins anew at
             # another one. A stream is ended by the router (Attempt._move), which alone knows whether all of
             # its journal was kept.
-            has_other = self._pool.has(NodeKind.DECODE, excluded=(pair.decode,))
-            may_move = has_other and not self._body.is_streamed
+            may_move = not self._body.is_streamed and self._pool.has(NodeKind.DECODE, excluded=(pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
         # The request counts as load of the prefill node until the answer's first bytes are here.

@@ -137,8 +137,8 @@ class _Writer:
             self._check_keywords(keywords, {"$ref"}, place)
             if (target := self._numbers.target(schema["$ref"])) is None:
                 raise NotWritable(
-                    f"has the reference {schema['$ref']!r:.80} beside numbers of many digits; only #/$defs/… "
-                    "and #/definitions/… are followed then"
+                    f"has the reference {schema['$ref']!r:.80} beside numbers of many digits; it must be the "
+                    "path of a schema in this document then, such as #/$defs/…"
                 )
             return self.rule_of(target, str(schema["$ref"]))
         for keyword in ("anyOf", "oneOf", "allOf"):

@@ -177,7 +177,7 @@ def test_a_long_prefix_is_one_batch_that_has_the_rooms_time(node: Node) -> None:
     node.arrive(2, 0, 1030, family=7)
     request = node.life.requests.live(Room(2))
     node.life.admit([request], 250.0)
-    node.life.send_cached(request)
+    node.life.pusher.push_cached(request)
     assert node.sender.num_pending(Room(2)) == 1
     assert node.sender.num_bytes_pending("a") == 1024 * TOKEN_BYTES
     taken = node.sender.queue.next("a", 290.0)
