@@ -106,7 +106,9 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         # While it is idle, the loop checks the books and verifies the rows of held prefixes. It flushes these
         # prefixes on demand.
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
-        self._set_live_record(self.requests, self.requests.held, kv, self.memory.row_checks)
+        checks = self.memory.row_checks
+        row_checks = {} if checks is None else {PoolKind.INDEX: checks}
+        self._set_live_record(self.requests, self.requests.held, kv, row_checks)
 
         # Prefill nodes, and what else goes on beside the loop's thread.
         shared = self.memory.shared_memory()  # for prefill nodes of this machine

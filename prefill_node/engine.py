@@ -29,11 +29,12 @@ from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
+from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
@@ -137,6 +138,12 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.page_size,
             slice_bytes=self.lanes.slice_bytes,
         )
+        self._host_pages: HostPages | None = None
+        if settings.host_cache_tokens:
+            num_host_pages = settings.host_cache_tokens // settings.page_size
+            self._host_pages = HostPages(
+                self.memory, num_host_pages * settings.page_size, placement=self._placement
+            )
         self.life = PrefillLife(
             pusher=self._pusher,
             limits=self._limits,
@@ -150,15 +157,22 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             # A request is kept this much longer than its decode node waits for it, so that clients get the
             # decode node's error. A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
+            host_pages=self._host_pages,
+            wrong_items=self.memory.wrong_items,
         )
+        self._has_copies = False
+        """Whether pages are on their way to or from main memory, so that the loop looks again at once."""
         self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
         """Messages that were read during a forward: the sender, the message, and the keys of a Bootstrap's
         prompt."""
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
         # While it is idle, the loop checks ``life`` and verifies rows of its prefixes; it flushes these on
         # demand.
-        kv = {PoolKind.DEVICE: self.memory.kv}
-        self._set_live_record(self.life, self.life.prefixes, kv, self.memory.row_checks)
+        kv, row_checks = {PoolKind.DEVICE: self.memory.kv}, {PoolKind.DEVICE: self.memory.row_checks}
+        if self._host_pages is not None:
+            kv[PoolKind.HOST], row_checks[PoolKind.HOST] = self._host_pages.kv, self._host_pages.row_checks
+        verified = {kind: checks for kind, checks in row_checks.items() if checks is not None}
+        self._set_live_record(self.life, self.life.prefixes, kv, verified)
 
         if device.type == "cuda":
             self._warm_up(device)
@@ -221,11 +235,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if is_quiet:  # else a write may still use what would be closed
             self.lanes.close()
             self.transfer.close()
+        if self._host_pages is not None:
+            self._host_pages.close()
         log.info("stopped")
 
     # --- receive -------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
+        self._has_copies = self.life.tier is not None and self.life.tier.poll()
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)
@@ -337,7 +354,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         did_work = self._forward()
         if len(self.life):  # even if they only send: without a step the front would call the engine stalled
             self._num_steps += 1
-        return did_work
+        return did_work or self._has_copies
 
     def _forward(self) -> bool:
         """Run one forward of this rank's requests, or take part in one of other ranks. Return False when no
@@ -447,6 +464,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             "cache_hit_rate": life.counters["cached_tokens_total"] / num_prompt_tokens,
             "num_registered_peers": float(len(self.peers)),
         }
+        counters = dict(life.counters)
+        if (tier := life.tier) is not None:
+            num_held_tokens = life.pools.used(Stage.HELD).host
+            gauges['pool_held_tokens{pool="host"}'] = float(num_held_tokens)
+            gauges['pool_total_tokens{pool="host"}'] = float(life.pools.totals.host)
+            counters["host_stored_tokens_total"] = float(tier.num_stored_tokens)
+            counters["host_fetched_tokens_total"] = float(tier.num_fetched_tokens)
         lanes = tuple(
             PeerLane(peer.session, lane.kind, lane.reason)
             for peer in self.peers
@@ -454,7 +478,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         )
         return EngineStats(
             gauges,
-            dict(life.counters),
+            counters,
             num_running=num_running + num_sending,
             num_waiting=num_waiting,
             num_used_tokens=num_used_tokens,

@@ -1,9 +1,10 @@
 """Moves a prefill node's requests from state to state, with the pages and messages that go with each move.
 
-``PrefillLife`` owns the table of requests, the pools, the prefix cache and the counters. The engine calls it
-for each message of a decode node, each step of the forward and each batch that comes back from the sender. A
-request that is delivered meets ``bootstrap``, ``candidates``, ``admit``, then for each chunk ``send_scores``
-and ``note_computed``, ``start_sending`` after the last, and ``batch_returned`` for each write.
+``PrefillLife`` owns the table of requests, the pools, the prefix cache with its host tier, and the counters.
+The engine calls it for each message of a decode node, each step of the forward and each batch that comes back
+from the sender. A request that is delivered meets ``bootstrap``, ``candidates``, ``admit``, then for each
+chunk ``send_scores`` and ``note_computed``, ``start_sending`` after the last, and ``batch_returned`` for each
+write.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is
@@ -25,7 +26,10 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
+from hisparse_pd.prefill_node.host_pages import HostPages
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier
 from hisparse_pd.prefill_node.push import Pusher
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import (
@@ -56,10 +60,6 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_TOKENS = 64 << 20
 """Most prompt tokens of all waiting requests: 256 MiB of ids, and up to as much of keys with pages of 16."""
 
-CACHE_POOLS = (PoolKind.DEVICE,)
-"""The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
-allocator of its own."""
-
 # Totals that begin at 0, so that an alert sees the first event, too.
 _COUNTERS = (
     "prompt_tokens_total",
@@ -88,23 +88,35 @@ class PrefillLife:
         tell_peer: Callable[[Peer, ToDecode], bool],
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
+        host_pages: HostPages | None = None,
+        wrong_items: Callable[[PageRows, int], list[WrongItem]] = lambda rows, page_size: [],
     ) -> None:
         """``max_queued``: most requests that wait. ``tell_peer`` sends a message without waiting and returns
         whether it is on its way. ``room_timeout_secs``: how long a decode node waits for anything about a
         room; this node keeps the request ``grace_secs`` longer, so that clients get the decode node's
-        error."""
+        error. ``host_pages``: main memory below the prefix cache, if there is any; ``wrong_items``: see
+        ``HostTier``."""
         self.requests = PrefillRequests()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
         self.dropped: Counter[str] = Counter()
         """Control messages without effect, by reason."""
         self.pools = Pools(
-            SlotCounts(device=limits.num_pages * limits.page_size, aux=num_aux_slots), limits.page_size
+            SlotCounts(
+                host=0 if host_pages is None else host_pages.num_slots,
+                device=limits.num_pages * limits.page_size,
+                aux=num_aux_slots,
+            ),
+            limits.page_size,
         )
         self.prefixes = PrefixTree(self.pools)
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         """Pages in which a wrong row was found: nobody gets them again."""
+        self.tier: HostTier | None = None
+        """What main memory keeps of prompts that were computed; None where it keeps nothing."""
+        if host_pages is not None:
+            self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items)
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -224,7 +236,8 @@ class PrefillLife:
 
     def candidates(self) -> Iterator[Waiting]:
         """Yield the waiting requests in order of arrival, without those whose decode node has too many bytes
-        pending. Cached prefixes of earlier candidates count as pending, because admission sends them."""
+        pending, and those whose pages are on their way up from main memory. Cached prefixes of earlier
+        candidates count as pending, because admission sends them."""
         num_bytes_pending: dict[str, int] = {}
         for request in self.waiting():
             session = request.peer.session
@@ -232,11 +245,20 @@ class PrefillLife:
                 num_bytes_pending[session] = self.pusher.num_bytes_pending(request.peer)
             if not self.pusher.may_start(request, num_bytes_pending[session]):
                 continue
+            if self._must_wait_for_pages(request):
+                continue
             waiting = self.look_up(request)
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - request.bootstrap.num_held_tokens)
             num_bytes_pending[session] += self.pusher.num_bytes(num_to_send)
             yield waiting
+
+    def _must_wait_for_pages(self, request: PrefillRequest) -> bool:
+        """Let main memory fetch what the device lacks of the request's prompt. Returns whether it comes."""
+        if self.tier is None:
+            return False
+        keys = request.reusable_keys(self._limits.page_size)
+        return self.tier.fetch(request.room, keys, self._limits.pages_for(request.num_computed_tokens))
 
     def look_up(self, request: PrefillRequest) -> Waiting:
         """Return a waiting request for the scheduler, with what the prefix cache has of its prompt."""
@@ -260,6 +282,8 @@ class PrefillLife:
             keys = request.reusable_keys(self._limits.page_size)
             if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
                 request.prefix = self.prefixes.use(keys[: found.num_pages], CACHE_POOLS)
+            if self.tier is not None:
+                self.tier.release(request.room)
         page_size = self._limits.page_size
         for request in requests:
             num_cached_pages = 0 if request.prefix is None else request.prefix.end_page
@@ -304,6 +328,8 @@ class PrefillLife:
             request.prefix = self.prefixes.share(
                 request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
             )
+            if self.tier is not None:
+                self.tier.store(request.room, request.keys)
 
     def batch_returned(self, completion: Completion, now_secs: float) -> None:
         """Account for a batch that came back from the sender, and end its request if it was the last or
@@ -440,6 +466,8 @@ class PrefillLife:
             )
         if request.prefix is not None:
             self.prefixes.let_go(request.prefix)
+        if self.tier is not None:
+            self.tier.release(request.room)
         if request.holding is not None:
             self.pools.release(request.holding)
         request.prefix, request.holding, request.page_ids = None, None, []
@@ -452,15 +480,15 @@ class PrefillLife:
         request."""
         self.pools.check_integrity(
             {
+                Stage.LANDING: 0 if self.tier is None else self.tier.num_copies,
                 Stage.RUNNING: self.requests.count(PrefillState.COMPUTING, PrefillState.SENDING),
                 Stage.ENDING: self.requests.count(PrefillState.DRAINING),
                 Stage.HELD: len(self.prefixes),
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }
         )
-        self.prefixes.check_integrity(
-            request.prefix for request in self.requests if request.prefix is not None
-        )
+        users = [request.prefix for request in self.requests if request.prefix is not None]
+        self.prefixes.check_integrity((*users, *(() if self.tier is None else self.tier.users())))
         for request in self.waiting():
             if request.holding is not None or request.prefix is not None or request.num_writes_pending:
                 raise PoolIntegrityError(

@@ -15,7 +15,8 @@ import numpy as np
 from hisparse_pd.core.paging.extents import SlotRanges, extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
-from hisparse_pd.prefill_node.request_life import CACHE_POOLS, PrefillLife
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
+from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillState
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, why_never
 
@@ -32,7 +33,7 @@ class RowVerification:
     def fail_prompts_too_long_for_pool(self, now_secs: float) -> None:
         """Fail waiting requests whose prompts, without the last token, do not fit beside the pages that are
         set aside."""
-        num_set_aside = len(self.life.set_aside)
+        num_set_aside = self.life.set_aside.num_pages(PoolKind.DEVICE)
         left = replace(self.limits, num_pages=self.limits.num_pages - num_set_aside)
         for request in self.life.waiting() if num_set_aside else ():
             why = why_never(request.num_computed_tokens, left)

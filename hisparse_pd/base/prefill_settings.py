@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from hisparse_pd.base.node_settings import NodeSettings
-from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree
+from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree, TokensOrZero
 
 
 class PrefillSettings(NodeSettings):
@@ -23,6 +23,11 @@ class PrefillSettings(NodeSettings):
     kv_pool_tokens: TokensOrFree = Field(
         65536,
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
+    )
+    host_cache_tokens: TokensOrZero = Field(
+        0,
+        description="token slots of each rank in main memory, where the prefix cache keeps what the KV pool "
+        "has no room for; 0: none",
     )
 
     @property
@@ -55,5 +60,18 @@ class PrefillSettings(NodeSettings):
         if 0 < self.kv_pool_tokens < self.page_size:
             raise ValueError(
                 f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _host_cache_is_below_a_prefix_cache(self) -> Self:
+        if 0 < self.host_cache_tokens < self.page_size:
+            raise ValueError(
+                f"host_cache_tokens {self.host_cache_tokens} must be 0 or at least page_size {self.page_size}"
+            )
+        if self.host_cache_tokens and self.disable_prefix_cache:
+            raise ValueError(
+                f"host_cache_tokens {self.host_cache_tokens} keeps what the prefix cache has, which "
+                "disable_prefix_cache turns off; leave out one of them"
             )
         return self

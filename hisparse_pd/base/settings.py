@@ -22,6 +22,7 @@ Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
 """Number of tokens; 0: chosen by the node, for pools by free memory."""
+TokensOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Numa = Annotated[str, Field(pattern=r"^(auto|off|[0-9]{1,4}(,[0-9]{1,4})*)$")]
 CollectorUrl = Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")]

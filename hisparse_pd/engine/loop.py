@@ -120,7 +120,11 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._build(model)
 
     def _set_live_record(
-        self, live: LiveRecord, prefixes: PrefixTree, kv: Mapping[PoolKind, Tensor], row_checks: Tensor | None
+        self,
+        live: LiveRecord,
+        prefixes: PrefixTree,
+        kv: Mapping[PoolKind, Tensor],
+        row_checks: Mapping[PoolKind, Tensor],
     ) -> None:
         """Set the record that the loop checks while it is idle, and the prefixes that it flushes and
         verifies.

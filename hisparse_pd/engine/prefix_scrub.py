@@ -35,7 +35,8 @@ class PrefixScrub:
 
     A prefix has its KV in the pool that is the first of its ``kinds``, its indexer keys in that of the last
     one. ``kv``: the pools that KV may be in, uint8 [num_layers, num_slots, item_bytes] each. ``row_checks``:
-    int32 [num_layers, num_slots], at the slots of the indexer keys; None: nothing is verified.
+    int32 [num_layers, num_slots], at the slots of the indexer keys, by their pool; without any nothing is
+    verified.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PrefixScrub:
         set_aside: SetAside,
         page_size: int,
         kv: Mapping[PoolKind, Tensor],
-        row_checks: Tensor | None,
+        row_checks: Mapping[PoolKind, Tensor],
     ) -> None:
         self._prefixes = prefixes
         self._set_aside = set_aside
@@ -58,7 +59,7 @@ class PrefixScrub:
 
         Engines call it in idle turns. Waits for the device.
         """
-        if self._row_checks is None:
+        if not self._row_checks:
             return
         stretch = next(self._stretches, None)
         if stretch is None:
@@ -73,10 +74,10 @@ class PrefixScrub:
             torch.from_numpy(extents_to_slots(slice_extents(extents, start - begin, stop - begin)))
             for extents in (prefix.holding[kv_kind], prefix.holding[check_kind])
         )
-        device = self._row_checks.device
+        kv, row_checks = self._kv[kv_kind], self._row_checks[check_kind]
+        device = row_checks.device
         positions = torch.arange(start, stop, device=device)
-        kv = self._kv[kv_kind]
-        for item in wrong_items(kv, slots.to(device), self._row_checks, check_slots.to(device), positions):
+        for item in wrong_items(kv, slots.to(device), row_checks, check_slots.to(device), positions):
             self._set_aside.record_wrong_row("scrub", kv_kind, item)
 
     def _all_stretches(self) -> Iterator[Stretch]:

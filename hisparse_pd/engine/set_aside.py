@@ -1,9 +1,10 @@
 """The pages of a node that are not reused because a row in them did not match its row check, and why.
 
 Whoever finds a wrong row reports it to ``SetAside``: ``decode_node/end_moves.py`` those of a step or a
-request's start, ``prefill_node/row_verification.py`` those of a cached prefix, ``prefix_scrub.py`` those of a
-scrub. ``SetAside`` withdraws the page from the pools and drops the prefixes that have it. Only a test of the
-memory can show that a page is good again, so an operator gives it back, which ``loop.py`` passes on.
+request's start, ``prefill_node/row_verification.py`` those of a cached prefix and ``host_tier.py`` those that
+main memory kept, ``prefix_scrub.py`` those of a scrub. ``SetAside`` withdraws the page from the pools and
+drops the prefixes that have it. Only a test of the memory can show that a page is good again, so an operator
+gives it back, which ``loop.py`` passes on.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from hisparse_pd.kernels.row_check import WrongItem
 log = logging.getLogger(__name__)
 
 WRONG_ROW_KINDS: Final = {
-    "prefill": ("cached", "scrub"),
+    "prefill": ("cached", "host", "scrub"),
     "decode": ("landing", "page-in", "newest", "scrub"),
 }
 """Labels of ``kv_rows_corrupt_total``: when a wrong row is found. cached: before a forward reads it again.
-landing: when its request begins. page-in: when a step pages it in. newest: when a step pages in a row that
-this node wrote. scrub: in an idle turn, while no request is live."""
+host: when it has come back from main memory. landing: when its request begins. page-in: when a step pages it
+in. newest: when a step pages in a row that this node wrote. scrub: in an idle turn, while no request is
+live."""
 
 MAX_PAGES_SHOWN: Final = 256
 """Most pages that are listed in statistics, which are sent twice a second."""
@@ -50,6 +52,10 @@ class SetAside:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    def num_pages(self, pool: PoolKind) -> int:
+        """Return how many pages of ``pool`` are set aside, or will be once they are freed."""
+        return sum(kind is pool for kind, _ in self._pages)
 
     @property
     def num_tokens(self) -> int:

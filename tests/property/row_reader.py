@@ -253,7 +253,11 @@ class Node:
         )
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
         self.prefix_scrub = PrefixScrub(
-            self.requests.held, self.requests.set_aside, PAGE_SIZE, kv, self.memory.row_checks
+            self.requests.held,
+            self.requests.set_aside,
+            PAGE_SIZE,
+            kv,
+            {} if self.memory.row_checks is None else {PoolKind.INDEX: self.memory.row_checks},
         )
         self.steps = StepLine(
             runner,

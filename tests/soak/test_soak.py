@@ -73,6 +73,11 @@ NODE_OPTIONS = [
     *("--dp-size", str(NUM_RANKS)),
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
 ]
+PREFILL_OPTIONS = [
+    *NODE_OPTIONS,
+    # Prompts evict each other, and come back from main memory.
+    *("--kv-pool-tokens", "1536", "--host-cache-tokens", "6144"),
+]
 DECODE_OPTIONS = [
     *("--quarantine-secs", "5"),
     # This hot buffer leaves long hisparse requests two drafts; short and dense ones have three.
@@ -159,9 +164,9 @@ def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> Non
 def services(checkpoint: Path, directory: Path) -> Deployment:
     same_port = ["--control-port", str(first_of_free_ports(NUM_RANKS))]
     prefill = [
-        prefill_service(checkpoint, directory, "prefill-0", [*NODE_OPTIONS, *same_port]),
+        prefill_service(checkpoint, directory, "prefill-0", [*PREFILL_OPTIONS, *same_port]),
         # One writes over shared memory, the other over TCP.
-        prefill_service(checkpoint, directory, "prefill-1", [*NODE_OPTIONS, "--same-host-lane", "off"]),
+        prefill_service(checkpoint, directory, "prefill-1", [*PREFILL_OPTIONS, "--same-host-lane", "off"]),
     ]
     decode = [
         decode_service(checkpoint, directory, f"decode-{number}", [*NODE_OPTIONS, *DECODE_OPTIONS])

@@ -40,8 +40,8 @@ def memory_fault(num_bytes: int, machine: Machine) -> Fault | None:
         return None
     return Fault(
         f"{free}, {show_bytes(num_bytes)} asked for",
-        "lower --host-pool-tokens (on CPUs --device-pool-tokens and --kv-pool-tokens too), or raise the "
-        "limit of the node's container",
+        "lower --host-pool-tokens or --host-cache-tokens (on CPUs --device-pool-tokens and --kv-pool-tokens "
+        "too), or raise the limit of the node's container",
     )
 
 

@@ -67,6 +67,8 @@ _HELP = {
     "swap_in_evictions_total": "hot-buffer entries that were replaced",
     "prompt_tokens_total": "prompt tokens",
     "cached_tokens_total": "prompt tokens found in the prefix cache",
+    "host_stored_tokens_total": "tokens of computed prompts that were copied to main memory",
+    "host_fetched_tokens_total": "tokens that were copied back from main memory into the prefix cache",
     "held_tokens_total": "prompt tokens whose KV the decode node held, so that it was not sent",
     "held_hits_total": "delivered requests that began with a held prefix",
     "held_evicted_tokens_total": "tokens of held prefixes that were evicted because others needed the slots",

@@ -1,0 +1,261 @@
+"""The host tier of the prefix cache: pages that stay in main memory when the device needs their slots.
+
+``PrefillLife`` calls ``store`` for a prompt that is computed whole, ``fetch`` for a waiting request, and
+``poll`` in each turn of the loop. A page is copied down once, right after it was computed, and stays in the
+cache on the device, too, until that evicts it. A waiting request whose prompt main memory has more of than
+the device waits for a copy up; then it finds the pages in the cache on the device, as any others.
+
+Both levels are prefixes of one ``PrefixTree``, of different kinds. ``HostTier`` owns the copies under way,
+with the slots that they write, and the pins: prefixes that were fetched stay in use until their request
+begins or ends. Main memory keeps the least recently used pages last, as the device does.
+
+Fetched rows are verified before anybody finds them. A wrong one is counted, its page in main memory is set
+aside, and the request computes from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.kernels.row_check import PageRows, WrongItem
+from hisparse_pd.prefill_node.host_pages import HostPages
+from hisparse_pd.protocol.messages import Room
+
+CACHE_POOLS: Final = (PoolKind.DEVICE,)
+"""The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
+allocator of its own."""
+HOST_POOLS: Final = (PoolKind.HOST,)
+"""The pools of a prefix in main memory."""
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """Pages on their way to the pools ``kinds``: those of ``keys`` behind what ``before`` has there."""
+
+    room: Room
+    """The request that it is for, or that computed the pages."""
+    kinds: Kinds
+    keys: Sequence[PageKey]
+    holding: Holding
+    """The slots that are written, those of as many pages."""
+    source: Prefix
+    """What is copied, in use until then. It ends where ``keys`` end."""
+    before: Prefix | None
+    """What the destination has of the pages before; in use, too."""
+    is_behind: torch.cuda.Event | None
+    """The copy's end; None: it is over."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_behind is None or self.is_behind.query()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.keys) - end_of(self.before)
+
+
+@dataclass(eq=False, slots=True)
+class _Pin:
+    """A request that waits for a copy, or for its turn after it."""
+
+    num_pages: int
+    """Pages that its whole prompt needs on the device."""
+    has_arrived: bool = False
+    prefix: Prefix | None = None
+    """What it finds there once the copy has arrived, in use."""
+
+
+class HostTier:
+    """Pages in main memory below the prefix cache of one engine.
+
+    ``wrong_items``: returns the wrong rows among pages of the device's pool (``PrefillMemory.wrong_items``).
+    """
+
+    def __init__(
+        self,
+        pages: HostPages,
+        pools: Pools,
+        prefixes: PrefixTree,
+        set_aside: SetAside,
+        wrong_items: Callable[[PageRows, int], list[WrongItem]],
+    ) -> None:
+        self._pages = pages
+        self._pools = pools
+        self._prefixes = prefixes
+        self._set_aside = set_aside
+        self._wrong_items = wrong_items
+        self._copies: list[_Copy] = []
+        self._pins: dict[Room, _Pin] = {}
+        self.num_stored_tokens = 0
+        """Tokens that were copied down since the start."""
+        self.num_fetched_tokens = 0
+        """Tokens that were copied up since the start, and were right."""
+
+    @property
+    def num_copies(self) -> int:
+        """Copies under way, each with a holding in Stage.LANDING."""
+        return len(self._copies)
+
+    def users(self) -> Iterator[Prefix]:
+        """Yield the prefixes that copies and pins use, once for each use."""
+        for copy in self._copies:
+            yield copy.source
+            if copy.before is not None:
+                yield copy.before
+        yield from (pin.prefix for pin in self._pins.values() if pin.prefix is not None)
+
+    # --- down ----------------------------------------------------------------------------------------
+
+    def store(self, room: Room, keys: Sequence[PageKey]) -> None:
+        """Begin to copy down the pages of ``keys`` that the device has and main memory lacks: as many as it
+        can make room for."""
+        num_cached = self._num_found(keys, CACHE_POOLS)
+        num_stored = self._num_found(keys[:num_cached], HOST_POOLS)
+        page_size = self._pools.page_size
+        most = self._num_usable(PoolKind.HOST) - num_stored
+        num_pages = min(num_cached - num_stored, most)
+        if num_pages <= 0 or self._is_coming(keys[num_stored], HOST_POOLS):
+            return
+        before = self._use(keys[:num_stored], HOST_POOLS)
+        self._prefixes.make_room(SlotCounts(host=num_pages * page_size))
+        num_pages = min(num_pages, self._pools.free.host // page_size)
+        if num_pages == 0:  # all is in use
+            self._let_go(before)
+            return
+        source = self._prefixes.use(keys[: num_stored + num_pages], CACHE_POOLS)
+        self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before)
+
+    # --- up ------------------------------------------------------------------------------------------
+
+    def fetch(self, room: Room, keys: Sequence[PageKey], num_pages: int) -> bool:
+        """Begin to copy up the pages of ``keys`` that main memory has and the device lacks. Returns whether
+        the request should wait, for this copy or for another one with its pages.
+
+        ``room``, ``num_pages``: the waiting request's, which needs so many pages on the device in all. For
+        one that has no room there nothing is begun: it waits for pages in any case.
+        """
+        if (pin := self._pins.get(room)) is not None:
+            return not pin.has_arrived
+        num_cached = self._num_found(keys, CACHE_POOLS)
+        num_stored = self._num_found(keys, HOST_POOLS)
+        if num_stored <= num_cached:
+            return False
+        if self._is_coming(keys[num_cached], CACHE_POOLS):
+            return True
+        # All pinned requests fit at once, so that none of them waits for pages that another one keeps.
+        num_pinned = sum(pin.num_pages for pin in self._pins.values())
+        page_size = self._pools.page_size
+        if num_pinned + num_pages > self._num_usable(PoolKind.DEVICE):
+            return bool(self._pins)
+        before = self._use(keys[:num_cached], CACHE_POOLS)
+        need = SlotCounts(device=(num_stored - num_cached) * page_size)
+        if not need.fits_in(self._pools.free + self._prefixes.unused):
+            self._let_go(before)
+            return False
+        source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
+        self._prefixes.make_room(need)
+        self._begin(room, CACHE_POOLS, keys[:num_stored], source, before)
+        self._pins[room] = _Pin(num_pages)
+        return True
+
+    def release(self, room: Room) -> None:
+        """Let go of what was fetched for a request, which begins or ends."""
+        pin = self._pins.pop(room, None)
+        if pin is not None:
+            self._let_go(pin.prefix)
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Put the pages of copies that are over into the tree. Returns whether any are still under way."""
+        for copy in [copy for copy in self._copies if copy.is_over]:
+            self._copies.remove(copy)
+            if copy.kinds == HOST_POOLS:
+                # What was found wrong on the device may have been copied before or after it changed.
+                num_right = 0 if copy.source.is_dropped else copy.num_pages
+                self.num_stored_tokens += self._keep(copy, num_right) * self._pools.page_size
+            else:
+                num_kept = self._keep(copy, self._num_right_pages(copy))
+                self.num_fetched_tokens += num_kept * self._pools.page_size
+                self._pin_arrived(copy)
+            self._pools.release(copy.holding)
+            self._let_go(copy.source)
+            self._let_go(copy.before)
+        return bool(self._copies)
+
+    def _begin(
+        self, room: Room, kinds: Kinds, keys: Sequence[PageKey], source: Prefix, before: Prefix | None
+    ) -> None:
+        first = end_of(before)
+        page_size = self._pools.page_size
+        holding = self._pools.reserve(room, SlotCounts.of(kinds, (len(keys) - first) * page_size))
+        (from_kind,), (to_kind,) = source.kinds, kinds
+        src = slice_extents(source.extents(from_kind), first * page_size, len(keys) * page_size)
+        copy = self._pages.copy_down if kinds == HOST_POOLS else self._pages.copy_up
+        is_behind = copy(src, holding[to_kind])
+        self._copies.append(_Copy(room, kinds, keys, holding, source, before, is_behind))
+
+    def _keep(self, copy: _Copy, num_pages: int) -> int:
+        """Put the first pages of a copy into the tree, unless a page before them has been found wrong
+        meanwhile. Returns how many."""
+        if num_pages == 0 or (copy.before is not None and copy.before.is_dropped):
+            return 0
+        first = end_of(copy.before)
+        return self._prefixes.hold(copy.holding, copy.keys[: first + num_pages], copy.kinds, first) - first
+
+    def _num_right_pages(self, copy: _Copy) -> int:
+        """Verify the rows that were copied up. Returns the number of pages before the first with a wrong row,
+        whose page in main memory is set aside."""
+        page_size = self._pools.page_size
+        first = end_of(copy.before) * page_size
+        page_ids = np.array(extents_to_pages(copy.holding[PoolKind.DEVICE], page_size))
+        positions = np.arange(first, len(copy.keys) * page_size, page_size)
+        num_rows = np.full(len(page_ids), page_size)
+        rows = np.stack((page_ids, positions, num_rows), axis=1).astype(np.int32)
+        num_right = copy.num_pages
+        host = copy.source.extents(PoolKind.HOST)
+        for item in self._wrong_items(rows, page_size):
+            at = item.position
+            slot = slice_extents(host, at, at + 1)[0].start
+            self._set_aside.record_wrong_row("host", PoolKind.HOST, item._replace(slot=slot))
+            num_right = min(num_right, (at - first) // page_size)
+        return num_right
+
+    def _pin_arrived(self, copy: _Copy) -> None:
+        """Keep what the copy's request now finds on the device, if it still waits."""
+        if (pin := self._pins.get(copy.room)) is not None:
+            pin.has_arrived = True
+            pin.prefix = self._use(copy.keys[: self._num_found(copy.keys, CACHE_POOLS)], CACHE_POOLS)
+
+    def _is_coming(self, key: PageKey, kinds: Kinds) -> bool:
+        """Whether a copy under way brings a page to ``kinds``."""
+        copies = (copy for copy in self._copies if copy.kinds == kinds)
+        return any(key in copy.keys[end_of(copy.before) :] for copy in copies)
+
+    # --- the tree ------------------------------------------------------------------------------------
+
+    def _num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
+        found = self._prefixes.find(keys, kinds)
+        return 0 if found is None else found.num_pages
+
+    def _use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix | None:
+        return self._prefixes.use(keys, kinds) if keys else None
+
+    def _let_go(self, prefix: Prefix | None) -> None:
+        if prefix is not None:
+            self._prefixes.let_go(prefix)
+
+    def _num_usable(self, kind: PoolKind) -> int:
+        """Return the number of a pool's pages that are not set aside."""
+        return self._pools.totals[kind] // self._pools.page_size - self._set_aside.num_pages(kind)

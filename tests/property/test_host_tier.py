@@ -1,0 +1,234 @@
+"""The host tier against a plain model: copies take any time, requests come, begin and end in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.kernels.row_check import PageRows, WrongItem
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
+from hisparse_pd.protocol.messages import Extent, Room
+from tests.property.examples import num_examples
+
+pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I9]
+
+PAGE_SIZE = 2
+NUM_DEVICE_PAGES, NUM_HOST_PAGES = 14, 18
+WRONG = b"wrong"
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
+
+
+def keys_of(pages: Sequence[int]) -> list[PageKey]:
+    token_ids = [page for page in pages for _ in range(PAGE_SIZE)]
+    return page_keys(root_of(None), pack_token_ids(token_ids), PAGE_SIZE)
+
+
+class Event:
+    """The end of a copy, at which it is made; the source may have changed until then if it was not kept."""
+
+    def __init__(self, moves: list[tuple[dict[int, bytes], int, dict[int, bytes], int]]) -> None:
+        self._moves = moves
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def finish(self) -> None:
+        for source, from_page, target, to_page in self._moves:
+            target[to_page] = source[from_page]
+        self.is_over = True
+
+
+class Memory:
+    """What each page holds: the key of the page that was written there, or WRONG."""
+
+    num_slots = NUM_HOST_PAGES * PAGE_SIZE
+
+    def __init__(self) -> None:
+        self.device: dict[int, bytes] = {}
+        self.host: dict[int, bytes] = {}
+        self.events: list[Event] = []
+
+    def _copy(
+        self, source: dict[int, bytes], src: Sequence[Extent], target: dict[int, bytes], dst: Sequence[Extent]
+    ) -> Event:
+        src_pages, dst_pages = (extents_to_pages(extents, PAGE_SIZE) for extents in (src, dst))
+        pairs = zip(src_pages, dst_pages, strict=True)
+        self.events.append(Event([(source, from_, target, to) for from_, to in pairs]))
+        return self.events[-1]
+
+    def copy_down(self, device: Sequence[Extent], host: Sequence[Extent]) -> Event:
+        return self._copy(self.device, device, self.host, host)
+
+    def copy_up(self, host: Sequence[Extent], device: Sequence[Extent]) -> Event:
+        return self._copy(self.host, host, self.device, device)
+
+    def wrong_items(self, rows: PageRows, page_size: int) -> list[WrongItem]:
+        return [
+            WrongItem(0, int(position), int(page) * page_size, 0, 1)
+            for page, position, _ in rows
+            if self.device[int(page)] == WRONG
+        ]
+
+
+@dataclass(eq=False)
+class Request:
+    room: Room
+    keys: list[PageKey]
+    holding: Holding | None = None
+    prefix: Prefix | None = None
+
+
+class Tier(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+        totals = SlotCounts(host=self.memory.num_slots, device=NUM_DEVICE_PAGES * PAGE_SIZE)
+        self.pools = Pools(totals, PAGE_SIZE)
+        self.prefixes = PrefixTree(self.pools)
+        self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
+        pages: Any = self.memory
+        self.tier = HostTier(pages, self.pools, self.prefixes, self.set_aside, self.memory.wrong_items)
+        self.waiting: list[Request] = []
+        self.computing: list[Request] = []
+        self.num_rooms = 0
+
+    # --- what the node does --------------------------------------------------------------------------
+
+    @rule(pages=prompts)
+    def arrive(self, pages: tuple[int, ...]) -> None:
+        self.num_rooms += 1
+        self.waiting.append(Request(Room(self.num_rooms), keys_of(pages)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting)
+    def plan(self, data: st.DataObject) -> None:
+        self._begin(data.draw(st.sampled_from(self.waiting), "request"))
+
+    def _begin(self, request: Request) -> None:
+        """Begin a waiting request if nothing holds it back."""
+        if self.tier.fetch(request.room, request.keys, len(request.keys)):
+            return
+        found = self.prefixes.find(request.keys, CACHE_POOLS)
+        num_cached = 0 if found is None else found.num_pages
+        if found is not None:
+            request.prefix = self.prefixes.use(request.keys[:num_cached], CACHE_POOLS)
+        need = SlotCounts(device=(len(request.keys) - num_cached) * PAGE_SIZE)
+        if not need.fits_in(self.pools.free + self.prefixes.unused):
+            if request.prefix is not None:
+                self.prefixes.let_go(request.prefix)
+                request.prefix = None
+            return
+        self.tier.release(request.room)
+        self.prefixes.make_room(need)
+        request.holding = self.pools.reserve(request.room, need, Stage.RUNNING)
+        own = extents_to_pages(request.holding[PoolKind.DEVICE], PAGE_SIZE)
+        self.memory.device.update(zip(own, request.keys[num_cached:], strict=True))
+        self.waiting.remove(request)
+        self.computing.append(request)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.computing)
+    def finish(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.computing), "request")
+        assert request.holding is not None
+        request.prefix = self.prefixes.share(request.holding, request.keys, CACHE_POOLS, request.prefix)
+        self.tier.store(request.room, request.keys)
+        self._end(request)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting or self.computing)
+    def abort(self, data: st.DataObject) -> None:
+        self._end(data.draw(st.sampled_from(self.waiting + self.computing), "request"))
+
+    def _end(self, request: Request) -> None:
+        if request.prefix is not None:
+            self.prefixes.let_go(request.prefix)
+        self.tier.release(request.room)
+        if request.holding is not None:
+            self.pools.release(request.holding)
+        (self.waiting if request in self.waiting else self.computing).remove(request)
+
+    # --- what happens to it --------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.memory.events)
+    def end_a_copy(self, data: st.DataObject) -> None:
+        event = data.draw(st.sampled_from(range(len(self.memory.events))), "copy")
+        self.memory.events.pop(event).finish()
+
+    @rule()
+    def poll(self) -> None:
+        assert self.tier.poll() == bool(self.memory.events)
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(run.kinds == HOST_POOLS for run in self.prefixes))
+    def damage(self, data: st.DataObject) -> None:
+        runs = [run for run in self.prefixes if run.kinds == HOST_POOLS]
+        run = data.draw(st.sampled_from(runs), "run")
+        page = data.draw(st.sampled_from(extents_to_pages(run.holding[PoolKind.HOST], PAGE_SIZE)), "page")
+        self.memory.host[page] = WRONG
+
+    @rule()
+    def flush(self) -> None:
+        self.prefixes.flush()
+
+    @rule()
+    def release_pages(self) -> None:
+        for page in self.set_aside.shown():
+            self.set_aside.give_back(PoolKind(page.pool), page.start)
+
+    # --- what must hold ------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost_or_twice(self) -> None:
+        expected = {
+            Stage.LANDING: self.tier.num_copies,
+            Stage.RUNNING: len(self.computing),
+            Stage.HELD: len(self.prefixes),
+            Stage.SET_ASIDE: self.pools.num_set_aside,
+        }
+        self.pools.check_integrity(expected)
+        users = [request.prefix for request in self.computing if request.prefix is not None]
+        self.prefixes.check_integrity([*users, *self.tier.users()])
+
+    @invariant()
+    def pages_hold_what_their_keys_say(self) -> None:
+        for run in self.prefixes:
+            kind = run.kinds[0]
+            memory = self.memory.device if kind is PoolKind.DEVICE else self.memory.host
+            held = [memory[page] for page in extents_to_pages(run.holding[kind], PAGE_SIZE)]
+            damaged = (WRONG,) if kind is PoolKind.HOST else ()
+            assert all(found == key or found in damaged for found, key in zip(held, run.keys, strict=True))
+
+    def teardown(self) -> None:
+        """All requests come to their end, whatever waits for what."""
+        for _ in range(4 * (len(self.waiting) + len(self.computing)) + 8):
+            while self.memory.events:
+                self.memory.events.pop(0).finish()
+            self.tier.poll()
+            for request in list(self.computing):
+                self._end(request)
+            if self.waiting:
+                self._begin(self.waiting[0])
+        assert not self.waiting, "a request waits for ever"
+
+
+Tier.TestCase.settings = settings(
+    derandomize=True, max_examples=num_examples(20, 100), stateful_step_count=40
+)
+TestHostTier = Tier.TestCase

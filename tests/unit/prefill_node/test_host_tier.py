@@ -1,0 +1,192 @@
+"""Prompts that the prefix cache on the device had no room for come back from main memory.
+
+The engines here are real and on a CPU, where a copy is over at once. Copies that take a while are those of
+``tests/property/test_host_tier.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
+from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
+from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
+from hisparse_pd.protocol.messages import Extent
+from tests.unit.prefill_node.support import (
+    DecodePeer,
+    EngineThread,
+    all_delivered,
+    deliver,
+    engine_thread,
+    next_room,
+    prompt,
+)
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
+
+PAGE = 16
+NUM_PAGES = 12
+NUM_HOST_PAGES = 60
+
+
+@pytest.fixture(scope="module")
+def served(
+    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineThread]:
+    """An engine whose device has room for little more than one prompt."""
+    with engine_thread(
+        tiny_checkpoint("glm"),
+        tmp_path_factory.mktemp("prefill") / "front",
+        kv_pool_tokens=NUM_PAGES * PAGE,
+        host_cache_tokens=NUM_HOST_PAGES * PAGE + 5,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(engine: EngineThread) -> Iterator[EngineThread]:
+    """The engine, which takes back the pages that a test set aside."""
+    yield engine
+    engine.wait_until_idle()
+    for page in engine.life.set_aside.shown():
+        engine.send(ReleasePage(page.pool, page.start))
+    wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
+
+
+def tier_of(engine: EngineThread) -> HostTier:
+    assert engine.life.tier is not None
+    return engine.life.tier
+
+
+def num_found(engine: EngineThread, tokens: Sequence[int], kinds: tuple[PoolKind, ...]) -> int:
+    """Return how many tokens of a prompt are in the cache of ``kinds``."""
+    keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
+    found = engine.life.prefixes.find(keys, kinds)
+    return 0 if found is None else found.num_pages * PAGE
+
+
+def evict_from_device(engine: EngineThread, peer: DecodePeer, tokens: Sequence[int]) -> None:
+    """Let other prompts take the device's pages of ``tokens``."""
+    for seed in (90, 91):
+        deliver(engine, peer, next_room(), prompt(seed, NUM_PAGES * PAGE - 20))
+    assert num_found(engine, tokens, CACHE_POOLS) == 0
+
+
+def test_what_the_device_has_evicted_is_not_computed_again(engine: EngineThread, peer: DecodePeer) -> None:
+    """``deliver`` compares what arrives, bit by bit, and what is computed."""
+    tokens = prompt(1, 130)
+    deliver(engine, peer, next_room(), tokens)
+    evict_from_device(engine, peer, tokens)
+    before = tier_of(engine).num_fetched_tokens
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
+    assert tier_of(engine).num_fetched_tokens == before + 128
+    longer = tokens[:120] + prompt(2, 50)
+    assert deliver(engine, peer, next_room(), longer).num_cached_tokens == 112, "it is on the device now"
+    assert tier_of(engine).num_fetched_tokens == before + 128
+
+
+def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    tokens = prompt(3, 130)
+    deliver(engine, peer, next_room(), tokens)
+    evict_from_device(engine, peer, tokens)
+    deliver(engine, peer, next_room(), tokens[:50])
+    num_cached = num_found(engine, tokens, CACHE_POOLS)
+    assert 0 < num_cached < 128
+    before = tier_of(engine).num_fetched_tokens
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
+    assert tier_of(engine).num_fetched_tokens == before + 128 - num_cached
+
+
+def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """Each needs most of the device's pages, and all are asked for while the engine computes something."""
+    prompts = [prompt(seed, 150) for seed in (4, 5, 6)]
+    for tokens in prompts:
+        deliver(engine, peer, next_room(), tokens)
+    evict_from_device(engine, peer, prompts[0])
+    before = tier_of(engine).num_fetched_tokens
+    with engine.admission_paused():
+        rooms = [next_room() for _ in prompts]
+        messages = [
+            peer.bootstrap(
+                room, tokens, kv=(Extent(160 * n, 149),), index=(Extent(160 * n, 149),), aux_slot=n
+            )
+            for n, (room, tokens) in enumerate(zip(rooms, prompts, strict=True))
+        ]
+        wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
+    done = all_delivered(peer, len(rooms))
+    assert [done[room].num_cached_tokens for room in rooms] == [144, 144, 144]
+    assert tier_of(engine).num_fetched_tokens >= before + 2 * 144
+    peer.assert_has(messages[-1])
+
+
+def test_main_memory_keeps_what_was_used_last(engine: EngineThread, peer: DecodePeer) -> None:
+    first = prompt(10, 130)
+    deliver(engine, peer, next_room(), first)
+    seeds = range(11, 11 + NUM_HOST_PAGES // 8 + 1)
+    for seed in seeds:
+        deliver(engine, peer, next_room(), prompt(seed, 150))
+    assert num_found(engine, first, HOST_POOLS) < 128
+    assert num_found(engine, prompt(seeds[-1], 150), HOST_POOLS) == 144
+    assert engine.next_stats().gauges['pool_held_tokens{pool="host"}'] <= NUM_HOST_PAGES * PAGE
+
+
+@pytest.mark.I9
+def test_a_row_that_changed_in_main_memory_is_computed_anew(engine: EngineThread, peer: DecodePeer) -> None:
+    """The pages before it are used. Its page in main memory is set aside, and no page of the device is."""
+    tokens = prompt(20, 130)
+    deliver(engine, peer, next_room(), tokens)
+    evict_from_device(engine, peer, tokens)
+    keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
+    with patch.object(PrefixScrub, "verify_next"):  # the scrub would find the row first
+        found = engine.life.prefixes.find(keys, HOST_POOLS)
+        assert found is not None
+        slot = int(extents_to_slots(found.prefix.extents(PoolKind.HOST))[70])
+        pages = engine.engine._host_pages
+        assert pages is not None
+        pages.kv[1, slot, 7] ^= 4
+        assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 64
+    assert engine.life.set_aside.num_found["host"] == 1
+    (page,) = engine.life.set_aside.shown()
+    assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)
+    assert f"layer 1, position 70, in slot {slot} of the host pool" in page.error
+    assert num_found(engine, tokens, HOST_POOLS) == 128, "what was computed anew is stored again"
+    evict_from_device(engine, peer, tokens)
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
+
+
+@pytest.mark.I9
+def test_rows_in_main_memory_are_scrubbed(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens = prompt(21, 130)
+    deliver(engine, peer, next_room(), tokens)
+    engine.wait_until_idle()
+    found = engine.life.prefixes.find(page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE), HOST_POOLS)
+    assert found is not None
+    slot = int(extents_to_slots(found.prefix.extents(PoolKind.HOST))[10])
+    pages = engine.engine._host_pages
+    assert pages is not None
+    pages.kv[0, slot, 0] ^= 1
+    wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the row to be found")
+    (page,) = engine.life.set_aside.shown()
+    assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)
+
+
+def test_flushing_empties_main_memory_too(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens = prompt(22, 130)
+    deliver(engine, peer, next_room(), tokens)
+    assert num_found(engine, tokens, HOST_POOLS) == 128
+    engine.wait_until_idle()
+    engine.send(FlushCache())
+    wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the cache to be empty")
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0
