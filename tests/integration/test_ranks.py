@@ -46,7 +46,16 @@ LENGTHS = (1, 36, 38, 64, 129, 200, 257, 300, 450)
 """Lengths of prompts. With others, a drawn prompt may be nearer to a tie than float32 rounds."""
 NUM_RANKS = 2 if DEVICE == "cpu" else min(4, max(2, torch.cuda.device_count()))
 RANKS = ("--dp-size", str(NUM_RANKS))
-PREFILL = ("--page-size", "16", "--chunked-prefill-size", "230", "--kv-pool-tokens", "8192", "--host-cache-tokens", "4096")
+PREFILL = (
+    "--page-size",
+    "16",
+    "--chunked-prefill-size",
+    "230",
+    "--kv-pool-tokens",
+    "8192",
+    "--host-cache-tokens",
+    "4096",
+)
 DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "2048")
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
 
