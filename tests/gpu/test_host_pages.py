@@ -1,0 +1,71 @@
+"""Pages that go down to main memory and up again have the same bytes, in the order of the GPU's other work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.prefill_node.host_pages import HostPages
+from hisparse_pd.prefill_node.memory import PrefillMemory
+from hisparse_pd.protocol.messages import Extent
+from tests.gpu.support import DEVICE, needs_gpu
+
+pytestmark = needs_gpu
+
+PAGE = 16
+DOWN = (Extent(5 * PAGE, 3 * PAGE), Extent(0, 2 * PAGE), Extent(11 * PAGE, PAGE))
+HOST = (Extent(8 * PAGE, PAGE), Extent(2 * PAGE, 4 * PAGE), Extent(0, PAGE))
+UP = (Extent(14 * PAGE, 6 * PAGE),)
+
+
+def slots_of(extents: tuple[Extent, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(extent.start, extent.end) for extent in extents])
+
+
+def test_pages_come_back_as_they_went(tiny_checkpoint: Callable[[str], Path]) -> None:
+    spec = load_spec(tiny_checkpoint("glm"))
+    memory = PrefillMemory(spec, num_slots=24 * PAGE, num_aux_slots=1, device=DEVICE)
+    assert len(memory.sent) == 3
+    for pool in memory.sent:
+        pool.view(torch.uint8).random_()
+    before = [pool.clone() for pool in memory.sent]
+    with closing(HostPages(memory, 10 * PAGE)) as pages:
+        down = pages.copy_down(DOWN, HOST)
+        # The device gets others' bytes before the copy is looked at: work of the current stream that follows
+        # must wait for the event, as ``HostTier`` does.
+        assert down is not None
+        down.synchronize()
+        for pool in memory.sent:
+            pool.zero_()
+        up = pages.copy_up(HOST, UP)
+        assert up is not None
+        up.synchronize()
+        assert up.query()
+        for pool, was in zip(memory.sent, before, strict=True):
+            expected = torch.zeros_like(was)
+            expected[:, slots_of(UP).to(DEVICE)] = was[:, slots_of(DOWN).to(DEVICE)]
+            assert torch.equal(pool, expected)
+        assert pages.kv.is_pinned()
+        assert torch.equal(pages.kv[:, slots_of(HOST)], before[0][:, slots_of(DOWN).to(DEVICE)].cpu())
+
+
+def test_a_copy_up_waits_for_the_work_in_front(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """A forward that was launched before may still read the slots."""
+    spec = load_spec(tiny_checkpoint("glm"))
+    memory = PrefillMemory(spec, num_slots=24 * PAGE, num_aux_slots=1, device=DEVICE)
+    slots = slots_of(UP).to(DEVICE)
+    with closing(HostPages(memory, 10 * PAGE)) as pages:
+        pages.kv.fill_(7)
+        memory.kv.fill_(3)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # some 10 ms of the current stream
+        read = memory.kv[:, slots].clone()
+        up = pages.copy_up(HOST, UP)
+        assert up is not None
+        up.synchronize()
+        assert bool((read == 3).all())
+        assert bool((memory.kv[:, slots] == 7).all())
