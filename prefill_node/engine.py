@@ -160,8 +160,6 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             host_pages=self._host_pages,
             wrong_items=self.memory.wrong_items,
         )
-        self._has_copies = False
-        """Whether pages are on their way to or from main memory, so that the loop looks again at once."""
         self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
         """Messages that were read during a forward: the sender, the message, and the keys of a Bootstrap's
         prompt."""
@@ -242,7 +240,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     # --- receive -------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        self._has_copies = self.life.tier is not None and self.life.tier.poll()
+        if self.life.tier is not None:
+            self.life.tier.poll()
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)
@@ -354,7 +353,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         did_work = self._forward()
         if len(self.life):  # even if they only send: without a step the front would call the engine stalled
             self._num_steps += 1
-        return did_work or self._has_copies
+        # While pages are on their way to or from main memory, the loop looks again at once.
+        return did_work or (self.life.tier is not None and self.life.tier.num_copies > 0)
 
     def _forward(self) -> bool:
         """Run one forward of this rank's requests, or take part in one of other ranks. Return False when no

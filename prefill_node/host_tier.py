@@ -177,8 +177,8 @@ class HostTier:
 
     # --- copies --------------------------------------------------------------------------------------
 
-    def poll(self) -> bool:
-        """Put the pages of copies that are over into the tree. Returns whether any are still under way."""
+    def poll(self) -> None:
+        """Put the pages of copies that are over into the tree."""
         for copy in [copy for copy in self._copies if copy.is_over]:
             self._copies.remove(copy)
             if copy.kinds == HOST_POOLS:
@@ -192,7 +192,6 @@ class HostTier:
             self._pools.release(copy.holding)
             self._let_go(copy.source)
             self._let_go(copy.before)
-        return bool(self._copies)
 
     def _begin(
         self, room: Room, kinds: Kinds, keys: Sequence[PageKey], source: Prefix, before: Prefix | None

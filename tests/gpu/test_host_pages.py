@@ -1,4 +1,4 @@
-"""Pages that go down to main memory and up again have the same bytes, in the order of the GPU's other work."""
+"""Pages that go down to main memory and up again have the same bytes, behind the GPU's earlier work."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ class Tier(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        assert self.tier.poll() == bool(self.memory.events)
+        self.tier.poll()
+        assert self.tier.num_copies == len(self.memory.events)
 
     @rule(data=st.data())
     @precondition(lambda self: any(run.kinds == HOST_POOLS for run in self.prefixes))
