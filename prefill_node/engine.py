@@ -428,6 +428,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 num_available_pages=life.num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
+            if not chunks and life.unpin():
+                continue
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
 

@@ -175,6 +175,15 @@ class HostTier:
         if pin is not None:
             self._let_go(pin.prefix)
 
+    def unpin(self) -> bool:
+        """Let go of all that has arrived, for requests in front that need its slots. Returns whether anything
+        was let go. Nothing is fetched twice for a request, so one that finds it evicted computes it."""
+        pins = [pin for pin in self._pins.values() if pin.prefix is not None]
+        for pin in pins:
+            self._let_go(pin.prefix)
+            pin.prefix = None
+        return bool(pins)
+
     # --- copies --------------------------------------------------------------------------------------
 
     def poll(self) -> None:

@@ -260,6 +260,12 @@ class PrefillLife:
         keys = request.reusable_keys(self._limits.page_size)
         return self.tier.fetch(request.room, keys, self._limits.pages_for(request.num_computed_tokens))
 
+    def unpin(self) -> bool:
+        """Let go of what waits for its requests on the device, once no copy is under way. Returns whether
+        that frees slots. The engine calls it when nothing can be computed: a request in front may need
+        what is kept for one behind it."""
+        return self.tier is not None and not self.tier.num_copies and self.tier.unpin()
+
     def look_up(self, request: PrefillRequest) -> Waiting:
         """Return a waiting request for the scheduler, with what the prefix cache has of its prompt."""
         # Pages that must be computed in any case, for the hint or for scores, are not looked up.

@@ -26,10 +26,16 @@ from tests.property.examples import num_examples
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I9]
 
 PAGE_SIZE = 2
-NUM_DEVICE_PAGES, NUM_HOST_PAGES = 14, 18
+NUM_DEVICE_PAGES, NUM_HOST_PAGES = 8, 16
 WRONG = b"wrong"
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
+prompts = st.builds(
+    lambda family, length, last: (*[family] * (length - 1), last),
+    st.integers(0, 2),
+    st.integers(3, 5),
+    st.integers(0, 2),
+)
+"""Few conversations, of which the device holds one or two."""
 
 
 def keys_of(pages: Sequence[int]) -> list[PageKey]:
@@ -144,7 +150,9 @@ class Tier(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.computing)
     def finish(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.computing), "request")
+        self._finish(data.draw(st.sampled_from(self.computing), "request"))
+
+    def _finish(self, request: Request) -> None:
         assert request.holding is not None
         request.prefix = self.prefixes.share(request.holding, request.keys, CACHE_POOLS, request.prefix)
         self.tier.store(request.room, request.keys)
@@ -163,6 +171,24 @@ class Tier(RuleBasedStateMachine):
             self.pools.release(request.holding)
         (self.waiting if request in self.waiting else self.computing).remove(request)
 
+    @rule(pages=prompts)
+    def serve(self, pages: tuple[int, ...]) -> None:
+        """Serve a request at once, with its copies, if nothing holds it back."""
+        self.arrive(pages)
+        request = self.waiting[-1]
+        for _ in range(2):
+            if request in self.waiting:
+                self._begin(request)
+                self._end_all_copies()
+        if request in self.computing:
+            self._finish(request)
+            self._end_all_copies()
+
+    def _end_all_copies(self) -> None:
+        while self.memory.events:
+            self.memory.events.pop(0).finish()
+        self.tier.poll()
+
     # --- what happens to it --------------------------------------------------------------------------
 
     @rule(data=st.data())
@@ -177,16 +203,17 @@ class Tier(RuleBasedStateMachine):
         assert self.tier.num_copies == len(self.memory.events)
 
     @rule(data=st.data())
-    @precondition(lambda self: any(run.kinds == HOST_POOLS for run in self.prefixes))
+    @precondition(lambda self: self.memory.events and any(run.kinds == HOST_POOLS for run in self.prefixes))
     def damage(self, data: st.DataObject) -> None:
         runs = [run for run in self.prefixes if run.kinds == HOST_POOLS]
         run = data.draw(st.sampled_from(runs), "run")
         page = data.draw(st.sampled_from(extents_to_pages(run.holding[PoolKind.HOST], PAGE_SIZE)), "page")
         self.memory.host[page] = WRONG
 
-    @rule()
-    def flush(self) -> None:
-        self.prefixes.flush()
+    @rule(is_now=st.sampled_from([False] * 7 + [True]))
+    def flush(self, is_now: bool) -> None:
+        if is_now:
+            self.prefixes.flush()
 
     @rule()
     def release_pages(self) -> None:
@@ -219,17 +246,17 @@ class Tier(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All requests come to their end, whatever waits for what."""
         for _ in range(4 * (len(self.waiting) + len(self.computing)) + 8):
-            while self.memory.events:
-                self.memory.events.pop(0).finish()
-            self.tier.poll()
+            self._end_all_copies()
             for request in list(self.computing):
                 self._end(request)
             if self.waiting:
                 self._begin(self.waiting[0])
+                if not self.computing and not self.memory.events:
+                    self.tier.unpin()  # as the engine does when nothing can be computed
         assert not self.waiting, "a request waits for ever"
 
 
 Tier.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(20, 100), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(40, 200), stateful_step_count=40
 )
 TestHostTier = Tier.TestCase
