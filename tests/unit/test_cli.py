@@ -93,9 +93,17 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert exits(capsys, "--version") == (0, f"hisparse-pd {metadata.version('hisparse-pd')}\n", "")
 
 
-def test_help_is_fast_because_services_are_imported_late() -> None:
-    heavy = ("torch", "transformers", "zmq", "uvicorn", "httpx")
-    code = f"import sys, hisparse_pd.commands.cli; print([name for name in {heavy} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("hisparse_pd.commands.cli", ("torch", "transformers", "zmq", "uvicorn", "httpx")),
+        ("hisparse_pd.commands.doctor.command", ("torch", "transformers", "uvicorn", "httpx")),
+    ],
+    ids=["help", "doctor"],
+)
+def test_what_is_slow_to_import_is_imported_late(module: str, heavy: tuple[str, ...]) -> None:
+    """Help is fast, and the doctor can report a torch that is broken."""
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"
 
@@ -240,7 +248,7 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     ("command", "words"),
     [
         ("pair --model-path m", "hisparse-pd serves m at http://127.0.0.1:"),
-        pytest.param("doctor", "check ", marks=pytest.mark.slow),  # it imports torch
+        ("doctor", "check "),
     ],
 )
 def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, command: str, words: str) -> None:
@@ -249,7 +257,7 @@ def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, comman
     script.write_text(
         "import sys\nfrom hisparse_pd.commands import cli\nfrom hisparse_pd.router import supervisor\n"
         "supervisor.Supervisor.run = lambda self, on_healthy: on_healthy() or 0\n"
-        "if sys.argv[1] == 'doctor':\n"  # which imports torch
+        "if sys.argv[1] == 'doctor':\n"
         "    from hisparse_pd.commands.doctor import command\n"
         "    command.examine = lambda *_: command.Report((), None)\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
