@@ -17,7 +17,7 @@ from tests.faults.rows import report_of
 from tests.integration.harness import DEVICE, Deployment, at_once, deployment, generate, is_idle, wait_until
 from tests.integration.wrong_rows import assert_names_a_row, num_found, release_pages
 
-NUM_NEW = 6
+NUM_NEW = 4
 MODES = (True, False)
 Case = tuple[tuple[int, ...], bool]
 
@@ -74,7 +74,7 @@ def nodes(
     order = directory / "order"
     faults = {"ROW_FAULTS": str(order)}
     numbers = random.Random(11)
-    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(4)]
+    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(3)]
     with deployment(
         checkpoint, directory, decode_options=options, prefill_faults=faults, decode_faults=faults
     ) as pair:

@@ -135,22 +135,33 @@ def walk_of(grammar: str, markup: ToolMarkup, tokens_are_special: bool | None) -
     return Walk(grammar, MARKS[markup], tokens, are_special=bool(tokens_are_special))
 
 
-def of_each_tokenizer_and_start() -> Iterator[ParameterSet]:
-    """Yield how a tokenizer has a markup's marks, with each start of reasoning. `make test` has them spelled
-    in answers that begin in one way."""
-    for name, are_special in (("spelled", None), ("tokens", False), ("special", True)):
-        for start in ReasoningStart:
-            is_sampled = are_special or (are_special is None and start is ReasoningStart.BEGUN)
-            marks = () if is_sampled else pytest.mark.slow
-            yield pytest.param(are_special, start, id=f"{start}-{name}", marks=marks)
-
-
-EACH_TOKENIZER_AND_START = pytest.mark.parametrize(
-    ("are_special", "start"), [*of_each_tokenizer_and_start()]
+SPELLED = ("spelled", ReasoningStart.BEGUN)
+TOKENIZERS = {"spelled": None, "tokens": False, "special": True}
+"""How a tokenizer has the marks of a markup: not at all, as tokens, or as special tokens."""
+of_each_tokenizer = pytest.mark.parametrize(
+    "are_special",
+    [
+        pytest.param(are_special, id=name, marks=pytest.mark.slow if name == "tokens" else ())
+        for name, are_special in TOKENIZERS.items()
+    ],
+)
+of_each_tokenizer_and_start = pytest.mark.parametrize(
+    ("are_special", "start"),
+    [
+        # In `make test` special tokens meet each start, and spelled marks one.
+        pytest.param(
+            are_special,
+            start,
+            id=f"{name}-{start.name}",
+            marks=() if are_special or (name, start) == SPELLED else pytest.mark.slow,
+        )
+        for name, are_special in TOKENIZERS.items()
+        for start in ReasoningStart
+    ],
 )
 
 
-@EACH_TOKENIZER_AND_START
+@of_each_tokenizer_and_start
 @pytest.mark.parametrize("markup", ToolMarkup)
 def test_forced_calls_are_read_back_and_validate(
     markup: ToolMarkup, are_special: bool | None, start: ReasoningStart
@@ -164,7 +175,7 @@ def test_forced_calls_are_read_back_and_validate(
         check_calls(calls, NAMES)
 
 
-@EACH_TOKENIZER_AND_START
+@of_each_tokenizer_and_start
 @pytest.mark.parametrize("markup", ToolMarkup)
 def test_where_calls_are_free_text_may_come_before_them_or_alone(
     markup: ToolMarkup, are_special: bool | None, start: ReasoningStart
