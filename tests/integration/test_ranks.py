@@ -197,7 +197,7 @@ def test_samples_of_one_prompt_go_to_all_ranks(nodes: Deployment) -> None:
 
 
 def test_what_a_rank_has_cached_is_found_again(nodes: Deployment) -> None:
-    prompts = [f"{number}: " + "all that was said so far, " * 12 for number in range(4)]
+    prompts = [f"{number}: " + "all that was said so far, " * 24 for number in range(4)]
     for num_before in range(2):
         for prompt in prompts:
             answer = generated(nodes.url, text=prompt, params={"max_new_tokens": 2})

@@ -74,7 +74,7 @@ def nodes(
     order = directory / "order"
     faults = {"ROW_FAULTS": str(order)}
     numbers = random.Random(11)
-    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(3)]
+    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(4)]
     with deployment(
         checkpoint, directory, decode_options=options, prefill_faults=faults, decode_faults=faults
     ) as pair:
