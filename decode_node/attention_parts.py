@@ -23,6 +23,7 @@ from hisparse_pd.kernels.attention import AttentionBackend
 from hisparse_pd.kernels.attention_backends import attention_beside
 from hisparse_pd.kernels.hot_state import StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.paged_indexer import IndexerScratch
 from hisparse_pd.kernels.swap_in import plan_misses, replay_misses
 
 NUM_PARTS: Final = 2
@@ -30,8 +31,8 @@ NUM_PARTS: Final = 2
 COPY_BLOCKS: Final = 12
 """Multiprocessors that copies use: no more are needed to fill PCIe."""
 TAKEN_SMS: Final = 16
-"""Multiprocessors that attention leaves to copies. With blocks for the whole GPU, those that find no place
-beside a copy would run after the others, and attention would take twice as long."""
+"""Multiprocessors that attention and the indexer leave to copies. With blocks for the whole GPU, those that
+find no place beside a copy would run after the others, and both would take twice as long."""
 
 
 class MissCopies:
@@ -69,6 +70,7 @@ class AttentionParts:
     def __init__(self, kernels: AttentionKernels, copies: MissCopies) -> None:
         self._attention_beside_copies = attention_beside(kernels.step_attention, TAKEN_SMS)
         self._attention_alone = kernels.step_attention
+        self._scratch = kernels.indexer_scratch
         self._copies = copies
 
     def split(self, requests: StepRequests) -> list[Part]:
@@ -89,23 +91,29 @@ class AttentionParts:
             # Parts attend in the order of their copies. When the last part attends, its copy, the last of the
             # layer, is over: it needs to leave no multiprocessors to copies.
             attention = self._attention_alone if rows.stop == num_reqs else self._attention_beside_copies
-            parts.append(Part(rows, part_requests, attention, self._copies.miss_plans[number], self._copies))
+            # Nothing is copied yet when the first part selects.
+            scratch = self._scratch.beside(TAKEN_SMS) if self._scratch and number else self._scratch
+            miss_plan = self._copies.miss_plans[number]
+            parts.append(Part(rows, part_requests, scratch, attention, miss_plan, self._copies))
         return parts
 
 
 class Part:
-    """Some requests of a step. ``rows``: their rows in the step, one for each request."""
+    """Some requests of a step. ``rows``: their rows in the step, one for each request. ``scratch``: the
+    memory in which the indexer scores their positions; None on a CPU."""
 
     def __init__(
         self,
         rows: slice,
         requests: StepRequests,
+        scratch: IndexerScratch | None,
         attention: AttentionBackend,
         miss_plan: MissPlan,
         copies: MissCopies,
     ) -> None:
         self.rows = rows
         self.requests = requests
+        self.scratch = scratch
         self._attention = attention
         self._miss_plan = miss_plan
         self._copies = copies
@@ -151,7 +159,7 @@ class StepInParts(DeviceStep):
         layer, selected = self._spec.layers_of_group[group][0], []
         for part in self._parts:
             num_real = part.requests.num_real_reqs
-            positions = self._select_rows(group, q_index, weights, part.rows, num_real)
+            positions = self._select_rows(group, q_index, weights, part.rows, num_real, part.scratch)
             part.page_in(self._hot_group(layer), positions, self._spec.kv_layers_filled_at[layer])
             selected.append(positions)
         return torch.cat(selected)

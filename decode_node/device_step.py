@@ -23,7 +23,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, StepRequests
-from hisparse_pd.kernels.paged_indexer import paged_index_topk
+from hisparse_pd.kernels.paged_indexer import IndexerScratch, paged_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import StepRows, place_rows
 from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
@@ -174,7 +174,9 @@ class DeviceStep:
             self._back_up_beside_attention()
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        return self._select_rows(group, q_index, weights, slice(None), self._num_real_rows)
+        return self._select_rows(
+            group, q_index, weights, slice(None), self._num_real_rows, self._kernels.indexer_scratch
+        )
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         return self.attend_at(layer, q, self.page_in(layer, positions), scale)
@@ -245,7 +247,13 @@ class DeviceStep:
         return self._memory.k_dev[self._spec.kv_layer_of_layer[layer]]
 
     def _select_rows(
-        self, group: int, q_index: Tensor, weights: Tensor, rows: slice, num_real: Tensor
+        self,
+        group: int,
+        q_index: Tensor,
+        weights: Tensor,
+        rows: slice,
+        num_real: Tensor,
+        scratch: IndexerScratch | None,
     ) -> Tensor:
         """``select`` for some ``rows``, of which the first ``num_real`` (int32 [1]) are not padding."""
         return paged_index_topk(
@@ -259,7 +267,7 @@ class DeviceStep:
             page_size=self._page_size,
             top_k=self._spec.index_topk,
             key_format=self._kernels.index_format.name,
-            scratch=self._kernels.indexer_scratch,
+            scratch=scratch,
         )
 
     def _replay_misses(self, kv_layers: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,27 @@ def cupy_module() -> Any:
     import cupy
 
     return cupy
+
+
+def hopper_module(source: str, options: tuple[str, ...]) -> Any:
+    """Return cupy's module of code that uses Hopper's own instructions, which cupy's compiler does not let
+    it: those of the architecture sm_90a. Each process compiles it anew."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source, "unit.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*options, "-arch=sm_90a"))
+        compiled = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"NVRTC: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled)
+        file.flush()
+        module = cupy_module().RawModule(path=file.name)
+        module.compile()  # reads the file
+    return module
 
 
 @functools.cache

@@ -3,8 +3,9 @@
 The forwards of both nodes call ``paged_index_topk`` in each layer that has an indexer; for prompts whose keys
 were unpacked from their pages first, they call ``unpacked_index_topk``. This module owns the checks of the
 arguments, the memory that the launches share, and the reference in plain torch, which also runs on CPUs. On a
-GPU ``kernels/triton_indexer.py`` (for unpacked keys ``gluon_indexer.py``) writes the logits, [tokens,
-positions] and never [tokens, heads, positions], and ``kernels/topk.py`` selects.
+GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never [tokens, heads, positions],
+and ``kernels/topk.py`` selects. On Hopper ``paged_logits.py`` (for unpacked keys ``gluon_indexer.py``) writes
+them faster, with the same bits.
 
 A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. fp8 keys
 on a GPU differ: scales of queries are in the weights, and the key's own (never negative) comes after the sum
@@ -14,9 +15,9 @@ over heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class IndexerScratch:
     logits: Tensor
     """float32 [max_tokens, max_context rounded up to 64]; undefined between calls."""
     max_context: int
+    taken_sms: int = 0
+    """Multiprocessors that other streams' copies take meanwhile. Blocks that are all to run at once leave
+    them."""
 
     @classmethod
     def create(cls, max_tokens: int, max_context: int, device: torch.device | str) -> IndexerScratch:
@@ -75,13 +79,16 @@ class IndexerScratch:
             block_tokens = min(num_rows, num_tokens - first_token)
             yield logits, {"first_token": first_token, "block_tokens": block_tokens, "max_len": max_len}
 
+    def beside(self, taken_sms: int) -> IndexerScratch:
+        """Return the same memory for launches beside which ``taken_sms`` multiprocessors are taken."""
+        return replace(self, taken_sms=taken_sms)
+
     def split(self, num_parts: int) -> list[IndexerScratch]:
         """Split this memory into ``num_parts`` scratches of equal size, one for each of as many streams."""
         check_range("num_parts", num_parts, 1, self.max_tokens + 1)
         size = self.max_tokens // num_parts
         return [
-            IndexerScratch(self.logits[part * size : (part + 1) * size], self.max_context)
-            for part in range(num_parts)
+            replace(self, logits=self.logits[part * size : (part + 1) * size]) for part in range(num_parts)
         ]
 
 
@@ -158,7 +165,6 @@ def paged_index_topk(
     out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
 
     from hisparse_pd.kernels.topk import select
-    from hisparse_pd.kernels.triton_indexer import write_logits
 
     num_columns = page_table.shape[1] * page_size
     max_len = num_columns if max_len is None else min(max_len, num_columns)
@@ -169,9 +175,49 @@ def paged_index_topk(
         write_logits(
             q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits, **block,
             page_size=page_size, top_k=top_k, key_format=key_format, is_prompt=is_prompt,
+            taken_sms=scratch.taken_sms,
         )  # fmt: skip
         select(logits, req_rows, query_positions, num_real, out, **block, num_rows=len(page_table))
     return out
+
+
+def write_logits(
+    q_index: Tensor,
+    weights: Tensor,
+    index_pool: Tensor,
+    page_table: Tensor,
+    req_rows: Tensor,
+    query_positions: Tensor,
+    num_real: Tensor,
+    logits: Tensor,
+    *,
+    first_token: int,
+    block_tokens: int,
+    page_size: int,
+    top_k: int,
+    key_format: str,
+    max_len: int,
+    is_prompt: bool = False,
+    taken_sms: int = 0,
+) -> None:
+    """Write a block's logits on a GPU by the fastest kernel that takes the arguments, which are those of
+    ``kernels.triton_indexer.write_logits`` and ``IndexerScratch.taken_sms``. All kernels write the same
+    bits."""
+    from hisparse_pd.kernels import paged_logits, triton_indexer
+
+    arguments = q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits
+    block: dict[str, Any] = {
+        "first_token": first_token,
+        "block_tokens": block_tokens,
+        "max_len": max_len,
+        "top_k": top_k,
+    }
+    if not is_prompt and paged_logits.takes(q_index, index_pool, page_size, key_format):
+        paged_logits.write_logits(*arguments, **block, page_size=page_size, taken_sms=taken_sms)
+    else:
+        triton_indexer.write_logits(
+            *arguments, **block, page_size=page_size, key_format=key_format, is_prompt=is_prompt
+        )
 
 
 def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:

@@ -214,6 +214,56 @@ def test_queries_that_share_keys_have_the_bits_of_one(
 
 
 @pytest.mark.I5
+@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("num_heads", [32, 64])
+def test_keys_that_are_copied_ahead_give_the_same_bits(num_heads: int, page_size: int) -> None:
+    """Shares of blocks begin and end at any tile of any query: few long queries, many short ones, padding,
+    rows out of range and queries that select all between others; keys that are infinite or no numbers."""
+    from hisparse_pd.kernels import paged_logits, triton_indexer
+
+    lens = (70000, 1, 130, 64, 63, 65, 700, 2049, 4096)
+    keys = Batch(
+        12, "fp8_e4m3", num_heads=num_heads, head_dim=128, page_size=page_size, lens=lens, top_k=1,
+        q_dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    if not paged_logits.takes(keys.q_index, keys.index_pool, page_size, "fp8_e4m3"):
+        pytest.skip("the kernel needs a Hopper GPU")
+    drawn = torch.Generator().manual_seed(num_heads)
+    special = torch.randint(0, len(keys.index_pool), (200,), generator=drawn).to(DEVICE)
+    keys.index_pool[special[:100], 128:] = torch.tensor([INFINITY], device=DEVICE).view(torch.uint8)
+    keys.index_pool[special[100:], 5] = 0x7F  # NaN
+    many = torch.randint(-1, len(lens) + 1, (600,), generator=drawn).tolist()
+    for top_k, rows in (
+        (0, [0]),
+        (0, list(range(len(lens)))),
+        (64, [8, 8, 0, 3, -1, 2, len(lens), 5, 7, 7, 1]),
+        (2048, many),
+    ):
+        positions = [
+            int(torch.randint(0, lens[row] if 0 <= row < len(lens) else 9, (), generator=drawn))
+            for row in rows
+        ]
+        batch = keys.with_queries(rows, positions)
+        batch.q_index[:, 3] = 0
+        batch.q_index[0, :, 7] *= 2.0**90
+        if len(rows) > 2:
+            batch.num_real -= 2
+        for first_token, block_tokens in ((0, len(rows)), (len(rows) // 2, (len(rows) + 1) // 2)):
+            expected, found = (
+                IndexerScratch.create(block_tokens, max(lens), DEVICE).logits.fill_(-7.0) for _ in range(2)
+            )
+            arguments = batch.arguments() | {
+                **{"top_k": top_k, "max_len": max(lens) - 5},
+                **{"first_token": first_token, "block_tokens": block_tokens},
+            }
+            triton_indexer.write_logits(**arguments, logits=expected)
+            del arguments["key_format"]
+            paged_logits.write_logits(**arguments, logits=found)
+            assert torch.equal(expected.view(torch.int32), found.view(torch.int32))
+            assert (expected != -7.0).any()
+
+
+@pytest.mark.I5
 @pytest.mark.parametrize("lens", [(5000, 130, 64, 700), (40, 2600)])
 def test_unpacked_keys_give_the_bits_of_paged_ones(lens: tuple[int, ...]) -> None:
     """Requests begin and end anywhere; padding, rows out of range and short queries lie between others."""

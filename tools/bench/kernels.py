@@ -119,8 +119,8 @@ def memory_gb_s() -> float:
 
 def _index(format_name: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
     """Measure one cell. Raises RuntimeError where the selection differs from torch's."""
+    from hisparse_pd.kernels.paged_indexer import write_logits
     from hisparse_pd.kernels.topk import select
-    from hisparse_pd.kernels.triton_indexer import write_logits
 
     key_format = IndexKeyFormat(format_name, INDEX_DIM)
     key_bytes = batch * context * key_format.item_bytes

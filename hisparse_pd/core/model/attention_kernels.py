@@ -118,7 +118,7 @@ class AttentionKernels:
         attention = attention_beside(self.step_attention, taken_sms)
         return [
             replace(self, step_attention=attention, indexer_scratch=scratch)
-            for scratch in self.indexer_scratch.split(num_parts)
+            for scratch in self.indexer_scratch.beside(taken_sms).split(num_parts)
         ]
 
 

@@ -20,7 +20,7 @@ EACH_ARCHITECTURE = pytest.mark.parametrize(
 
 
 def compile_cuda(
-    source: str, arch: int, options: tuple[str, ...], directory: Path, entries: set[str]
+    source: str, arch: int | str, options: tuple[str, ...], directory: Path, entries: set[str]
 ) -> str | None:
     """Compile ``source`` with the kernels ``entries``. Returns what nvcc's assembler reports; None for
     NVRTC."""

@@ -1,5 +1,5 @@
-"""The CUDA code of swap-in and top-k compiles for every supported architecture, also on machines without a
-GPU, and reads its parameters at the offsets at which the host writes them."""
+"""The CUDA code of swap-in, top-k and logits compiles for every architecture that it is for, also on machines
+without a GPU, and reads its parameters at the offsets at which the host writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_pd.kernels import cuda, cuda_params, topk
+from hisparse_pd.kernels import cuda, cuda_params, paged_logits, topk
 from tests.unit.kernels.cuda_here import ARCHITECTURES, EACH_ARCHITECTURE, compile_cuda, layout_checks
 
 ENTRIES = {
@@ -82,7 +82,29 @@ def test_top_k_compiles(arch: int, num_threads: int, tmp_path: Path) -> None:
         assert " 0 bytes spill stores" in log
 
 
+@pytest.mark.parametrize("num_heads", paged_logits.NUM_HEADS)
+def test_logits_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
+    source = paged_logits.source() + layout_checks({"LogitsParams": paged_logits.PARAMS})
+    source += f"static_assert(NUM_THREADS == {paged_logits.NUM_THREADS});\n"
+    source += f"static_assert(TILE_BYTES == {paged_logits.TILE_BYTES});\n"
+    source += f"static_assert(SWIZZLE == {paged_logits.ALIGNMENT});\n"
+    options = paged_logits.compile_options(num_heads, 64)
+    log = compile_cuda(source, "90a", options, tmp_path, {"paged_logits"})
+    if log is not None:
+        assert " 0 bytes spill stores" in log
+        assert "serialized" not in log, "the tensor cores would wait for each product"
+        resident = paged_logits.BLOCKS_PER_SM
+        registers = int(re.findall(r"Used (\d+) registers", log)[0])
+        assert resident * paged_logits.NUM_THREADS * (-(-registers // 8) * 8) <= 65536
+        static = int(re.findall(r"(\d+) bytes smem", log)[0])
+        assert resident * (1024 + static + paged_logits.shared_bytes(num_heads)) <= 228 << 10
+
+
 def test_source_is_one_unit() -> None:
-    for source, struct in ((cuda.source(), "struct SwapInParams"), (topk.source(), "struct TopkParams")):
+    for source, struct in (
+        (cuda.source(), "struct SwapInParams"),
+        (topk.source(), "struct TopkParams"),
+        (paged_logits.source(), "struct LogitsParams"),
+    ):
         assert '#include "' not in source
         assert source.count(struct) == 1
