@@ -20,7 +20,7 @@ PHASES = ["tokenize", "queue", "landing", "first_step", "decode"]
 OF_PREFILL_NODE = ["prefill_queue", "prefill", "transfer"]
 """Spans of the prefill node's part of the landing, which the decode node's front reports."""
 NUM_SPANS = 2 + len(PHASES) + len(OF_PREFILL_NODE)
-PROMPT = "Where does the time go, and who has to wait for whom? " * 6
+PROMPT = "Where does the time go, and who has to wait for whom? " * 12
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "hisparse": True}
 
 
