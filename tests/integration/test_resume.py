@@ -278,14 +278,14 @@ def test_journals_are_given_back(cut: Cut) -> None:
 
 
 LONG: list[Case] = [
-    completions(**PENALIZED | {"max_tokens": 50}),
-    chat(hisparse=False, **SAMPLED | {"max_tokens": 50}),
-    generate(FREE | {"max_new_tokens": 50}),
-    responses(**SAMPLED | {"max_output_tokens": 50}),
-    messages(**FREE | {"max_tokens": 50}),
+    completions(**PENALIZED | {"max_tokens": 60}),
+    chat(hisparse=False, **SAMPLED | {"max_tokens": 60}),
+    generate(FREE | {"max_new_tokens": 60}),
+    responses(**SAMPLED | {"max_output_tokens": 60}),
+    messages(**FREE | {"max_tokens": 60}),
 ]
 """Streams that are read while a node is lost."""
-_, WHOLE = generate(FREE | {"max_new_tokens": 40})
+_, WHOLE = generate(FREE | {"max_new_tokens": 55})
 
 
 def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
