@@ -159,9 +159,9 @@ class _Forward:
 
     @property
     def is_full(self) -> bool:
-        # Behind a long prompt this counts up to short_tokens too few, as if the long prompt had given up all
-        # that it may. The forward then has chunk_tokens tokens.
-        limits, num_tokens = self._limits, self._limits.chunk_tokens - self._left
+        limits = self._limits
+        # A long prompt fills the forward up, and what it gives up others take: the sum stays chunk_tokens.
+        num_tokens = limits.chunk_tokens if self._long is not None else limits.chunk_tokens - self._left
         most_requests = limits.max_requests
         if 0 < num_tokens <= limits.graph_tokens:
             most_requests = min(most_requests, limits.graph_requests)

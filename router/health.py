@@ -26,7 +26,8 @@ RECOVERY_INTERVAL_SECS = 1.0
 """Interval of the checks of an unhealthy node, unless healthy ones are checked more often."""
 TIMEOUTS_BEFORE_UNHEALTHY = 2
 """Timeouts in a row after which a node is unhealthy: one slow answer on a busy machine must not take it
-out."""
+out. A row is of successive checks of the node that all timed out. Any other outcome ends it, also a fault of
+the router's own machine: what is short there may have been the cause of the timeout before it."""
 
 LOADING = "it loads its model"
 """The ``trouble`` of a node that will become healthy by itself."""
@@ -87,6 +88,7 @@ class HealthWatch:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {HEALTH_TIMEOUT_SECS:g} s")
             return
         except OSError as error:
+            self._num_timeouts[node] = 0
             if (fault := local_fault(error)) is not None:  # the router is to blame, not the node
                 log.warning("%s was not asked for its health: %s", node.name, fault)
             else:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DECODE_SILENCE_SECS = 3 * PING_SECS
-"""Silence after which a decode node counts as hanging; at work it sends something every PING_SECS."""
+"""Silence after which a decode node counts as hanging; one that works sends something every PING_SECS."""
 
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
 """Headers of the client's request that nodes get, too."""
@@ -92,7 +92,8 @@ class Relay:
     async def ask_one(
         self, path: str, content: bytes, client_headers: RawHeaders, stack: AsyncExitStack
     ) -> NodeAnswer:
-        """Return a healthy decode node's answer to a request that needs no pair; ``stack`` keeps it open.
+        """Return a healthy decode node's answer to a request that needs no pair. Closing ``stack`` closes the
+        connection.
 
         If a node cannot be reached or does not serve, the next one is asked. Raises RouterError.
         """
@@ -134,8 +135,8 @@ class RelayedRequest:
         self._headers = headers
         self._span = span
         self._route = Route(relay.pool, relay.max_retries, relay.resume_timeout_secs)
-        """Decides after each failure. Its ``search`` is under way from the loss of a decode node until
-        another pair answers."""
+        """Decides after each failure whether another pair is tried. Its ``search`` is under way from the loss
+        of a decode node until another pair answers."""
         self.attempt: Attempt | None = None
         """The attempt under way, or else the last one."""
         self.stream: ResumableStream | None = None
@@ -143,7 +144,8 @@ class RelayedRequest:
         self._journal: StreamJournal | None = None
         """None if the router keeps no journals, and nothing resumes."""
         if relay.journals.max_bytes:
-            # An answer that is not streamed begins anew, so its journal needs no body and gets no records.
+            # Only a stream is resumed, from its body and records. An answer that is not streamed begins anew:
+            # its journal gets no records, and the body's bytes do not count.
             self._journal = StreamJournal(body.num_bytes if body.is_streamed else 0, relay.journals)
 
     async def open(self) -> NodeAnswer:
@@ -162,7 +164,7 @@ class RelayedRequest:
         try:
             if self.stream is not None:
                 await self.stream.close()
-        finally:  # also if the client leaves, and so cancels this, meanwhile
+        finally:  # also when this is cancelled meanwhile because the client leaves
             if self.attempt is not None:
                 self.attempt.close()
 
@@ -179,7 +181,8 @@ class RelayedRequest:
         """Choose a pair; None if there is none yet and a search goes on. Raises RouterError."""
         search, avoided = self._route.search, self._route.avoided
         if search is not None and not self._pool.has_pair(avoided):
-            # The avoided nodes may be back: the last round of checks is older than the loss.
+            # There is no pair without the avoided nodes. They are asked anew, since they may be back, which
+            # the last regular checks do not show if they are older than the loss.
             await asyncio.gather(*map(self._relay.check, avoided))
             avoided = ()
         try:
@@ -191,7 +194,8 @@ class RelayedRequest:
             return None
 
     async def _try(self, pair: Pair) -> Attempt | None:
-        """Send the request to a pair; None if it failed and another try is due. Raises RouterError."""
+        """Send the request to a pair. Returns the attempt once its answer has begun; None if it failed and
+        another try is due. Raises RouterError."""
         call = self._relay.calls.call(pair.decode, DECODE_SILENCE_SECS)
         attempt = self.attempt = Attempt(pair, call, self._pool, self._can_resume)
         try:
@@ -213,9 +217,9 @@ class RelayedRequest:
             self._span.set({**retries, "hisparse_pd.resumes": num_resumes, **_node_attributes(pair)})
         fields: Mapping[str, object] = {}
         if self._journal is not None:
-            # ``may_move``: a node that shuts down may end the answer by itself, which then begins anew at
-            # another one. A stream is ended by the router (Attempt._move), which alone knows whether all of
-            # its journal was kept.
+            # ``may_move`` allows a node that shuts down to end the answer, which then begins anew at another
+            # node. It may not end a stream: the router does (Attempt._move), because it alone knows whether
+            # all of the stream's journal was kept.
             may_move = not self._body.is_streamed and self._pool.has(NodeKind.DECODE, excluded=(pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
@@ -226,7 +230,7 @@ class RelayedRequest:
             )
 
     async def _resume(self, attempt: Attempt, error: NodeFailed) -> Attempt:
-        """Continue a stream at another pair: the attempt ended in ``error``. Raises RouterError."""
+        """Continue a stream at another pair, since ``attempt`` ended in ``error``. Raises RouterError."""
         journal = self._journal
         assert journal is not None, "only journaled streams resume"
         attempt.close()
@@ -248,9 +252,10 @@ class RelayedRequest:
         error.node_headers = pair.headers
         num_records = 0 if journal is None else journal.num_records
         if journal is not None and num_records and not journal.is_kept:
-            raise error  # a part of what the client has is not known any more
+            raise error  # the router no longer knows all that the client has, so no node can continue it
         if failure in (Failure.DECODE_LOST, Failure.DECODE_LEAVING):
-            # A call that was closed, or a stream that broke off, because the node shuts down is no loss.
+            # A node that shuts down is not lost: it said so, in its error or in the stream, or the router
+            # closed the call because of it.
             has_said_so = journal is not None and journal.is_leaving
             is_leaving = failure is Failure.DECODE_LEAVING or attempt.was_moved or has_said_so
             self._route.leave_decode_node(error, pair.decode, is_leaving=is_leaving, num_records=num_records)
@@ -282,5 +287,5 @@ class RelayedRequest:
 
 
 def _node_attributes(pair: Pair) -> dict[str, str]:
-    """Attributes of a trace that name the nodes."""
+    """Return the attributes of a trace that name the pair's nodes."""
     return {f"hisparse_pd.{kind}_node": url for kind, url in pair.urls.items()}

@@ -32,6 +32,8 @@ SHARED_PAIRS = ("pair", "trained_pair")
 """Fixtures of ``tests.integration.conftest``."""
 OF_EACH_MODEL = "tests/integration/test_oracle.py"
 """A file that would take half of `make test-full` in one process."""
+OF_THE_TREE = ("tests/unit/test_architecture.py", "tests/unit/test_docs.py")
+"""Files that read all sources; one process parses them once for both."""
 LAST = "tests/integration/test_live_page.py"
 """A file that runs last, because it takes a node away from the pair that it shares."""
 
@@ -70,7 +72,8 @@ def shared_pair(file: str) -> str | None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile``, send all files of a shared pair to one process, which alone starts it.
 
-    The tests of ``OF_EACH_MODEL`` go to one process a model, by the end of their names.
+    The tests of ``OF_EACH_MODEL`` go to one process a model, by the end of their names, and those of
+    ``OF_THE_TREE`` to one.
     """
     if config.getoption("dist") != "loadfile":
         return None
@@ -81,6 +84,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             if file == OF_EACH_MODEL:
                 return file + re.split(r"[-[]", nodeid.rstrip("]"))[-1]
+            if file in OF_THE_TREE:
+                return OF_THE_TREE[0]
             return shared_pair(file) or file
 
     return Scheduling(config, log)

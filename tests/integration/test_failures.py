@@ -35,7 +35,7 @@ from tests.waiting import WAIT_SECS
 
 PAGE_SIZE = 64
 LENGTHS = (1, 65, 300)
-NUM_NEW_TOKENS = 8
+NUM_NEW_TOKENS = 5
 SAME = "both see the same memory"
 HEARTBEATS = ["--heartbeat-interval-secs", "2.5"]
 DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]

@@ -40,7 +40,7 @@ from tests.integration.harness import (
 from tests.oracle_beside import Oracle
 from tests.waiting import WAIT_SECS
 
-NUM_NEW_TOKENS = 8
+NUM_NEW_TOKENS = 5
 NUM_CONCURRENT = 12
 LENGTHS = (1, 36, 38, 64, 129, 200, 257, 300, 450)
 """Lengths of prompts. With others, a drawn prompt may be nearer to a tie than float32 rounds."""

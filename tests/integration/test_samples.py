@@ -10,7 +10,7 @@ import pytest
 from tests.integration.harness import Deployment, generated
 
 NUM_SAMPLES, SEED = 4, 31
-PROMPT = [random.Random(3).randint(32, 126) for _ in range(7 * 64 + 29)]
+PROMPT = [random.Random(3).randint(32, 126) for _ in range(3 * 64 + 29)]
 """No whole number of pages."""
 
 

@@ -17,7 +17,7 @@ from tests.faults.rows import report_of
 from tests.integration.harness import DEVICE, Deployment, at_once, deployment, generate, is_idle, wait_until
 from tests.integration.wrong_rows import assert_names_a_row, num_found, release_pages
 
-NUM_NEW = 6
+NUM_NEW = 4
 MODES = (True, False)
 Case = tuple[tuple[int, ...], bool]
 

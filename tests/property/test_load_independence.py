@@ -32,7 +32,7 @@ from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
 
-NUM_NEW = 6
+NUM_NEW = 4
 LOGPROB_TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, num_logprobs=2)
 _LENGTHS = (1, INDEX_TOPK - 1, INDEX_TOPK + 1, 64, 130, 200)

@@ -146,6 +146,17 @@ def test_short_prompts_end_beside_a_long_one_that_gives_a_share() -> None:
     assert [chunk.admits for chunk in chunks] == [False, True, True]
 
 
+@pytest.mark.parametrize(("graph_tokens", "num_requests"), [(31, 5), (32, 3)])
+def test_a_long_prompt_leaves_no_forward_of_few_tokens(graph_tokens: int, num_requests: int) -> None:
+    """Tokens that it may give up, and has not yet, are in the forward: 32 in all. Only a graph that has room
+    for them bounds the requests."""
+    limits = replace(SHORT_TOO, max_requests=9, num_pages=99, graph_tokens=graph_tokens, graph_requests=3)
+    queue = [waiting(2 + number, 3) for number in range(5)]
+    chunks = plan_step([Running(Room(1), 50, 0, ())], queue, limits, num_available_pages=99, num_aux_slots=9)
+    assert sum(chunk.stop - chunk.start for chunk in chunks) == limits.chunk_tokens
+    assert len(chunks) == num_requests
+
+
 def test_a_long_prompt_goes_on_however_many_short_ones_come() -> None:
     limits = replace(SHORT_TOO, max_requests=9, num_pages=99)
     num_computed = steps = 0

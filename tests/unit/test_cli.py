@@ -24,6 +24,7 @@ from hisparse_pd.commands.doctor.settings import DoctorSettings
 from hisparse_pd.protocol.channels import ControlKeys
 from hisparse_pd.router import supervisor
 from hisparse_pd.router.supervisor import Child, Health, Supervisor, probe
+from tests.preloaded import Preloaded
 from tests.waiting import WAIT_SECS, wait_until
 
 REPO = Path(__file__).resolve().parents[2]
@@ -46,14 +47,17 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
 
 
-def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hisparse_pd", *arguments],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def run_cli(preloaded: Preloaded, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Run a command in a fork that has its imports; return its exit status and what it wrote."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        path = tmp_path / "output"
+        with path.open("wb") as output:
+            command = preloaded.start("hisparse_pd", arguments, os.environ, output)
+        return command.wait(120), path.read_text()
+
+    return run
 
 
 def exits(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -93,9 +97,17 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert exits(capsys, "--version") == (0, f"hisparse-pd {metadata.version('hisparse-pd')}\n", "")
 
 
-def test_help_is_fast_because_services_are_imported_late() -> None:
-    heavy = ("torch", "transformers", "zmq", "uvicorn", "httpx")
-    code = f"import sys, hisparse_pd.commands.cli; print([name for name in {heavy} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("hisparse_pd.commands.cli", ("torch", "transformers", "zmq", "uvicorn", "httpx")),
+        ("hisparse_pd.commands.doctor.command", ("torch", "transformers", "uvicorn", "httpx")),
+    ],
+    ids=["help", "doctor"],
+)
+def test_what_is_slow_to_import_is_imported_late(module: str, heavy: tuple[str, ...]) -> None:
+    """Help is fast, and the doctor can report a torch that is broken."""
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"
 
@@ -126,22 +138,23 @@ def test_usage_errors_exit_with_2_and_say_what_is_allowed(
         assert word in err
 
 
-def test_a_bad_node_url_stops_the_router_before_it_serves() -> None:
-    done = run_cli("router", "--prefill", "localhost:1", "--decode", "http://127.0.0.1:2", "--port", "0")
-    assert done.returncode == 2
-    assert "prefill node 'localhost:1'" in done.stderr
+def test_a_bad_node_url_stops_the_router_before_it_serves(run_cli: Callable[..., tuple[int, str]]) -> None:
+    nodes = ("--prefill", "localhost:1", "--decode", "http://127.0.0.1:2")
+    status, output = run_cli("router", *nodes, "--port", "0")
+    assert status == 2
+    assert "prefill node 'localhost:1'" in output
 
 
 NO_NODES = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
 
 
-def test_a_taken_port_ends_the_router_with_an_error() -> None:
+def test_a_taken_port_ends_the_router_with_an_error(run_cli: Callable[..., tuple[int, str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run_cli("router", *NO_NODES, "--port", str(port))
-    assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
-    assert "Traceback" not in done.stderr
+        status, output = run_cli("router", *NO_NODES, "--port", str(port))
+    assert status == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert "Traceback" not in output
 
 
 def test_sigterm_stops_the_router_with_status_0() -> None:
@@ -240,7 +253,7 @@ def test_a_signal_stops_all_children_and_exits_with_0(
     ("command", "words"),
     [
         ("pair --model-path m", "hisparse-pd serves m at http://127.0.0.1:"),
-        pytest.param("doctor", "check ", marks=pytest.mark.slow),  # it imports torch
+        ("doctor", "check "),
     ],
 )
 def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, command: str, words: str) -> None:
@@ -249,7 +262,7 @@ def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, comman
     script.write_text(
         "import sys\nfrom hisparse_pd.commands import cli\nfrom hisparse_pd.router import supervisor\n"
         "supervisor.Supervisor.run = lambda self, on_healthy: on_healthy() or 0\n"
-        "if sys.argv[1] == 'doctor':\n"  # which imports torch
+        "if sys.argv[1] == 'doctor':\n"
         "    from hisparse_pd.commands.doctor import command\n"
         "    command.examine = lambda *_: command.Report((), None)\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"

@@ -41,20 +41,21 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
     ``lengths``, ``depths``: see ``_by_length``, ``_by_depth``. ``tokens_per_step``: over all decode steps,
     with and without drafts; None without steps. ``num_identical``: how many of ``num_compared`` answers are
     the first system's to the same prompt, token for token. The first system is transformers, unless it was
-    left out. The others are compared only if each answer of the first one has its tokens, else their
-    ``num_compared`` is 0. A request that failed at one of the others counts as an answer that differs.
+    left out. Prompts to which it has no tokens, as when its request failed, are not compared. A request that
+    failed at one of the others counts as an answer that differs. ``mean_prompt_tokens``: over the requests
+    whose usage is known, which that of a failed one is not; 0 without any.
     """
     found: dict[str, dict[str, Any]] = {}
     first = responses[0].system if responses else ""
-    expected = [r.tokens for r in responses if r.system == first and r.tokens]
+    expected = [response.tokens for response in responses if response.system == first]
     by_system: dict[str, list[Response]] = {}
     for response in responses:
         by_system.setdefault(response.system, []).append(response)
     for system, answers in by_system.items():
-        # Every system has a response to each prompt, in the same order, but ``expected`` leaves out those of
-        # the first system that failed. Only with equal numbers are the two about the same prompts.
+        # Systems with responses to all prompts have them in the same order; no others can be compared.
         is_compared = len(answers) == len(expected) and system != first
-        pairs = list(zip(answers, expected, strict=True)) if is_compared else []
+        pairs = [pair for pair in zip(answers, expected, strict=True) if pair[1]] if is_compared else []
+        known = [answer.num_prompt_tokens for answer in answers if answer.num_prompt_tokens]
         found[system] = {
             "lengths": _by_length(answers),
             "depths": _by_depth(answers),
@@ -65,7 +66,7 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
             "misses": sum(answer.misses for answer in answers),
             **_drafts(answers),
             "num_failed": sum(bool(answer.error) for answer in answers),
-            "mean_prompt_tokens": round(sum(a.num_prompt_tokens for a in answers) / len(answers)),
+            "mean_prompt_tokens": round(sum(known) / len(known)) if known else 0,
         }
     return found
 

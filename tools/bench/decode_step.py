@@ -6,19 +6,20 @@
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code. Every request of a batch
 gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
-timed by kernel with torch's profiler. Kernels overlap: each counts with the time by which it makes the step
-longer, so that a step's parts add up. "swap-in" is the kernel of that name, with the copies of the same
-misses in the further layers of an index group. "tokens a step" are those of one request; a column that names
-no other unit is about a step of the whole batch. ``--choose-drafts`` adds a line for each mode and batch, in
-which a node chooses the number of drafts, up to the largest that is given. The JSON is written after every
-line.
+timed by kernel with torch's profiler. Kernels overlap, so only the time by which a kernel makes the step
+longer counts for it, and a step's parts add up. "swap-in" is the kernel of that name together with the copies
+of the same misses in the other layers of an index group. "tokens a step" are those of one request; a column
+that names no other unit is about a step of the whole batch. ``--choose-drafts`` adds a line for each mode and
+batch, whose steps choose their number of drafts as a decode node does, up to the largest of
+``--speculative-num-steps``. The JSON is written after every line, so a run that is stopped keeps its lines.
 
 ``--grammar`` measures each line once more with all requests bound to endless JSON: the difference is the cost
 of masks. It is realistic with a vocabulary of a real model's size (``tools/checkpoints/make_synthetic.py
 --vocab 129280``).
 
-On a GPU, a line below each row says how much GPU memory each part takes in GB, and in brackets what a decode
-node plans for it. ``tools.bench.whole_node`` measures steps that several ranks take together.
+On a GPU, lines below the table say for each of its rows how much GPU memory each part takes in GB, and in
+brackets what a decode node plans for it. ``tools.bench.whole_node`` measures steps that several ranks take
+together.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ GRAMMAR = "start: %json " + json.dumps(
         },
     }
 )
+"""Endless JSON: an array that may not end within any number of steps that is measured."""
 KINDS = {
     "swap-in": "swap_in|copy_planned",
     "row checks": "check_rows",
@@ -99,27 +101,31 @@ KINDS = {
     "experts": "^_product_kernel|choose_kernel|narrow_kernel|plan_kernel",
     "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
-"""The kinds of kernels, with a pattern of their names."""
+"""Kinds of kernels, each with the pattern by which it is found in their lower-case names; the first that
+matches counts."""
 REST = "the rest"
 """The kind of kernels that match no pattern: norms, rounding, sampling."""
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """One prompt's KV and indexer keys on the device: uint8 [num_kv_layers, context, item_bytes] and
-    [num_index_groups, context, index_item_bytes]."""
+    """What the prefill node has of one prompt of ``context`` tokens, on the device unless said otherwise."""
 
     kv: Tensor
+    """KV: uint8 [num_kv_layers, context, item_bytes]."""
     kv_host: Tensor
-    """The KV in main memory."""
+    """A copy of ``kv`` in main memory."""
     index: Tensor
+    """Indexer keys: uint8 [num_index_groups, context, index_item_bytes]."""
     row_checks: Tensor | None
-    """Row checks on the device where rows are verified: int32 [num_kv_layers, context]."""
+    """Row checks: int32 [num_kv_layers, context]; None where rows are not verified."""
     hints: Tensor
-    """What the last token selected, on the host: int32 [num_index_groups, index_topk]."""
+    """The hint, in main memory: the positions that the last token selected, int32 [num_index_groups,
+    index_topk]."""
     hints_at: Mapping[int, Tensor]
-    """Hints of prompts that are a beginning of this one, by their number of tokens."""
+    """Hints of this prompt and of shorter ones with which it begins, by their number of tokens."""
     tokens_a_second: float
+    """Rate at which the prompt was computed."""
 
     def up_to(self, context: int) -> Prefilled:
         """Return the prompt's first ``context`` tokens, one of the ``cuts`` of ``prefill`` or all of them."""
@@ -149,8 +155,8 @@ def prefill(
 ) -> Prefilled:
     """Prefill a random prompt chunk by chunk, as the prefill node does.
 
-    The rate is that of the second pass, when everything is compiled. ``cuts``: further lengths at which the
-    prompt can end, multiples of ``chunk``.
+    It is computed twice, because kernels are compiled in the first pass; the rate is that of the second.
+    ``cuts``: further lengths at which the prompt can end (``Prefilled.up_to``), multiples of ``chunk``.
     """
     device = model.device
     memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
@@ -225,8 +231,8 @@ def slots_of_one(
     hot_capacity = min(settings.device_buffer_size, most_tokens) if is_hisparse else 0
     if 0 < hot_capacity < min(full_buffer(num_new - 1, spec.index_topk), most_tokens):
         raise StartError(
-            f"--buffer {hot_capacity}: the positions of a step with {num_new - 1} drafts may select "
-            f"more; give {full_buffer(num_new - 1, spec.index_topk)}"
+            f"--buffer {hot_capacity}: a step with {num_new - 1} drafts may select more positions; "
+            f"give at least {full_buffer(num_new - 1, spec.index_topk)}"
         )
     return SlotCounts(
         host=most_tokens if is_hisparse else 0,
@@ -252,7 +258,7 @@ def slots_of_all(need: SlotCounts, batch: int) -> SlotCounts:
 
 
 class Bench:
-    """Pools for ``max_running_requests`` requests that all have the prompt, and the steps over them."""
+    """``max_running_requests`` running requests that all have the same prompt, their pools, and steps."""
 
     def __init__(
         self,
@@ -266,12 +272,14 @@ class Bench:
         *,
         chooses_drafts: bool = False,
     ) -> None:
+        """``num_steps``: most steps of one ``run``; there are slots for four such runs."""
         used = MemoryByPart(model.device)
         used.mark("before")
         batch = settings.max_running_requests
         self._num_new = settings.speculative_num_steps + 1
         self._choice = DraftChoice(settings.speculative_num_steps) if chooses_drafts else None
         self._spec, self._prompt, self._grammar = spec, prompt, grammar
+        # Number of this rank's first request among those of all ranks.
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
         need = slots_of_one(spec, settings, mode, prompt.kv.shape[1], num_steps)
         hot_capacity = need.device if mode is Mode.HISPARSE else 0
@@ -298,8 +306,8 @@ class Bench:
         """Tokens that all steps so far have given the requests."""
 
     def run(self, num_steps: int) -> float:
-        """Return the seconds of ``num_steps`` steps. As in a decode node, each is launched before the
-        previous one's tokens are read, and draws its own afterwards."""
+        """Take ``num_steps`` steps and return their seconds. As in a decode node, a step is launched before
+        the previous one's tokens are read, and draws its own tokens afterwards."""
         synchronize(self.tables.device)
         started = time.perf_counter()
         previous = None
@@ -334,7 +342,7 @@ class Bench:
 
     def _commit(self, launched: Any) -> None:
         """Wait for a step's results and enter them into the requests."""
-        launched.take_requests_out()  # a request is in no step when its tokens are entered
+        launched.take_requests_out()  # a request must have left the step before its tokens are entered
         for request, result in zip(launched.batch, launched.result(), strict=True):
             if result.error:
                 raise RuntimeError(f"a step reported {result.error}")
@@ -342,7 +350,7 @@ class Bench:
             if request.matcher is not None:
                 for token_id in result.token_ids:
                     request.matcher.advance(token_id)
-            # A next step that is launched already has taken these drafts, on the device.
+            # If the next step is launched already, it has taken these drafts on the device.
             request.draft_token_ids = [] if request.num_in_flight else result.drafts
             request.row_counters = result.counters
             if self._choice is not None and result.num_drafted:
@@ -376,7 +384,7 @@ class Bench:
         )
         if self._grammar is not None:
             request.matcher = self._grammar.matcher(ignore_eos=True)
-        # Tokens differ by rank, too, so that experts are chosen by different tokens on all ranks.
+        # First tokens differ between ranks too, so that not all ranks choose the same experts.
         newest = random_tokens(self._spec, self._first_number + number + 1)[-1]
         request.output_token_ids.append(int(newest))
         self._land(request)
@@ -385,11 +393,12 @@ class Bench:
         return request
 
     def _land(self, request: Request) -> None:
-        """Copy the prompt's KV, indexer keys and row checks to the request's slots."""
+        """Copy the prompt's KV, indexer keys and row checks to the request's slots, and give a hisparse
+        request the hint."""
         holding, prompt = request.owned, self._prompt
         context = prompt.kv.shape[1]
         if request.mode is Mode.HISPARSE:
-            first = holding[PoolKind.HOST][0].start  # nothing was ever freed: one extent
+            first = holding[PoolKind.HOST][0].start  # one extent, since nothing was ever freed
             self.memory.k_host[:, first : first + context] = prompt.kv_host
             request.hot_positions = self.tables.by_hot_group(prompt.hints.numpy())
         else:
@@ -458,19 +467,22 @@ def measure(
 
 @dataclass
 class Kernel:
-    """One kernel's launches in a step."""
+    """One kernel's launches in a step, on average over the profiled steps."""
 
     name: str
     kind: str
+    """One of ``KINDS``, or ``REST``."""
     number: float = 0.0
+    """Launches."""
     ms: float = 0.0
+    """Time from the beginnings of launches to their ends."""
     added_ms: float = 0.0
     """Time by which the launches made the step longer: from the latest end of earlier launches to each one's
     own end. Overlaps are not counted twice, and a gap counts for the kernel behind it."""
 
 
 def kernels_of(bench: Bench, num_steps: int) -> list[Kernel]:
-    """Return the kernels of ``num_steps`` further steps, those that add most first."""
+    """Profile ``num_steps`` further steps and return their kernels, those that add most time first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -486,8 +498,8 @@ def kernels_of(bench: Bench, num_steps: int) -> list[Kernel]:
 
 
 def kernels_from(launches: Sequence[tuple[str, float, float]], num_steps: int) -> list[Kernel]:
-    """Return the kernels of ``launches``, which are names with the microseconds of their beginning and
-    end."""
+    """Return the kernels of ``launches`` in ``num_steps`` steps, those that add most time first. A launch is
+    a kernel's name and the times of its beginning and its end, in microseconds."""
     found: dict[str, Kernel] = {}
     in_order = sorted(launches, key=lambda launch: launch[1])
     latest_end = in_order[0][1] if in_order else 0.0
@@ -567,8 +579,8 @@ def synchronize(device: torch.device) -> None:
 def print_steps(
     title: str, rows: Sequence[Mapping[str, Any]], console: Console, names: Sequence[str]
 ) -> None:
-    """Print a line for each row, with the columns ``names`` and a step's parts, and a line of its GPU
-    memory."""
+    """Print a table with a line for each row: the columns ``names``, and a step's parts. Below it, print a
+    line of GPU memory for each row that has one."""
     kinds = (*KINDS, REST) if any(row["gpu_ms"] for row in rows) else ()
     lines = [
         {name: row[name] for name in names} | {kind: row["gpu_ms"].get(kind) for kind in kinds}
@@ -618,7 +630,8 @@ class _Line:
 
 
 def _lines(arguments: argparse.Namespace, grammar: Grammar | None) -> Iterator[_Line]:
-    """Yield the lines in the order of the report; ``grammar``: measure each with it once more."""
+    """Yield the lines in the order of the report. With ``grammar``, each comes once without and once with
+    it."""
     numbers = [(num_drafts, False) for num_drafts in arguments.speculative_num_steps]
     if arguments.choose_drafts:
         numbers.append((max(arguments.speculative_num_steps), True))
@@ -636,7 +649,7 @@ def _parser() -> argparse.ArgumentParser:
     add_node_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--max-dense", type=int, default=16, help="largest batch that is measured dense")
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=48, help="timed steps of a line")
     parser.add_argument(
         "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
     )
@@ -646,7 +659,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure each mode and batch once more with the drafts that a node chooses",
     )
     parser.add_argument("--grammar", action="store_true", help="measure each line once more under a grammar")
-    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true", help="launch steps without CUDA graphs")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON file, without its suffix")
     return parser
 

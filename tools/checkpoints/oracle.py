@@ -120,6 +120,14 @@ def generate(
         yield out[0, len(prompt) :].tolist()
 
 
+def continues_with(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Return whether ``generate`` would continue ``prompt`` with ``tokens``, EOS ignored. This takes one
+    forward, where ``generate`` takes one for each token."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, -len(tokens) :]
+    return logits.argmax(dim=-1).tolist() == list(tokens)
+
+
 def prompt_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
     """Return the logprobs of every token behind each of the prompt's tokens but the last: float32
     [len(prompt) - 1, vocab_size]."""

@@ -85,6 +85,7 @@ class CudaFacts:
     """What torch says about CUDA."""
 
     torch_version: str = ""
+    """Empty if torch cannot be imported."""
     cuda_version: str = ""
     devices: tuple[str, ...] = ()
     """Name and memory of each CUDA device."""
@@ -118,15 +119,17 @@ def cuda_facts() -> CudaFacts:
     """Ask torch for the facts. Never raises: whatever goes wrong is the ``error``."""
     try:
         import torch
-
-        version, cuda_version = torch.__version__, torch.version.cuda or ""
+    except Exception as error:
+        return CudaFacts(error=f"{type(error).__name__}: {error}")
+    version, cuda_version = torch.__version__, torch.version.cuda or ""
+    try:
         if not torch.cuda.is_available():
             why = "torch sees no CUDA device" if cuda_version else "this build of torch has no CUDA"
             return CudaFacts(version, cuda_version, error=why)
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         devices = tuple(f"{entry.name} ({show_bytes(entry.total_memory)})" for entry in properties)
     except Exception as error:
-        return CudaFacts(error=f"{type(error).__name__}: {error}")
+        return CudaFacts(version, cuda_version, error=f"{type(error).__name__}: {error}")
     try:
         torch.empty(_PIN_TEST_BYTES, dtype=torch.uint8, pin_memory=True)
     except Exception as error:
@@ -168,6 +171,8 @@ def _gpu_statuses(device: str) -> tuple[Status, Status]:
 
 
 def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
+    if not facts.torch_version:  # a node on a CPU needs it, too
+        return Check("CUDA", Status.FAIL, f"torch cannot be imported: {facts.error}", "install torch anew")
     good, bad = _gpu_statuses(device)
     driver = _driver_version(machine)
     if facts.devices:

@@ -26,14 +26,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.memory.numa_binding import place_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class CudaPinning:
         runtime.hostRegister(addr, num_bytes, _PORTABLE | _MAPPED)
 
     def unregister(self, addr: int) -> None:
+        import torch
         from cupy.cuda import runtime
 
         torch.cuda.synchronize()  # kernels may still read the memory
@@ -104,6 +105,8 @@ class HostPool:
         """
         if self.mapping is None:
             raise HostMemoryError(f"the host pool of {self.num_bytes} bytes is closed")
+        import torch  # here, because the doctor uses this module and has to report a broken torch
+
         return torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.num_bytes)
 
     def close(self) -> None:
@@ -157,7 +160,7 @@ def allocate_host(
         ) from error
     pool = HostPool(mapping, num_bytes, shared_fd)
     advise(mapping)
-    addr = pool.tensor.data_ptr()
+    addr = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     place_memory(addr, len(mapping), placement, name)
     mapped = time.perf_counter()
     if touch:

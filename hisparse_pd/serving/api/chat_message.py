@@ -52,8 +52,8 @@ class MessageParser:
         self._schemas = schemas
         self._blocks = BlockList()
         self._is_at_start = separates_reasoning
-        """Whether only white space and opening marks of reasoning have come; models repeat the prompt's
-        mark."""
+        """Whether only white space and opening marks of reasoning have come. Where the prompt ends with such
+        a mark, models repeat it."""
         self._space: list[str] = []
         """White space at the start, which is content unless reasoning follows."""
         self._withheld = ""
@@ -93,9 +93,9 @@ class MessageParser:
         return self._blocks.take()
 
     def _read_start(self, text: str) -> str | None:
-        """Read ``text`` at the answer's start, up to the first text that is neither white space nor an
-        opening mark of reasoning. Returns what is to be read as the message; None while there is no such
-        text."""
+        """Read ``text`` at the answer's start, as far as it is white space or opening marks of reasoning.
+        Returns the text from which on the message is to be read, with the start's white space before it; None
+        while the start goes on."""
         openings = _match_openings(text, self._think)
         if self._think.opening in openings:
             self._space.clear()
@@ -103,13 +103,14 @@ class MessageParser:
         else:
             self._space.append(openings)
         begun = text[len(openings) :]
-        if self._think.opening.startswith(begun):  # nothing, or what may become another opening mark
+        if self._think.opening.startswith(begun):  # empty, or the beginning of what may be another mark
             self._withheld = begun
             return None
         return self._leave_start() + begun
 
     def _leave_start(self) -> str:
-        """Leave the answer's start. Returns its white space, which is to be read next."""
+        """Leave the answer's start, and begin to read the message. Returns the start's white space, which is
+        to be read next."""
         self._is_at_start = False
         self._skips_space = self._reasoning is _Reasoning.OPEN
         self._marks = next(self._reading)
@@ -118,7 +119,7 @@ class MessageParser:
         return space
 
     def _read(self, text: str) -> None:
-        """Split ``text`` at marks, and withhold an end that may begin a mark."""
+        """Split ``text`` at marks, and withhold its end if a mark may begin there."""
         # Whole marks.
         at = 0
         while (found := search(self._marks, text, at)) is not None:
@@ -146,14 +147,14 @@ class MessageParser:
                 continue
             while text in self._openings and self._markup is not None:
                 text = yield from self._read_calls(self._markup, text)
-            if text:  # the end of reasoning, or of calls for the second time
+            if text:  # the mark that ends reasoning, or a second one that ends calls
                 self._skips_space = True
                 if text == self._think.closing:
                     self._reasoning = _Reasoning.CLOSED
 
     def _read_calls(self, markup: Markup, opening: str) -> Reading[str]:
-        """Read calls behind their ``opening``. Returns the mark that ended them and is to be read next, or an
-        empty string."""
+        """Read calls behind their ``opening``. Returns the mark that ended them, if it is not theirs and is
+        to be read next; else an empty string."""
         calls = self._calls = CallReader(markup, self._schemas, opening, self._blocks)
         is_closed = self._reasoning is _Reasoning.CLOSED
         end = yield from calls.read(() if is_closed else (self._think.closing,))
@@ -174,15 +175,15 @@ class MessageParser:
         if markup is None:
             return ()
         marks = [*self._openings]
-        if self.has_calls:  # GLM sometimes writes the end of its calls twice: the second one is no content
+        if self.has_calls:  # GLM sometimes writes the mark that ends calls twice; the second is no content
             marks.append(markup.closing)
         if self._reasoning is _Reasoning.INTERRUPTED:
             marks.append(closing)
         return tuple(marks)
 
     def _show_as_text(self, calls: CallReader) -> None:
-        """Show the text of ``calls`` that turned out to be no call, as part of what came before it."""
-        self._skips_space = calls.num_calls > 0  # space behind a call that was shown is markup
+        """Show what ``calls`` has read and not shown: it is no call, and belongs to the text before it."""
+        self._skips_space = calls.num_calls > 0  # white space behind a call belongs to the markup
         self._show(calls.unshown)
         self._calls = None
 
@@ -218,7 +219,7 @@ def _match_openings(text: str, think: ThinkMarks) -> str:
 
 
 def search(marks: Marks, text: str, at: int) -> re.Match[str] | None:
-    """Find the first of ``marks`` in ``text`` from index ``at`` on."""
+    """Return the first match of any of ``marks`` in ``text`` from index ``at`` on; None without one."""
     return _pattern(marks).search(text, at) if marks else None
 
 
@@ -228,7 +229,8 @@ def _pattern(marks: Marks) -> re.Pattern[str]:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``mark``, and not all of it."""
+    """Return the length of the longest end of ``text`` with which ``mark`` begins; all of ``mark`` does not
+    count."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length

@@ -135,15 +135,33 @@ def walk_of(grammar: str, markup: ToolMarkup, tokens_are_special: bool | None) -
     return Walk(grammar, MARKS[markup], tokens, are_special=bool(tokens_are_special))
 
 
+SPELLED = ("spelled", ReasoningStart.BEGUN)
+TOKENIZERS = {"spelled": None, "tokens": False, "special": True}
+"""How a tokenizer has the marks of a markup: not at all, as tokens, or as special tokens."""
 of_each_tokenizer = pytest.mark.parametrize(
     "are_special",
-    [None, pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["spelled", "tokens", "special"],
+    [
+        pytest.param(are_special, id=name, marks=pytest.mark.slow if name == "tokens" else ())
+        for name, are_special in TOKENIZERS.items()
+    ],
+)
+of_each_tokenizer_and_start = pytest.mark.parametrize(
+    ("are_special", "start"),
+    [
+        # In `make test` special tokens meet each start, and spelled marks one.
+        pytest.param(
+            are_special,
+            start,
+            id=f"{name}-{start.name}",
+            marks=() if are_special or (name, start) == SPELLED else pytest.mark.slow,
+        )
+        for name, are_special in TOKENIZERS.items()
+        for start in ReasoningStart
+    ],
 )
 
 
-@of_each_tokenizer
-@pytest.mark.parametrize("start", ReasoningStart)
+@of_each_tokenizer_and_start
 @pytest.mark.parametrize("markup", ToolMarkup)
 def test_forced_calls_are_read_back_and_validate(
     markup: ToolMarkup, are_special: bool | None, start: ReasoningStart
@@ -157,8 +175,7 @@ def test_forced_calls_are_read_back_and_validate(
         check_calls(calls, NAMES)
 
 
-@of_each_tokenizer
-@pytest.mark.parametrize("start", ReasoningStart)
+@of_each_tokenizer_and_start
 @pytest.mark.parametrize("markup", ToolMarkup)
 def test_where_calls_are_free_text_may_come_before_them_or_alone(
     markup: ToolMarkup, are_special: bool | None, start: ReasoningStart

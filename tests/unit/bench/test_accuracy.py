@@ -112,6 +112,19 @@ def test_tokens_are_compared_with_the_first_systems() -> None:
     assert (found[ORACLE]["num_identical"], found[ORACLE]["num_compared"]) == (1, 2)
 
 
+def test_a_request_that_fails_leaves_the_others_compared_and_the_mean_length_as_it_is() -> None:
+    served: dict[str, Any] = {"tokens": (1, 2), "num_prompt_tokens": 500}
+    failed: dict[str, Any] = {"error": "HTTP 503: no"}
+    found = summary(
+        [
+            *(response_of("dense", TASK, "", **facts) for facts in (served, failed, served)),
+            *(response_of("hisparse", TASK, "", **facts) for facts in (served, served, failed)),
+        ]
+    )
+    assert (found["hisparse"]["num_identical"], found["hisparse"]["num_compared"]) == (1, 2)
+    assert [entry["mean_prompt_tokens"] for entry in found.values()] == [500, 500]
+
+
 def test_pairs_differ_in_drafts_and_have_hot_buffers_for_them() -> None:
     runs = list(pair_runs(64, [0, 1, 3]))
     assert [(num_drafts, buffer) for num_drafts, buffer, _ in runs] == [(0, 192), (0, 65), (1, 192), (3, 260)]

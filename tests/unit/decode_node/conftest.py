@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
+from tests.unit.decode_node.oracle import Expected
 from tests.unit.decode_node.speculation_support import Calls, harness
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, load_checkpoint
-from tools.checkpoints.oracle import greedy_tokens
-
-
-@lru_cache
-def oracle_tokens(path: Path, prompts: tuple[Prompt, ...], num_new: int) -> list[list[int]]:
-    """Return transformers' tokens, computed once for all modules with the same prompts."""
-    return greedy_tokens(path, prompts, num_new)
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, load_checkpoint
 
 
 @pytest.fixture(scope="module", params=["v32"])
@@ -34,11 +27,9 @@ def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def expected(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    """The likeliest ``NUM_NEW`` tokens after each of the module's ``PROMPTS``."""
-    prompts: list[Prompt] = request.module.PROMPTS
-    tokens = oracle_tokens(checkpoint.path, tuple(prompts), request.module.NUM_NEW)
-    return dict(zip(prompts, tokens, strict=True))
+def expected(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Expected:
+    """The likeliest tokens after each prompt, as many as the module has as ``NUM_NEW``."""
+    return Expected(checkpoint.path, request.module.NUM_NEW)
 
 
 @pytest.fixture(scope="module")

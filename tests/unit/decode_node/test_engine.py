@@ -86,9 +86,9 @@ def test_index_pages_may_be_scattered(
     with closing(
         EngineHarness(checkpoint, tmp_path, **NODE, page_size=4, index_pool_tokens=128 + 132 + 128 + 100)
     ) as node:
-        long_lived = [node.generate(before, 30, HisparseFlag.TRUE)]
+        long_lived = [node.generate(before, 14, HisparseFlag.TRUE)]
         short_lived = node.generate(between, 2, HisparseFlag.TRUE)
-        long_lived.append(node.generate(after, 30, HisparseFlag.TRUE))
+        long_lived.append(node.generate(after, 14, HisparseFlag.TRUE))
         node.begin_together([*long_lived, short_lived])
         node.turn_until(lambda: short_lived.is_over)
         answer = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE)

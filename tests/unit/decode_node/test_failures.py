@@ -49,6 +49,7 @@ PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576
 """Host pool with room for one request with PROMPT, not for two."""
 QUARANTINE_SECS = 0.4
+NUM_NEW = 6
 NODE = {
     "host_pool_tokens": HOST_TOKENS,
     "device_pool_tokens": 1024,
@@ -255,10 +256,10 @@ def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: 
 
 @pytest.mark.I7
 def test_running_requests_outlive_their_peer(node: EngineHarness, double: PrefillDouble) -> None:
-    answer = node.generate(PROMPT, 60, HisparseFlag.TRUE)
+    answer = node.generate(PROMPT, 20, HisparseFlag.TRUE)
     node.turn_until(lambda: answer.token_ids)
     double.close()
-    assert len(node.tokens_of(answer)) == 60
+    assert len(node.tokens_of(answer)) == 20
 
 
 @pytest.mark.I7
@@ -398,7 +399,7 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
 def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spared = node.generate(PROMPT[:100], 12, HisparseFlag.TRUE)
+    spared = node.generate(PROMPT[:100], NUM_NEW, HisparseFlag.TRUE)
     node.turn_until(lambda: spared.token_ids)
     launch_slice = RowStart.launch_slice
     num_slices = 0
@@ -413,7 +414,7 @@ def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
     with monkeypatch.context() as patch:
         patch.setattr(node.engine.tables, "slice_bytes", 1)
         patch.setattr(RowStart, "launch_slice", out_of_memory)
-        doomed = node.generate(PROMPT, 12, HisparseFlag.TRUE)
+        doomed = node.generate(PROMPT, NUM_NEW, HisparseFlag.TRUE)
         check_one_fails(node, doomed, spared, "cannot be started: 150 MiB wanted")
     assert num_slices == 2
     node.engine.requests.check_integrity()
@@ -448,9 +449,9 @@ def test_a_pause_of_this_node_ends_no_quarantine(
 
 
 def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: str) -> None:
-    """Check that ``doomed`` ends with ``error``, and ``spared`` with its 12 tokens."""
+    """Check that ``doomed`` ends with ``error``, and ``spared`` with its NUM_NEW tokens."""
     node.failure_of(doomed, status=500, error=error)
-    assert len(node.tokens_of(spared)) == 12
+    assert len(node.tokens_of(spared)) == NUM_NEW
 
 
 @pytest.mark.I7
@@ -458,8 +459,8 @@ def check_one_fails(node: EngineHarness, doomed: Answer, spared: Answer, error: 
 def test_a_retraction_that_fails_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
 ) -> None:
-    doomed = node.generate(PROMPT, 12, flag)
-    spared = node.generate(PROMPT[:100], 12, HisparseFlag.TRUE)
+    doomed = node.generate(PROMPT, NUM_NEW, flag)
+    spared = node.generate(PROMPT[:100], NUM_NEW, HisparseFlag.TRUE)
     node.begin_together([doomed, spared])
     running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
@@ -484,7 +485,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
 
 @pytest.mark.I7
 def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness) -> None:
-    doomed, spared = (node.generate(PROMPT[:length], 12, HisparseFlag.TRUE) for length in (100, 150))
+    doomed, spared = (node.generate(PROMPT[:length], NUM_NEW, HisparseFlag.TRUE) for length in (100, 150))
     node.begin_together([doomed, spared])
     (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == 100)
     flags = node.engine.tables.state.error_flags

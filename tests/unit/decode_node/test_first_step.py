@@ -13,7 +13,7 @@ from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import RoomScores
 from hisparse_pd.protocol.prompt_scores import WantedScores, score_dtype
-from tests.unit.decode_node.conftest import oracle_tokens
+from tests.unit.decode_node.oracle import oracle_of
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -27,7 +27,7 @@ PAGE = 16
 NODE: dict[str, Any] = {"page_size": PAGE, "disable_prefix_cache": False, "device_pool_tokens": 2048}
 PROMPT = random_prompt(3, 5 * PAGE + 1)
 """A prompt whose tokens but the last are whole pages."""
-NUM_NEW = 6
+NUM_NEW = 4
 FLAGS = [HisparseFlag.TRUE, HisparseFlag.FALSE]
 
 
@@ -39,7 +39,7 @@ def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
 
 @pytest.fixture
 def expected(checkpoint: Checkpoint) -> list[int]:
-    return oracle_tokens(checkpoint.path, (PROMPT,), NUM_NEW)[0]
+    return oracle_of(checkpoint.path).tokens_after(PROMPT, NUM_NEW)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -73,7 +73,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node(
 ) -> None:
     prompt = (77,)
     answer = node.ask(prompt, NUM_NEW, flag, scores=WantedScores(1, 2))
-    assert answer.token_ids == oracle_tokens(checkpoint.path, (prompt,), NUM_NEW)[0]
+    assert answer.token_ids == oracle_of(checkpoint.path).tokens_after(prompt, NUM_NEW)
     assert node.double.bootstraps == []
 
 
@@ -82,7 +82,7 @@ def test_resumed_tokens_and_the_one_before_them_are_computed_again(
     node: EngineHarness, checkpoint: Checkpoint, num_resumed: int
 ) -> None:
     """The prefill node computes them with the roundings of steps; everything before is held."""
-    (expected,) = oracle_tokens(checkpoint.path, (PROMPT,), PAGE + 3)
+    expected = oracle_of(checkpoint.path).tokens_after(PROMPT, PAGE + 3)
     node.ask(PROMPT, 2, HisparseFlag.TRUE)
     longer = (*PROMPT, *expected[:num_resumed])
     answer = node.ask(longer, 3, HisparseFlag.TRUE, num_resumed_tokens=num_resumed)
@@ -173,5 +173,5 @@ def test_a_prompt_lands_once_for_all_its_samples(
         answers = node.generate_samples(prompt, NUM_NEW, 3, flag)
         node.turn_until(lambda: all(answer.is_over for answer in answers))
         assert [bootstrap.num_held_tokens for bootstrap in node.double.bootstraps] == [0]
-        (tokens,) = oracle_tokens(checkpoint.path, (prompt,), NUM_NEW)
+        tokens = oracle_of(checkpoint.path).tokens_after(prompt, NUM_NEW)
         assert [answer.token_ids for answer in answers] == [tokens] * 3

@@ -15,7 +15,7 @@ from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import FlushCache
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, PrefillDouble, random_prompt
 
-PAGE, NUM_NEW = 16, 6
+PAGE, NUM_NEW = 16, 3
 NODE: dict[str, Any] = {
     "disable_prefix_cache": False,
     "page_size": PAGE,

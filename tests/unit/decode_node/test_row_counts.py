@@ -19,6 +19,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.row_counts import RowCounts
 from hisparse_pd.protocol.messages import Room
 from tests import books
+from tests.unit.decode_node.oracle import oracle_of
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
     PROMPTS,
@@ -28,7 +29,6 @@ from tests.unit.decode_node.speculation_support import (
     num_drafts,
 )
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt
-from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
 
@@ -52,15 +52,11 @@ PENALIZED: list[tuple[Prompt, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    prompts = [prompt for prompt, _ in PENALIZED]
-    return dict(zip(prompts, greedy_tokens(checkpoint.path, prompts, NUM_NEW), strict=True))
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoint, plain: dict[Prompt, list[int]]) -> list[list[int]]:
+def expected(checkpoint: Checkpoint) -> list[list[int]]:
     texts = penalized_tokens(checkpoint.path, PENALTIES, NUM_NEW)
-    assert all(text != plain[prompt] for text, (prompt, _) in zip(texts, PENALIZED, strict=True))
+    oracle = oracle_of(checkpoint.path)
+    for text, (prompt, _) in zip(texts, PENALIZED, strict=True):
+        assert not oracle.are_likeliest(prompt, text), "they are what they are without penalties"
     return texts
 
 
@@ -73,7 +69,7 @@ def generate_all(node: EngineHarness, **more: Any) -> list[Answer]:
 
 @pytest.mark.parametrize("numbers", [(3,), (2, 0, 1, 3, 0, 1)])
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests(
-    plain: dict[Prompt, list[int]], expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...]
+    checkpoint: Checkpoint, expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:
     """Both runs use the same node, whose rows had other requests with other settings before."""
     with drafts(node, *numbers):
@@ -81,7 +77,8 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests
         answers = generate_all(node)
         node.finish([*answers, *beside])
     assert [answer.token_ids for answer in answers] == expected
-    assert [answer.token_ids for answer in beside] == [plain[prompt] for prompt, _ in PENALIZED[:2]]
+    oracle = oracle_of(checkpoint.path)
+    assert all(oracle.are_likeliest(answer.prompt, answer.token_ids) for answer in beside)
     drafted, accepted = num_drafts(*answers)
     assert 0 < accepted < drafted
 

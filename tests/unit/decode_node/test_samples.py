@@ -18,7 +18,7 @@ from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, computed, random_prompt
 
 CHECKPOINT = "tied"
-PAGE, NUM_NEW = 16, 6
+PAGE, NUM_NEW = 16, 4
 NODE: dict[str, Any] = {
     "disable_prefix_cache": False,
     "page_size": PAGE,

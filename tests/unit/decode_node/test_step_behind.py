@@ -133,7 +133,7 @@ def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_
     prompt = PROMPTS[8]
     tokens = expected[prompt]
     stops = [
-        number for number, token in enumerate(tokens) if 2 <= number < 6 and token not in tokens[:number]
+        number for number, token in enumerate(tokens) if 2 <= number < 5 and token not in tokens[:number]
     ]
     num_inside = 0
     for stop in stops:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,7 @@ def test_mooncake_and_its_library(tmp_path: Path, host: str, missing: Status) ->
         ("cuda:0", NO_CUDA, DRIVER, FAIL, "this build of torch has no CUDA; driver 580.95.05"),
         ("cpu", NO_CUDA, "", INFO, "no CUDA; driver none"),
         ("cuda", CudaFacts(error="ImportError: no torch"), DRIVER, FAIL, "ImportError: no torch"),
+        ("cpu", CudaFacts(error="ImportError: no torch"), DRIVER, FAIL, "torch cannot be imported: Import"),
     ],
 )
 def test_cuda(tmp_path: Path, device: str, facts: CudaFacts, driver: str, status: Status, words: str) -> None:
@@ -289,6 +291,15 @@ def test_memory_passes_between_processes_of_this_machine(tmp_path: Path) -> None
     )
     assert check_lane(str(tmp_path)).found.endswith(f"by sockets in {tmp_path}")
     assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def test_a_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other checks are made without it."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = cuda_facts()
+    assert (facts.torch_version, facts.devices) == ("", ())
+    assert "ModuleNotFoundError" in facts.error
+    assert check_lane("").status is OK
 
 
 def test_a_directory_that_takes_no_socket_stops_a_node(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("num_threads", [topk.NUM_THREADS, topk.NUM_THREADS_OF_MANY])
+@pytest.mark.parametrize(
+    "num_threads", [topk.NUM_THREADS, pytest.param(topk.NUM_THREADS_OF_MANY, marks=pytest.mark.slow)]
+)
 @EACH_ARCHITECTURE
 def test_top_k_compiles(arch: int, num_threads: int, tmp_path: Path) -> None:
     source = topk.source() + layout_checks({"TopkParams": topk.PARAMS})

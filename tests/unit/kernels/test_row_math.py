@@ -93,8 +93,16 @@ def products(dtype: torch.dtype, num_outputs: int, width: int) -> dict[str, Call
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [24, 300])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        # Each width and each dtype; in `make test-full` all four.
+        (24, torch.bfloat16),
+        (300, torch.float32),
+        pytest.param(24, torch.float32, marks=pytest.mark.slow),
+        pytest.param(300, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 @torch.inference_mode()
 def test_a_product_depends_on_its_row_alone(
     dtype: torch.dtype, width: int, set_threads: Callable[[int], None]

@@ -64,7 +64,7 @@ def landed(peer: DecodePeer, num_tokens: int, first_slot: int = 0) -> tuple[torc
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("num_tokens", [2, 17, 49, 100])
+@pytest.mark.parametrize("num_tokens", [2, pytest.param(17, marks=pytest.mark.slow), 49, 100])
 def test_the_draft_layers_bytes_are_those_of_one_forward(
     engine: EngineThread, nodes: dict[bool, DecodePeer], room: int, num_tokens: int
 ) -> None:

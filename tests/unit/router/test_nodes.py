@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import Counter
 from contextlib import ExitStack
@@ -150,6 +151,42 @@ async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[in
     pool = pool_of()
     await HealthWatch(pool, Calls(1.0), 1.0, with_load=True).check(pool.nodes[0])
     assert [rank.num_foreign for rank in pool.nodes[0].ranks] == num_requests
+
+
+LATE, NO_DESCRIPTOR = TimeoutError(), OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_healthy"),
+    [
+        ([LATE], True),
+        ([LATE, LATE], False),
+        ([LATE, (200, b"{}"), LATE], True),
+        ([LATE, NO_DESCRIPTOR, LATE], True),
+        ([LATE, NO_DESCRIPTOR, LATE, LATE], False),
+    ],
+    ids=["one", "two", "an answer between", "a local fault between", "two behind a local fault"],
+)
+async def test_a_node_is_unhealthy_after_two_timeouts_in_a_row(
+    outcomes: list[OSError | tuple[int, bytes]], is_healthy: bool
+) -> None:
+    """A check that this machine prevents says nothing about the node, and ends the row."""
+    coming = iter(outcomes)
+
+    class Calls(NodeCalls):
+        async def get(self, *asked: object) -> tuple[int, bytes]:
+            match next(coming):
+                case OSError() as error:
+                    raise error
+                case answer:
+                    return answer
+
+    pool = pool_of()
+    node = pool.nodes[0]
+    watch = HealthWatch(pool, Calls(1.0), 1.0, with_load=False)
+    for _ in outcomes:
+        await watch.check(node)
+    assert node.healthy is is_healthy
 
 
 # --- what nodes have of a prompt ---------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_long_ranges_are_cut_in_order() -> None:
 
 
 @pytest.mark.I8
-@settings(derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=80)
 @given(st.data())
 def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) -> None:
     """This holds for any blocks, and for ranges much longer than a slice."""
