@@ -202,13 +202,17 @@ class Tier(RuleBasedStateMachine):
         self.tier.poll()
         assert self.tier.num_copies == len(self.memory.events)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.memory.events and any(run.kinds == HOST_POOLS for run in self.prefixes))
-    def damage(self, data: st.DataObject) -> None:
-        runs = [run for run in self.prefixes if run.kinds == HOST_POOLS]
+    @rule(data=st.data(), is_found=st.booleans())
+    @precondition(lambda self: any(run.kinds == HOST_POOLS and not run.is_dropped for run in self.prefixes))
+    def damage(self, data: st.DataObject, is_found: bool) -> None:
+        """A page in main memory changes. The scrub finds it at once, or a fetch does."""
+        runs = [run for run in self.prefixes if run.kinds == HOST_POOLS and not run.is_dropped]
         run = data.draw(st.sampled_from(runs), "run")
         page = data.draw(st.sampled_from(extents_to_pages(run.holding[PoolKind.HOST], PAGE_SIZE)), "page")
         self.memory.host[page] = WRONG
+        if is_found:
+            item = WrongItem(0, 0, page * PAGE_SIZE, 0, 1)
+            self.set_aside.record_wrong_row("scrub", PoolKind.HOST, item)
 
     @rule(is_now=st.sampled_from([False] * 7 + [True]))
     def flush(self, is_now: bool) -> None:
@@ -257,6 +261,23 @@ class Tier(RuleBasedStateMachine):
 
 
 Tier.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(40, 200), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(60, 300), stateful_step_count=40
 )
 TestHostTier = Tier.TestCase
+
+
+def test_pages_behind_one_that_is_found_wrong_during_their_copy_are_not_kept() -> None:
+    machine = Tier()
+    machine.serve((0, 0, 0))
+    machine.arrive((0, 0, 0, 0, 1))
+    (request,) = machine.waiting
+    machine._begin(request)
+    machine._finish(request)
+    assert machine.tier.num_copies == 1
+    (stored,) = [run for run in machine.prefixes if run.kinds == HOST_POOLS]
+    slot = stored.holding[PoolKind.HOST][0].start
+    machine.set_aside.record_wrong_row("scrub", PoolKind.HOST, WrongItem(0, 0, slot, 0, 1))
+    machine._end_all_copies()
+    machine.nothing_is_lost_or_twice()
+    assert machine.prefixes.find(request.keys, HOST_POOLS) is None
+    assert machine.pools.free.host == machine.memory.num_slots - PAGE_SIZE, "all but the page set aside"
