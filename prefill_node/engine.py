@@ -468,9 +468,11 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         }
         counters = dict(life.counters)
         if (tier := life.tier) is not None:
-            num_held_tokens = life.pools.used(Stage.HELD).host
-            gauges['pool_held_tokens{pool="host"}'] = float(num_held_tokens)
-            gauges['pool_total_tokens{pool="host"}'] = float(life.pools.totals.host)
+            num_host_tokens = life.pools.totals.host
+            num_available = (life.pools.free + life.prefixes.unused).host
+            gauges['pool_used_tokens{pool="host"}'] = float(num_host_tokens - num_available)
+            gauges['pool_held_tokens{pool="host"}'] = float(life.pools.used(Stage.HELD).host)
+            gauges['pool_total_tokens{pool="host"}'] = float(num_host_tokens)
             counters["host_stored_tokens_total"] = float(tier.num_stored_tokens)
             counters["host_fetched_tokens_total"] = float(tier.num_fetched_tokens)
         lanes = tuple(
