@@ -7,7 +7,7 @@ the device waits for a copy up; then it finds the pages in the cache on the devi
 
 Both levels are prefixes of one ``PrefixTree``, of different kinds. ``HostTier`` owns the copies under way,
 with the slots that they write, and the pins: prefixes that were fetched stay in use until their request
-begins or ends. Main memory keeps the least recently used pages last, as the device does.
+begins or ends. Main memory gives up first what was used longest ago, as the device does.
 
 Fetched rows are verified before anybody finds them. A wrong one is counted, its page in main memory is set
 aside, and the request computes from there on.
@@ -125,7 +125,7 @@ class HostTier:
         page_size = self._pools.page_size
         most = self._num_usable(PoolKind.HOST) - num_stored
         num_pages = min(num_cached - num_stored, most)
-        if num_pages <= 0 or self._is_coming(keys[num_stored], HOST_POOLS):
+        if num_pages <= 0 or self._is_coming(keys, num_stored, HOST_POOLS):
             return
         before = self._use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(SlotCounts(host=num_pages * page_size))
@@ -151,7 +151,7 @@ class HostTier:
         num_stored = self._num_found(keys, HOST_POOLS)
         if num_stored <= num_cached:
             return False
-        if self._is_coming(keys[num_cached], CACHE_POOLS):
+        if self._is_coming(keys, num_cached, CACHE_POOLS):
             return True
         # All pinned requests fit at once, so that none of them waits for pages that another one keeps.
         num_pinned = sum(pin.num_pages for pin in self._pins.values())
@@ -246,10 +246,14 @@ class HostTier:
             pin.has_arrived = True
             pin.prefix = self._use(copy.keys[: self._num_found(copy.keys, CACHE_POOLS)], CACHE_POOLS)
 
-    def _is_coming(self, key: PageKey, kinds: Kinds) -> bool:
-        """Whether a copy under way brings a page to ``kinds``."""
-        copies = (copy for copy in self._copies if copy.kinds == kinds)
-        return any(key in copy.keys[end_of(copy.before) :] for copy in copies)
+    def _is_coming(self, keys: Sequence[PageKey], number: int, kinds: Kinds) -> bool:
+        """Whether a copy under way brings page ``number`` of ``keys`` to ``kinds``."""
+        return any(
+            copy.kinds == kinds
+            and end_of(copy.before) <= number < len(copy.keys)
+            and copy.keys[number] == keys[number]
+            for copy in self._copies
+        )
 
     # --- the tree ------------------------------------------------------------------------------------
 
