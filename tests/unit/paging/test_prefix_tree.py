@@ -8,7 +8,7 @@ import pytest
 
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import extents_to_slots
-from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
@@ -176,3 +176,13 @@ def test_what_is_dropped_is_found_by_nobody_and_free_when_its_users_have_ended(n
     node.tree.flush()
     node.tree.check_integrity([])
     assert node.pools.free == node.pools.totals
+
+
+def test_copies_of_held_pages_stay_with_the_request_whose_writes_read_them() -> None:
+    node, keys = Node(DEVICE), pages(1, 2, 3)
+    node.hold(keys[:2])
+    holding = node.pools.reserve(Room(2), SlotCounts.of(DEVICE, 3 * PAGE))
+    own = extents_to_slots(holding[PoolKind.DEVICE]).tolist()
+    assert node.tree.hold(holding, keys, DEVICE, keeps_copies=True) == 3
+    assert extents_to_slots(holding[PoolKind.DEVICE]).tolist() == own[: 2 * PAGE]
+    node.pools.check_integrity({Stage.LANDING: 1, Stage.HELD: len(node.tree)})
