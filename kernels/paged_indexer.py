@@ -14,10 +14,11 @@ over heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -171,53 +172,40 @@ def paged_index_topk(
     scratch = scratch or _own_scratch(num_tokens, max_len, device)
     if scratch.logits.device != device:
         raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
+    write_logits = logits_writer(
+        q_index, index_pool, page_size=page_size, key_format=key_format, is_prompt=is_prompt,
+        taken_sms=scratch.taken_sms,
+    )  # fmt: skip
     for logits, block in scratch.blocks(num_tokens, max_len):
         write_logits(
             q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits, **block,
-            page_size=page_size, top_k=top_k, key_format=key_format, is_prompt=is_prompt,
-            taken_sms=scratch.taken_sms,
+            top_k=top_k,
         )  # fmt: skip
         select(logits, req_rows, query_positions, num_real, out, **block, num_rows=len(page_table))
     return out
 
 
-def write_logits(
+def logits_writer(
     q_index: Tensor,
-    weights: Tensor,
     index_pool: Tensor,
-    page_table: Tensor,
-    req_rows: Tensor,
-    query_positions: Tensor,
-    num_real: Tensor,
-    logits: Tensor,
     *,
-    first_token: int,
-    block_tokens: int,
     page_size: int,
-    top_k: int,
     key_format: str,
-    max_len: int,
     is_prompt: bool = False,
     taken_sms: int = 0,
-) -> None:
-    """Write a block's logits on a GPU by the fastest kernel that takes the arguments, which are those of
-    ``kernels.triton_indexer.write_logits`` and ``IndexerScratch.taken_sms``. All kernels write the same
-    bits."""
+) -> Callable[..., None]:
+    """Return the fastest kernel on a GPU that takes queries and a pool like these. It is called with the
+    other arguments of ``kernels.triton_indexer.write_logits``. All kernels write the same bits.
+
+    ``taken_sms``: see ``IndexerScratch``.
+    """
     from hisparse_pd.kernels import paged_logits, triton_indexer
 
-    arguments = q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, logits
-    block: dict[str, Any] = {
-        "first_token": first_token,
-        "block_tokens": block_tokens,
-        "max_len": max_len,
-        "top_k": top_k,
-    }
     if not is_prompt and paged_logits.takes(q_index, index_pool, page_size, key_format):
-        paged_logits.write_logits(*arguments, **block, page_size=page_size, taken_sms=taken_sms)
-    else:
-        triton_indexer.write_logits(
-            *arguments, **block, page_size=page_size, key_format=key_format, is_prompt=is_prompt
-        )
+        return partial(paged_logits.write_logits, page_size=page_size, taken_sms=taken_sms)
+    return partial(
+        triton_indexer.write_logits, page_size=page_size, key_format=key_format, is_prompt=is_prompt
+    )
 
 
 def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> IndexerScratch:

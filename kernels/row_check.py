@@ -15,6 +15,7 @@ functions that say so wait for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -132,6 +133,14 @@ class PageItems(NamedTuple):
 
     slots: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+
+
+def rows_of_pages(page_ids: Sequence[int], page_size: int, first: int, stop: int) -> PageRows:
+    """Return the items at positions ``[first, stop)`` of a request for verification. ``page_ids``: its pages
+    from position ``first`` on, where a page begins; the last one may be partial."""
+    positions = np.arange(first, stop, page_size)
+    num_items = np.minimum(stop - positions, page_size)
+    return np.stack((page_ids[: len(positions)], positions, num_items), axis=1).astype(np.int32)
 
 
 def items_of_pages(pages: PageRows, page_size: int) -> PageItems:

@@ -240,8 +240,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     # --- receive -------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        if self.life.tier is not None:
-            self.life.tier.poll()
+        self.life.tier.poll()
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)
@@ -354,7 +353,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if len(self.life):  # even if they only send: without a step the front would call the engine stalled
             self._num_steps += 1
         # While pages are on their way to or from main memory, the loop looks again at once.
-        return did_work or (self.life.tier is not None and self.life.tier.num_copies > 0)
+        return did_work or self.life.tier.num_copies > 0
 
     def _forward(self) -> bool:
         """Run one forward of this rank's requests, or take part in one of other ranks. Return False when no
@@ -428,7 +427,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 num_available_pages=life.num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
-            if not chunks and life.unpin():
+            if not chunks and life.tier.unpin():
                 continue
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
@@ -467,14 +466,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             "num_registered_peers": float(len(self.peers)),
         }
         counters = dict(life.counters)
-        if (tier := life.tier) is not None:
-            num_host_tokens = life.pools.totals.host
+        if num_host_tokens := life.pools.totals.host:
             num_available = (life.pools.free + life.prefixes.unused).host
             gauges['pool_used_tokens{pool="host"}'] = float(num_host_tokens - num_available)
             gauges['pool_held_tokens{pool="host"}'] = float(life.pools.used(Stage.HELD).host)
             gauges['pool_total_tokens{pool="host"}'] = float(num_host_tokens)
-            counters["host_stored_tokens_total"] = float(tier.num_stored_tokens)
-            counters["host_fetched_tokens_total"] = float(tier.num_fetched_tokens)
+            counters["host_stored_tokens_total"] = float(life.tier.num_stored_tokens)
+            counters["host_fetched_tokens_total"] = float(life.tier.num_fetched_tokens)
         lanes = tuple(
             PeerLane(peer.session, lane.kind, lane.reason)
             for peer in self.peers

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 
 from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
@@ -28,7 +27,7 @@ from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.kernels.row_check import PageRows, WrongItem
+from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.protocol.messages import Room
 
@@ -77,14 +76,15 @@ class _Pin:
 
 
 class HostTier:
-    """Pages in main memory below the prefix cache of one engine.
+    """Pages in main memory below the prefix cache of one engine. ``pages``: None if it keeps none there;
+    then nothing is ever stored or fetched.
 
     ``wrong_items``: returns the wrong rows among pages of the device's pool (``PrefillMemory.wrong_items``).
     """
 
     def __init__(
         self,
-        pages: HostPages,
+        pages: HostPages | None,
         pools: Pools,
         prefixes: PrefixTree,
         set_aside: SetAside,
@@ -120,6 +120,8 @@ class HostTier:
     def store(self, room: Room, keys: Sequence[PageKey]) -> None:
         """Begin to copy down the pages of ``keys`` that the device has and main memory lacks: as many as it
         can make room for."""
+        if self._pages is None:
+            return
         num_cached = self._num_found(keys, CACHE_POOLS)
         num_stored = self._num_found(keys[:num_cached], HOST_POOLS)
         page_size = self._pools.page_size
@@ -145,6 +147,8 @@ class HostTier:
         ``room``, ``num_pages``: the waiting request's, which needs so many pages on the device in all. For
         one that has no room there nothing is begun: it waits for pages in any case.
         """
+        if self._pages is None:
+            return False
         if (pin := self._pins.get(room)) is not None:
             return not pin.has_arrived
         num_cached = self._num_found(keys, CACHE_POOLS)
@@ -176,8 +180,13 @@ class HostTier:
             self._let_go(pin.prefix)
 
     def unpin(self) -> bool:
-        """Let go of all that has arrived, for requests in front that need its slots. Returns whether anything
-        was let go. Nothing is fetched twice for a request, so one that finds it evicted computes it."""
+        """Let go of all that has arrived, once no copy is under way. Returns whether anything was let go.
+
+        The engine calls it when nothing can be computed: a request in front may need what is kept for one
+        behind it. Nothing is fetched twice for a request, so one that finds it evicted computes it.
+        """
+        if self._copies:
+            return False
         pins = [pin for pin in self._pins.values() if pin.prefix is not None]
         for pin in pins:
             self._let_go(pin.prefix)
@@ -209,6 +218,7 @@ class HostTier:
         page_size = self._pools.page_size
         holding = self._pools.reserve(room, SlotCounts.of(kinds, (len(keys) - first) * page_size))
         (from_kind,), (to_kind,) = source.kinds, kinds
+        assert self._pages is not None
         src = slice_extents(source.extents(from_kind), first * page_size, len(keys) * page_size)
         copy = self._pages.copy_down if kinds == HOST_POOLS else self._pages.copy_up
         is_behind = copy(src, holding[to_kind])
@@ -227,10 +237,8 @@ class HostTier:
         whose page in main memory is set aside."""
         page_size = self._pools.page_size
         first = end_of(copy.before) * page_size
-        page_ids = np.array(extents_to_pages(copy.holding[PoolKind.DEVICE], page_size))
-        positions = np.arange(first, len(copy.keys) * page_size, page_size)
-        num_rows = np.full(len(page_ids), page_size)
-        rows = np.stack((page_ids, positions, num_rows), axis=1).astype(np.int32)
+        page_ids = extents_to_pages(copy.holding[PoolKind.DEVICE], page_size)
+        rows = rows_of_pages(page_ids, page_size, first, len(copy.keys) * page_size)
         num_right = copy.num_pages
         host = copy.source.extents(PoolKind.HOST)
         for item in self._wrong_items(rows, page_size):

@@ -113,10 +113,8 @@ class PrefillLife:
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         """Pages in which a wrong row was found: nobody gets them again."""
-        self.tier: HostTier | None = None
-        """What main memory keeps of prompts that were computed; None where it keeps nothing."""
-        if host_pages is not None:
-            self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items)
+        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items)
+        """What main memory keeps of prompts that were computed."""
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -245,26 +243,13 @@ class PrefillLife:
                 num_bytes_pending[session] = self.pusher.num_bytes_pending(request.peer)
             if not self.pusher.may_start(request, num_bytes_pending[session]):
                 continue
-            if self._must_wait_for_pages(request):
-                continue
             waiting = self.look_up(request)
+            if self.tier.fetch(waiting.room, waiting.keys, self._limits.pages_for(waiting.num_tokens)):
+                continue
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - request.bootstrap.num_held_tokens)
             num_bytes_pending[session] += self.pusher.num_bytes(num_to_send)
             yield waiting
-
-    def _must_wait_for_pages(self, request: PrefillRequest) -> bool:
-        """Let main memory fetch what the device lacks of the request's prompt. Returns whether it comes."""
-        if self.tier is None:
-            return False
-        keys = request.reusable_keys(self._limits.page_size)
-        return self.tier.fetch(request.room, keys, self._limits.pages_for(request.num_computed_tokens))
-
-    def unpin(self) -> bool:
-        """Let go of what waits for its requests on the device, once no copy is under way. Returns whether
-        that frees slots. The engine calls it when nothing can be computed: a request in front may need
-        what is kept for one behind it."""
-        return self.tier is not None and not self.tier.num_copies and self.tier.unpin()
 
     def look_up(self, request: PrefillRequest) -> Waiting:
         """Return a waiting request for the scheduler, with what the prefix cache has of its prompt."""
@@ -288,8 +273,7 @@ class PrefillLife:
             keys = request.reusable_keys(self._limits.page_size)
             if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
                 request.prefix = self.prefixes.use(keys[: found.num_pages], CACHE_POOLS)
-            if self.tier is not None:
-                self.tier.release(request.room)
+            self.tier.release(request.room)
         page_size = self._limits.page_size
         for request in requests:
             num_cached_pages = 0 if request.prefix is None else request.prefix.end_page
@@ -334,8 +318,7 @@ class PrefillLife:
             request.prefix = self.prefixes.share(
                 request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
             )
-            if self.tier is not None:
-                self.tier.store(request.room, request.keys)
+            self.tier.store(request.room, request.keys)
 
     def batch_returned(self, completion: Completion, now_secs: float) -> None:
         """Account for a batch that came back from the sender, and end its request if it was the last or
@@ -472,8 +455,7 @@ class PrefillLife:
             )
         if request.prefix is not None:
             self.prefixes.let_go(request.prefix)
-        if self.tier is not None:
-            self.tier.release(request.room)
+        self.tier.release(request.room)
         if request.holding is not None:
             self.pools.release(request.holding)
         request.prefix, request.holding, request.page_ids = None, None, []
@@ -486,7 +468,7 @@ class PrefillLife:
         request."""
         self.pools.check_integrity(
             {
-                Stage.LANDING: 0 if self.tier is None else self.tier.num_copies,
+                Stage.LANDING: self.tier.num_copies,
                 Stage.RUNNING: self.requests.count(PrefillState.COMPUTING, PrefillState.SENDING),
                 Stage.ENDING: self.requests.count(PrefillState.DRAINING),
                 Stage.HELD: len(self.prefixes),
@@ -494,7 +476,7 @@ class PrefillLife:
             }
         )
         users = [request.prefix for request in self.requests if request.prefix is not None]
-        self.prefixes.check_integrity((*users, *(() if self.tier is None else self.tier.users())))
+        self.prefixes.check_integrity((*users, *self.tier.users()))
         for request in self.waiting():
             if request.holding is not None or request.prefix is not None or request.num_writes_pending:
                 raise PoolIntegrityError(

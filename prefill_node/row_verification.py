@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hisparse_pd.core.paging.extents import SlotRanges, extents_to_pages
+from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.kernels.row_check import PageRows, WrongItem
+from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
 from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillState
@@ -81,6 +81,4 @@ class RowVerification:
             found = self.life.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
             assert found is not None
             page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
-        starts, num_rows = SlotRanges.of_pages(page_ids, page_size, 0, chunk.start)
-        columns = (starts // page_size, np.arange(0, chunk.start, page_size), num_rows)
-        return np.stack(columns, axis=1).astype(np.int32)
+        return rows_of_pages(page_ids, page_size, 0, chunk.start)

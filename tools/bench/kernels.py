@@ -119,7 +119,7 @@ def memory_gb_s() -> float:
 
 def _index(format_name: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
     """Measure one cell. Raises RuntimeError where the selection differs from torch's."""
-    from hisparse_pd.kernels.paged_indexer import write_logits
+    from hisparse_pd.kernels.paged_indexer import logits_writer
     from hisparse_pd.kernels.topk import select
 
     key_format = IndexKeyFormat(format_name, INDEX_DIM)
@@ -139,10 +139,12 @@ def _index(format_name: str, batch: int, context: int, peak_gb_s: float) -> dict
     scratch = IndexerScratch.create(batch, context, HOME)
     out = torch.empty((batch, TOP_K), dtype=torch.int32, device=HOME)  # the positions that top_k selects
 
+    write_logits = logits_writer(q_index, pool, page_size=PAGE_SIZE, key_format=format_name)
+
     def logits(call: int) -> None:
         write_logits(
             q_index, weights, pool, pages[call], rows, positions, num_real, scratch.logits, first_token=0,
-            block_tokens=batch, page_size=PAGE_SIZE, top_k=TOP_K, key_format=format_name, max_len=context,
+            block_tokens=batch, top_k=TOP_K, max_len=context,
         )  # fmt: skip
 
     def top_k() -> None:

@@ -28,7 +28,8 @@ class PoolKind(StrEnum):
 
     HOST and DEVICE have token slots for KV, INDEX for indexer keys, and LOOKUP for entries of the tables that
     find tokens in hot buffers. AUX has aux records, and REQ_ROW rows of the per-request tables. A prefill
-    node has AUX and DEVICE, whose pages are those of its KV pool and of its index pool alike.
+    node has AUX and DEVICE, whose pages are those of its KV pool and of its index pool alike, and HOST if its
+    prefix cache goes on in main memory.
     """
 
     HOST = "host"

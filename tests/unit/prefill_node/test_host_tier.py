@@ -17,7 +17,7 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
 from hisparse_pd.protocol.messages import Extent
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -61,11 +61,6 @@ def engine(engine: EngineThread) -> Iterator[EngineThread]:
     wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
 
 
-def tier_of(engine: EngineThread) -> HostTier:
-    assert engine.life.tier is not None
-    return engine.life.tier
-
-
 def num_found(engine: EngineThread, tokens: Sequence[int], kinds: tuple[PoolKind, ...]) -> int:
     """Return how many tokens of a prompt are in the cache of ``kinds``."""
     keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
@@ -85,12 +80,12 @@ def test_what_the_device_has_evicted_is_not_computed_again(engine: EngineThread,
     tokens = prompt(1, 130)
     deliver(engine, peer, next_room(), tokens)
     evict_from_device(engine, peer, tokens)
-    before = tier_of(engine).num_fetched_tokens
+    before = engine.life.tier.num_fetched_tokens
     assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
-    assert tier_of(engine).num_fetched_tokens == before + 128
+    assert engine.life.tier.num_fetched_tokens == before + 128
     longer = tokens[:120] + prompt(2, 50)
     assert deliver(engine, peer, next_room(), longer).num_cached_tokens == 112, "it is on the device now"
-    assert tier_of(engine).num_fetched_tokens == before + 128
+    assert engine.life.tier.num_fetched_tokens == before + 128
 
 
 def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(
@@ -102,9 +97,9 @@ def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(
     deliver(engine, peer, next_room(), tokens[:50])
     num_cached = num_found(engine, tokens, CACHE_POOLS)
     assert 0 < num_cached < 128
-    before = tier_of(engine).num_fetched_tokens
+    before = engine.life.tier.num_fetched_tokens
     assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
-    assert tier_of(engine).num_fetched_tokens == before + 128 - num_cached
+    assert engine.life.tier.num_fetched_tokens == before + 128 - num_cached
 
 
 def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
@@ -115,7 +110,7 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
     for tokens in prompts:
         deliver(engine, peer, next_room(), tokens)
     evict_from_device(engine, peer, prompts[0])
-    before = tier_of(engine).num_fetched_tokens
+    before = engine.life.tier.num_fetched_tokens
     with engine.admission_paused():
         rooms = [next_room() for _ in prompts]
         messages = [
@@ -127,7 +122,7 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
         wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
     done = all_delivered(peer, len(rooms))
     assert [done[room].num_cached_tokens for room in rooms] == [144, 144, 144]
-    assert tier_of(engine).num_fetched_tokens >= before + 2 * 144
+    assert engine.life.tier.num_fetched_tokens >= before + 2 * 144
     peer.assert_has(messages[-1])
 
 
