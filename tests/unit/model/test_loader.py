@@ -190,7 +190,7 @@ def test_an_expert_in_another_format_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method is 'gptq'; supported is 'fp8'"),
+        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'; supported are 'fp8', 'compressed-tensors'"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
         ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; supported is \[128, 128\]"),
         ({"weight_block_size": None}, r"weight_block_size is None; supported is \[128, 128\]"),
