@@ -42,7 +42,7 @@ class Int4Tiling:
 
 TILINGS: Final = {
     16: Int4Tiling(256, 8, 4),
-    32: Int4Tiling(256, 8, 4),
+    32: Int4Tiling(128, 4, 4),
     64: Int4Tiling(128, 8, 3),
     128: Int4Tiling(128, 8, 3),
 }
