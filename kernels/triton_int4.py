@@ -25,9 +25,8 @@ from torch import Tensor
 from hisparse_pd.kernels.block_fp8 import SMALLEST_PEAK
 from hisparse_pd.kernels.expert_routing import Routing, most_tiles
 from hisparse_pd.kernels.fp8 import FP8_MAX
-from hisparse_pd.kernels.fp8_rows import gated_rows
 from hisparse_pd.kernels.int4 import MIDDLE, UNIT_ROWS, Int4Matrices, unit_columns
-from hisparse_pd.kernels.triton_fp8 import round_blocks
+from hisparse_pd.kernels.triton_fp8 import gated_rows_triton, round_blocks
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
@@ -73,7 +72,7 @@ def run_int4_triton(
         if routing.is_rounded:
             inner, scales = round_tokens_triton(gates_and_ups, is_gated=True)
         else:
-            inner = gated_rows(gates_and_ups[None], hidden.dtype)
+            inner = gated_rows_triton(gates_and_ups[None], hidden.dtype)
         _launch(inner, scales, down, results, routing, first_expert, is_first=False)
     return results.view(-1, routing.top_k, results.shape[1])
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.dummy_weights import INT4_SCALES, draw
-from hisparse_pd.core.model.loader import SCALES
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.stored_formats import SCALES
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from tools.checkpoints.make_synthetic import CONSTANT, SHARED_QUERY, shared_query
 

@@ -23,11 +23,10 @@ from hisparse_pd.core.model.block_linear import BlockLinear
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.dummy_weights import INT4_SCALES, INT4_VALUES, draw
 from hisparse_pd.core.model.experts import RoutedExperts
-from hisparse_pd.core.model.int4_config import FP8 as IN_FP8
-from hisparse_pd.core.model.int4_config import INT4
-from hisparse_pd.core.model.int4_weights import Int4Source, packed_name, scales_name
+from hisparse_pd.core.model.int4_weights import Int4Source, packed_name
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.stored_formats import SCALES, WEIGHT, StoredFormats
 from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import (
     Placement,
@@ -45,11 +44,6 @@ from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
 from hisparse_pd.kernels.int4 import MIDDLE, Int4Form, Int4Matrices
 from hisparse_pd.kernels.row_math import RowLinear
 
-SCALES = "_scale_inv"
-"""Suffix of the name of an fp8 matrix's scales; the rest of the name is the matrix's."""
-COMPRESSED_SCALES = "_scale"
-"""The same in checkpoints of compressed-tensors, which have fp8 beside four bits."""
-WEIGHT = ".weight"
 ABSORBED = "kv_b_proj"
 """The matrix that MLA absorbs into queries and results, split by head. This needs it in the model's dtype."""
 HEAD_WEIGHTS = "weights_proj"
@@ -139,6 +133,7 @@ class Loader:
     ) -> None:
         self._path = path
         self._spec = spec
+        self._formats = StoredFormats(spec)
         self._device = device
         self._ranks = ranks
         self._keeps_fp8 = keeps_fp8
@@ -230,11 +225,10 @@ class Loader:
             parent, _, last = name.rpartition(".")
             if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
                 continue
-            stored = files.get(self._spec.family.stored_name(f"{name}.weight"))
+            stored = files.get(self._formats.name(f"{name}{WEIGHT}"))
             is_fp8 = stored is not None and stored.dtype == FP8
             if self._spec.weights_are_dummy:
-                in_fp8 = self._format_of(name) == IN_FP8
-                is_fp8 = last not in PUBLISHED_DENSE and (self._spec.int4 is None or in_fp8)
+                is_fp8 = last not in PUBLISHED_DENSE and self._formats.is_declared_fp8(name)
             if is_fp8 and takes_matrix(module.out_features, module.in_features):
                 with torch.device("meta"):
                     linear = BlockLinear(
@@ -254,24 +248,8 @@ class Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            if name.endswith(SCALES):  # of a BlockLinear
-                stored_name = self._scales_of(self._spec.family.stored_name(name.removesuffix(SCALES)))
-            else:
-                stored_name = self._spec.family.stored_name(name)
-            self._plan(files, stored_name, state[name])
+            self._plan(files, self._formats.name(name), state[name])
         return state
-
-    def _scales_of(self, name: str) -> str:
-        """Return the stored name of the scales of the fp8 matrix ``name``."""
-        return name + (SCALES if self._spec.int4 is None else COMPRESSED_SCALES)
-
-    def _format_of(self, module: str) -> str | None:
-        """Return ``Int4Config.format_of`` a module by transformers' name; None without that
-        configuration."""
-        if self._spec.int4 is None:
-            return None
-        stored = self._spec.family.stored_name(f"{module}{WEIGHT}").removesuffix(WEIGHT)
-        return self._spec.int4.format_of(module, stored)
 
     def _plan(self, files: WeightFiles, name: str, target: Tensor) -> None:
         """Plan to fill ``target`` with the tensor ``name``, converted to its dtype.
@@ -291,7 +269,7 @@ class Loader:
         stored = self._find_weight(files, name, target.shape)
         scales = None
         if stored.dtype == FP8 and target.dtype != FP8:
-            scales = self._find(files, self._scales_of(name), scales_shape(*target.shape))
+            scales = self._find(files, self._formats.scales_of(name), scales_shape(*target.shape))
         self._placements.append(Placement(stored, target, scales))
 
     def _routed_experts(self, files: WeightFiles, layer: int, module: Any, mlp: Any) -> RoutedExperts:
@@ -308,7 +286,7 @@ class Loader:
             raise CheckpointError(
                 f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
             )
-        dtype = self._experts_dtype(files, layer)
+        dtype = self._formats.experts_dtype(files, layer)
         routed = RoutedExperts(
             num_experts,
             hidden_size,
@@ -328,18 +306,6 @@ class Loader:
             self._plan_expert_matrix(files, f"{prefix}.up_proj.weight", routed.gate_up, place, number=1)
             self._plan_expert_matrix(files, f"{prefix}.down_proj.weight", routed.down, place, number=0)
         return routed
-
-    def _experts_dtype(self, files: WeightFiles, layer: int) -> torch.dtype | Int4Form:
-        """Return the dtype of a layer's routed experts, or their form in four bits."""
-        int4, module = self._spec.int4, f"model.layers.{layer}.mlp.experts.0.gate_proj"
-        if int4 is None:
-            return FP8 if self._spec.weights_are_fp8 else self._spec.dtype
-        if (stored_format := self._format_of(module)) != INT4:
-            return FP8 if stored_format == IN_FP8 else self._spec.dtype
-        stored = self._spec.family.stored_name(f"{module}{WEIGHT}").removesuffix(WEIGHT)
-        scales = files.get(scales_name(int4.method, stored))
-        scale_dtype = torch.bfloat16 if scales is None else scales.dtype
-        return Int4Form(int4.group_size, int4.has_zeros, scale_dtype, int4.rounds_tokens)
 
     def _plan_int4_matrix(
         self, files: WeightFiles, module: str, matrices: Int4Matrices, place: int, number: int
@@ -392,7 +358,7 @@ class Loader:
         self._placements.append(Placement(stored, target))
         if matrices.scales is not None:
             scales = matrices.scales[place, number]
-            stored_scales = self._find(files, self._scales_of(name), scales.shape)
+            stored_scales = self._find(files, self._formats.scales_of(name), scales.shape)
             self._placements.append(Placement(stored_scales, scales))
 
     def _find_weight(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:

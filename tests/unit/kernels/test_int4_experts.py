@@ -27,6 +27,7 @@ from hisparse_pd.kernels.int4 import (
 )
 from tests.unit.kernels.triton_here import (
     compiled_for_hopper,
+    compiles_launches,
     interpreted,
     interprets_loops,
     needs_triton,
@@ -150,6 +151,21 @@ def test_a_rows_fp8_numbers_depend_on_that_row_alone() -> None:
         assert torch.equal(scale[0], scales[row])
 
 
+@pytest.mark.I5
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[2]])
+def test_a_row_has_the_same_bits_alone_and_among_others(form: Int4Form) -> None:
+    x, ids, weights, *dense = draw(40, form)
+    gate_up, down = (matrices_of(matrix, form) for matrix in dense)
+
+    def results_of(rows: slice) -> Tensor:
+        routing = Routing.plan(ids[rows], weights[rows], NUM_EXPERTS, in_int4=True)
+        return run_experts(x[rows], routing, gate_up, down, 0)
+
+    many = results_of(slice(0, 40))
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 30)):
+        assert torch.equal(results_of(rows), many[rows])
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "tile_rows"), [(1, 16), (20, 16), (40, 32), (80, 64), (81, 128), (9000, 128)]
 )
@@ -164,10 +180,10 @@ def test_a_tile_has_twice_the_rows_of_an_average_expert(num_tokens: int, tile_ro
 def interpret_cases() -> None:
     from hisparse_pd.kernels.triton_int4 import round_tokens_triton, run_int4_triton
 
-    for form, (num_tokens, inner) in zip(
-        FORMS, [(1, 128), (3, 128), (50, 192), (9, 64), (2, 384), (30, 128)], strict=True
-    ):
-        x, ids, weights, *dense = draw(num_tokens, form, 128 if inner % 128 else 256, inner)
+    # Sizes that a block of the kernel's is no part of, too.
+    sizes = ((1, 160, 96), (3, 96, 160), (50, 256, 192), (9, 64, 320), (2, 256, 384), (30, 256, 128))
+    for form, (num_tokens, hidden, inner) in zip(FORMS, sizes, strict=True):
+        x, ids, weights, *dense = draw(num_tokens, form, hidden, inner)
         gate_up, down = (matrices_of(matrix, form) for matrix in dense)
         routing = Routing.plan(ids, weights, NUM_EXPERTS, in_int4=True)
         for first, end in ((0, NUM_EXPERTS), (1, 3)):
@@ -206,7 +222,34 @@ def compile_kernel() -> None:
         result[f"{tile_rows} {is_full}"] = compiled_for_hopper(
             _int4_product_kernel, pointers, constants, list(pointers), **options
         )
+    with compiles_launches() as launched:
+        for form, num_tokens in itertools.product((Int4Form(128, True), Int4Form(64, False)), (5, 4000)):
+            compile_launches(replace(form, rounds_tokens=form.has_zeros), num_tokens)
+    assert launched == {"_int4_product_kernel", "_round_tokens_kernel", "_quantize_kernel"}
     print(json.dumps(result))
+
+
+def compile_launches(form: Int4Form, num_tokens: int) -> None:
+    """Launch a layer's kernels at DeepSeek-V3.2's sizes, with tensors that have no memory."""
+    from hisparse_pd.kernels.triton_int4 import run_int4_triton
+
+    meta, num_experts, top_k = torch.device("meta"), 256, 8
+    tile_rows = 16 if num_tokens == 5 else 128
+    routing = Routing(
+        *(torch.empty(16, dtype=torch.int32, device=meta) for _ in range(4)),
+        torch.empty(num_tokens * top_k, device=meta),
+        top_k,
+        tile_rows,
+        is_rounded=form.rounds_tokens,
+    )
+    routing = replace(routing, order=torch.empty(num_tokens * top_k, dtype=torch.int32, device=meta))
+    gate_up, down = (
+        Int4Matrices.empty(num_experts // 8, *sizes, form, meta)
+        for sizes in ((2, 2048, 7168), (1, 7168, 2048))
+    )
+    run_int4_triton(
+        torch.empty((num_tokens, 7168), dtype=torch.bfloat16, device=meta), routing, gate_up, down, 0
+    )
 
 
 @needs_triton

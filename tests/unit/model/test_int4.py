@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.int4_checkpoints import FORMS, GROUP, dequantized, write_int4_checkpo
 from tests.unit.model.loading import load_ours
 from tests.unit.model.model_specs import make_spec
 from tests.unit.model.paged_model import PagedModel
+from tools.checkpoints import quantize_int4
+from tools.checkpoints.make_tiny import write_checkpoint
 from tools.checkpoints.oracle import greedy_tokens
 from tools.checkpoints.quantize_int4 import StoredForm, quantization_of, quantized
 
@@ -152,6 +155,9 @@ def test_other_layers_stay_in_fp8_beside_them(tmp_path: Path, monkeypatch: pytes
         kept = {name for name, part in model.named_modules() if isinstance(part, BlockLinear)}
         assert {"model.layers.1.self_attn.o_proj", "model.layers.1.mlp.shared_experts.up_proj"} <= kept
         assert "lm_head" not in kept
+        if load_format == DUMMY:
+            of_dummy = model.model.layers[1].self_attn.o_proj.weight_scale_inv
+            assert torch.allclose(of_dummy, torch.tensor(of_dummy.shape[1] * 128.0) ** -0.5)
         if load_format == "auto":
             linear = model.model.layers[1].self_attn.o_proj
             name = "model.layers.1.self_attn.o_proj.weight"
@@ -314,6 +320,29 @@ def test_what_is_not_supported_is_named(
     part[path[-1]] = value
     with pytest.raises(CheckpointError, match=rf"^config\.json: quantization_config: .*{message}"):
         config_of(changed)
+
+
+def test_the_command_writes_what_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "plain", "v32")
+    command = ["quantize_int4", str(tmp_path / "plain"), str(tmp_path / "int4")]
+    options = ["--method", "gptq", "--group-size", "32"]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    quantize_int4.main()
+    spec = load_spec(tmp_path / "int4")
+    assert spec.int4 is not None
+    assert (spec.int4.method, spec.int4.has_zeros) == ("gptq", False)
+    load_model(tmp_path / "int4", spec)
+    for options, message in (
+        (["--method", "awq"], "awq has zeros; give --zeros"),
+        (["--method", "gptq", "--fp8"], "gptq has neither --fp8-activations nor --fp8"),
+        (["--group-size", "128"], r"has 32 columns, no multiple of group_size 128"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, *options])
+        with pytest.raises(SystemExit):
+            quantize_int4.main()
+        assert message in capsys.readouterr().err
 
 
 def test_sizes_that_are_no_whole_groups_are_named(tmp_path: Path) -> None:
