@@ -327,7 +327,11 @@ def test_the_model_has_v32s_width_for_both_engines(tmp_path: Path) -> None:
     assert [config[name] for name in sizes] == [7168, 128, 1536, 512, 2048]
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     assert config["topk_method"] == "noaux_tc"  # SGLang asks for it
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert config["num_nextn_predict_layers"] == 0
+    drafting = tmp_path / "drafting"
+    assert write_model(["--out", str(drafting), "--config-only", "--draft-agreement", "0.7"]) == 0
+    assert json.loads((drafting / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert not list(tmp_path.rglob("*.safetensors"))
     for cache_dtype, item_bytes in beside_sglang.ITEM_BYTES.items():
         spec = load_spec(tmp_path, "bfloat16", cache_dtype, device="cpu", load_format="dummy")
         assert (spec.num_layers, spec.item_bytes) == (5, item_bytes)

@@ -23,7 +23,6 @@ SGLANG_FIELDS: Final[dict[str, Any]] = {
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "num_nextn_predict_layers": 0,
     "rope_theta": 10000.0,
     "rope_scaling": None,
     "routed_scaling_factor": 2.5,
@@ -68,7 +67,9 @@ def write_model(directory: Path, of: SyntheticShape, device: str, *, with_weight
     else:
         write_synthetic_config(directory, of, in_fp8=True)
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | SGLANG_FIELDS, indent=2) + "\n")
+    config = json.loads(path.read_text()) | SGLANG_FIELDS
+    config["num_nextn_predict_layers"] = int(of.draft_agreement is not None)
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
