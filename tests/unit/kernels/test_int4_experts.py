@@ -235,14 +235,10 @@ def compile_launches(form: Int4Form, num_tokens: int) -> None:
 
     meta, num_experts, top_k = torch.device("meta"), 256, 8
     tile_rows = 16 if num_tokens == 5 else 128
-    routing = Routing(
-        *(torch.empty(16, dtype=torch.int32, device=meta) for _ in range(4)),
-        torch.empty(num_tokens * top_k, device=meta),
-        top_k,
-        tile_rows,
-        is_rounded=form.rounds_tokens,
-    )
-    routing = replace(routing, order=torch.empty(num_tokens * top_k, dtype=torch.int32, device=meta))
+    tables = torch.empty(16, dtype=torch.int32, device=meta)
+    order = torch.empty(num_tokens * top_k, dtype=torch.int32, device=meta)
+    weights = torch.empty(num_tokens * top_k, device=meta)
+    routing = Routing(order, tables, tables, tables, weights, top_k, tile_rows, is_rounded=form.rounds_tokens)
     gate_up, down = (
         Int4Matrices.empty(num_experts // 8, *sizes, form, meta)
         for sizes in ((2, 2048, 7168), (1, 7168, 2048))
