@@ -15,7 +15,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.core.model.families import FAMILIES
-from hisparse_pd.core.model.int4_config import INT4_METHODS, Int4Config, int4_config_of
+from hisparse_pd.core.model.int4_config import INT4_METHODS, Int4Config, int4_config_of, packed_name
 from hisparse_pd.core.model.stored_weights import WeightFile
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.kv_format import FORMAT_NAMES
@@ -210,7 +210,8 @@ def num_draft_layers_of(
             f"model_path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
         )
     name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    is_there = declared > 0 and (files is None or any(name in file.tensors for file in files))
+    names = {name, *(packed_name(method, name.removesuffix(".weight")) for method in INT4_METHODS)}
+    is_there = declared > 0 and (files is None or any(names & file.tensors.keys() for file in files))
     if wanted and not is_there:
         raise CheckpointError(
             f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"

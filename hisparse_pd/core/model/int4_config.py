@@ -21,6 +21,12 @@ from hisparse_pd.kernels.int4 import GROUP_SIZES
 COMPRESSED_TENSORS, AWQ, GPTQ = "compressed-tensors", "awq", "gptq"
 INT4_METHODS: Final = (COMPRESSED_TENSORS, AWQ, GPTQ)
 """The values of ``quant_method`` of checkpoints with weights in four bits."""
+SUFFIXES: Final = {
+    COMPRESSED_TENSORS: ("weight_packed", "weight_scale", "weight_zero_point"),
+    AWQ: ("qweight", "scales", "qzeros"),
+    GPTQ: ("qweight", "scales", "qzeros"),
+}
+"""Ends of the names of a module's packed numbers, scales and zeros."""
 INT4, FP8 = "int4", "fp8"
 _REMEDY = "quantize the checkpoint again with what is supported, or serve it in bfloat16 or fp8"
 _CLASS = "Linear"
@@ -65,6 +71,16 @@ class Int4Config:
         named = (each.format for each in self.targets if _matches(each.names, names))
         others = (each.format for each in self.targets if each.has_others)
         return next(named, next(others, None))
+
+
+def packed_name(method: str, module: str) -> str:
+    """Return the name of the tensor with a module's numbers."""
+    return f"{module}.{SUFFIXES[method][0]}"
+
+
+def scales_name(method: str, module: str) -> str:
+    """Return the name of the tensor with a module's scales."""
+    return f"{module}.{SUFFIXES[method][1]}"
 
 
 def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:

@@ -23,28 +23,16 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import CheckpointError
-from hisparse_pd.core.model.int4_config import AWQ, COMPRESSED_TENSORS, Int4Config
+from hisparse_pd.core.model.int4_config import AWQ, COMPRESSED_TENSORS, SUFFIXES, Int4Config
 from hisparse_pd.core.model.weight_reader import Placement, StoredTensor
 from hisparse_pd.kernels.int4 import SCALE_DTYPES, Int4Matrices, dequantize, pack
 
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 """The rows, from the first of eight on, whose numbers an int32 of awq has from the lowest bits on."""
 IN_ORDER: Final = tuple(range(8))
-_SUFFIXES = {COMPRESSED_TENSORS: ("weight_packed", "weight_scale", "weight_zero_point")}
-_OTHER_SUFFIXES = ("qweight", "scales", "qzeros")
 
 Find = Callable[[str, tuple[int, ...]], StoredTensor]
 """A function that returns the stored tensor of a name, which must have that shape."""
-
-
-def packed_name(method: str, module: str) -> str:
-    """Return the name of the tensor with a module's numbers."""
-    return f"{module}.{_SUFFIXES.get(method, _OTHER_SUFFIXES)[0]}"
-
-
-def scales_name(method: str, module: str) -> str:
-    """Return the name of the tensor with a module's scales."""
-    return f"{module}.{_SUFFIXES.get(method, _OTHER_SUFFIXES)[1]}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,7 @@ class Int4Source:
                 "group_size"
             )
         groups = columns // config.group_size
-        of_values, of_scales, of_zeros = _SUFFIXES.get(config.method, _OTHER_SUFFIXES)
+        of_values, of_scales, of_zeros = SUFFIXES[config.method]
         if config.method == COMPRESSED_TENSORS:
             shapes = (rows, columns // 8), (rows, groups), (rows // 8, groups)
         else:

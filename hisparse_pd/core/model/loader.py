@@ -23,7 +23,8 @@ from hisparse_pd.core.model.block_linear import BlockLinear
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.dummy_weights import INT4_SCALES, INT4_VALUES, draw
 from hisparse_pd.core.model.experts import RoutedExperts
-from hisparse_pd.core.model.int4_weights import Int4Source, packed_name
+from hisparse_pd.core.model.int4_config import packed_name
+from hisparse_pd.core.model.int4_weights import Int4Source
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.stored_formats import SCALES, WEIGHT, StoredFormats

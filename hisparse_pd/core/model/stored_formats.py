@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from hisparse_pd.core.model.int4_config import FP8 as IN_FP8
-from hisparse_pd.core.model.int4_config import INT4
-from hisparse_pd.core.model.int4_weights import scales_name
+from hisparse_pd.core.model.int4_config import INT4, scales_name
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.weight_reader import WeightFiles
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8

@@ -104,9 +104,13 @@ def test_tokens_are_transformers_with_the_weights_that_they_stand_for(
 
 def test_a_dense_matrix_in_four_bits_is_converted(tmp_path: Path) -> None:
     """Published checkpoints have attention and shared experts in four bits, too."""
-    dense = ("model.layers.1.self_attn.o_proj", "model.layers.2.mlp.shared_experts.up_proj")
+    dense = (
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.2.mlp.shared_experts.up_proj",
+        "model.layers.3.eh_proj",  # of the MTP layer, which is there
+    )
     for number, form in enumerate((COMPRESSED, FORMS["awq"], FORMS["gptq with zeros"])):
-        in_int4, in_float32 = write_int4_checkpoint(tmp_path / str(number), "v32", form)
+        in_int4, in_float32 = write_int4_checkpoint(tmp_path / str(number), "v32", form, 1.0)
 
         def quantize(tensors: dict[str, Tensor], form: StoredForm = form) -> None:
             for module in dense:
