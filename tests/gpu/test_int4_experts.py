@@ -92,7 +92,8 @@ def run(
 
 
 def exact(tokens: tuple[Tensor, Tensor, Tensor], gate_up: Int4Matrices, down: Int4Matrices) -> Tensor:
-    """Compute the results in float64, with the weights that the numbers stand for."""
+    """Compute the results in float64, with the weights that the numbers stand for; gates, and what is
+    multiplied by them, are rounded to the tokens' dtype."""
     hidden, expert_ids, weights = (each.cpu() for each in tokens)
     gate_up, down = moved(gate_up, CPU), moved(down, CPU)
     results = torch.zeros((*expert_ids.shape, hidden.shape[1]), dtype=torch.float64)
@@ -104,7 +105,7 @@ def exact(tokens: tuple[Tensor, Tensor, Tensor], gate_up: Int4Matrices, down: In
         if gate_up.form.rounds_tokens and hidden.dtype == torch.bfloat16:
             values, scales = round_tokens(hidden[rows])
             x = values.double() * scales.double()[:, None]
-        gate, up = gate_up.of(expert, torch.float64) @ x.T
+        gate, up = (gate_up.of(expert, torch.float64) @ x.T).to(hidden.dtype).double()
         inner = (torch.nn.functional.silu(gate) * up).T
         if gate_up.form.rounds_tokens and hidden.dtype == torch.bfloat16:
             values, scales = round_tokens(inner.float())
@@ -124,9 +125,9 @@ def test_products_are_those_of_float64(sizes: tuple[int, int], form: Int4Form, n
     tokens = draw_tokens(num_tokens, hidden_size, torch.bfloat16)
     found, expected = run(tokens, gate_up, down).cpu().double(), exact(tokens, gate_up, down)
     assert not found[2::3].any(), "padding has results"
-    # Gates, what they let through, and results are rounded to 8 bits; numbers between two of fp8 may fall on
-    # either side.
-    tolerance = 0.02 if form.rounds_tokens else 0.006
+    # What gates let through, and results, are rounded to 8 bits; where activations are in fp8, a gate that is
+    # rounded otherwise may put a number on the other side between two of fp8.
+    tolerance = 0.03 if form.rounds_tokens else 0.006
     assert (found - expected).norm() <= tolerance * expected.norm()
     assert (found - expected).abs().max() <= 8 * tolerance * expected.abs().max()
 
