@@ -68,6 +68,7 @@ class KvEventPublisher:
                 self._poller.register(_Channel(self._replay))
         except StartError:
             self._context.destroy(linger=0)
+            self._wakeup.close()
             raise
         self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
         self._thread.start()

@@ -21,7 +21,7 @@ from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
 from hisparse_pd.protocol.messages import Extent, Room
-from tests.property.event_follower import EventFollower
+from tests.event_follower import TreeFollower
 from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I9]
@@ -111,7 +111,7 @@ class Tier(RuleBasedStateMachine):
         totals = SlotCounts(host=self.memory.num_slots, device=NUM_DEVICE_PAGES * PAGE_SIZE)
         self.pools = Pools(totals, PAGE_SIZE)
         self.prefixes = PrefixTree(self.pools)
-        self.follower = EventFollower(self.prefixes, PAGE_SIZE)
+        self.follower = TreeFollower(self.prefixes, PAGE_SIZE)
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         pages: Any = self.memory
         self.tier = HostTier(pages, self.pools, self.prefixes, self.set_aside, self.memory.wrong_items)

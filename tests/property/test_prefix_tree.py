@@ -17,7 +17,7 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
-from tests.property.event_follower import EventFollower
+from tests.event_follower import TreeFollower
 from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
@@ -79,7 +79,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         num_slots = NUM_PAGES * PAGE_SIZE
         self.pools = Pools(SlotCounts(host=num_slots, device=num_slots, index=num_slots), PAGE_SIZE)
         self.tree = PrefixTree(self.pools)
-        self.follower = EventFollower(self.tree, PAGE_SIZE)
+        self.follower = TreeFollower(self.tree, PAGE_SIZE)
         self.users: list[User] = []
         self.page_of: dict[Prompt, int] = {}
         """A prompt that is held -> its last page."""
