@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, TypeAlias
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.msgpack import Encoder
 
 from hisparse_pd.protocol.decoding import TypedDecoder
@@ -42,6 +42,17 @@ class BlockStored(Struct, frozen=True, array_like=True, tag=True):
     """Where the blocks are: MEDIUM_GPU or MEDIUM_CPU. A block can be in both."""
 
 
+class HashesStored(Struct, frozen=True, array_like=True, tag="BlockStored"):
+    """A ``BlockStored`` for a subscriber that has no use for the tokens: they are not decoded."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: Raw
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
 class BlockRemoved(Struct, frozen=True, array_like=True, tag=True):
     """Blocks can no longer be found in ``medium``."""
 
@@ -65,8 +76,20 @@ class KvEventBatch(Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
+BlockChange: TypeAlias = HashesStored | BlockRemoved | AllBlocksCleared
+
+
+class BlockChanges(Struct, frozen=True, array_like=True):
+    """A ``KvEventBatch`` without the tokens."""
+
+    ts: float
+    events: list[BlockChange]
+    data_parallel_rank: int | None = None
+
+
 _encoder = Encoder()
 kv_events_decoder: TypedDecoder[KvEventBatch] = TypedDecoder(KvEventBatch)
+block_changes_decoder: TypedDecoder[BlockChanges] = TypedDecoder(BlockChanges)
 
 
 def encode_batch(ts: float, events: Iterable[KvEvent], rank: int) -> bytes:

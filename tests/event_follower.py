@@ -8,8 +8,8 @@ from typing import Any, assert_never
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix import Kinds
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
-from hisparse_pd.engine.kv_events import KvEvents, block_hash
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, block_hash, page_keys
+from hisparse_pd.engine.kv_events import KvEvents
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.kv_events import (
     MEDIUM_CPU,

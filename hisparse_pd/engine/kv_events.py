@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix import Kinds
-from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.core.paging.prompt_keys import PageKey, block_hash
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.protocol.kv_event_sockets import KvEventPublisher
 from hisparse_pd.protocol.kv_events import (
@@ -125,12 +125,6 @@ class KvEvents:
 
     def _send(self, changes: Sequence[_Change]) -> None:
         self._publisher.publish(partial(_encode, time.time(), changes, self._page_size, self._rank))
-
-
-def block_hash(key: PageKey) -> int:
-    """Return the hash by which events name a page: 63 bits of its key, which consumers read alike whether
-    they take hashes for signed or for unsigned."""
-    return int.from_bytes(key[:8], "big") >> 1
 
 
 def _encode(ts: float, changes: Sequence[_Change], page_size: int, rank: int) -> bytes:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, block_hash, page_keys
 from hisparse_pd.engine import kv_events
-from hisparse_pd.engine.kv_events import KvEvents, block_hash
+from hisparse_pd.engine.kv_events import KvEvents
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.kv_events import (
     AllBlocksCleared,
