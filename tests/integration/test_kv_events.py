@@ -76,6 +76,7 @@ def test_the_router_knows_what_nodes_have(tiny_checkpoint: Callable[[str], Path]
         assert (page_size, num_tokens) == (PAGE, len(IDS))
         assert [number for number, _ in names] == [1, 2, 4, 8, 16, num_prefill]
         pair.flush_prefix_caches()
-        for node, kind in ((prefill, "prefill"), (decode, "decode")):
-            wait_until(lambda node=node, kind=kind: num_known(pair.router, node, kind) == 0)
+        wait_until(lambda: num_known(pair.router, prefill, "prefill") == 0)
+        wait_until(lambda: num_known(pair.router, decode, "decode") == 0)
+        for node in (prefill, decode):
             assert node.metrics()["hisparse_pd:kv_event_batches_dropped_total"] == 0

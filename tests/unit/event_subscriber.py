@@ -35,6 +35,7 @@ def received(sock: zmq.Socket[bytes]) -> list[bytes]:
 @contextmanager
 def replay_socket(config: KvEventsConfig) -> Iterator[zmq.Socket[bytes]]:
     assert config.replay_endpoint is not None
+    sock: zmq.Socket[bytes]
     with zmq.Context.instance().socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, 0)
@@ -71,7 +72,7 @@ def subscribers(
     """Yield sockets that get what is published from now on, if it has one of ``topics``."""
     socks = []
     for topic in topics:
-        sock = zmq.Context.instance().socket(zmq.SUB)
+        sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, hwm)
         sock.subscribe(topic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_request_keeps_its_prompt_only_where_it_is_published(
     with closing(EngineHarness(checkpoint, tmp_path, page_size=PAGE, disable_prefix_cache=False)) as silent:
         for each, num_kept in ((silent, 1), (node, 40)):
             answer = each.generate(prompt, 20, HisparseFlag.TRUE)
-            each.turn_until(lambda answer=answer: answer.token_ids)
+            each.turn_until(partial(getattr, answer, "token_ids"))
             (request,) = each.engine.requests.all()
             assert len(request.prompt) == 4 * num_kept
             each.tokens_of(answer)

@@ -64,11 +64,13 @@ class Rank:
         self.publisher = KvEventPublisher(config)
         self._ts = ts
 
-    def publish(self, number: int) -> None:
+    def publish(self, number: int) -> bool:
+        """Publish a number. Returns False, so that a condition can try again and again."""
         self._ts += 1
         event = BlockStored([number], None, [1, 2], 2, medium="GPU")
         payload = encode_batch(self._ts, [event], 0)
         self.publisher.publish(lambda: payload)
+        return False
 
     def skip(self) -> None:
         """Give a number to a batch that nobody gets."""

@@ -43,7 +43,7 @@ def known() -> KnownPages[str]:
 
 
 def holders(known: KnownPages[str], block: int) -> list[tuple[str, int]]:
-    return [tuple(place) for place in known.holders(PageName(PAGE, block))]
+    return [(node, rank) for node, rank in known.holders(PageName(PAGE, block))]
 
 
 def test_pages_are_on_the_ranks_that_say_so(known: KnownPages[str]) -> None:
