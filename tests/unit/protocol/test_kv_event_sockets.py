@@ -164,7 +164,7 @@ def test_the_publisher_connects_to_an_address_without_a_wildcard(tmp_path: Path)
     with zmq.Context.instance().socket(zmq.SUB) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.subscribe(b"")
-        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        port: int = sock.bind_to_random_port("tcp://127.0.0.1")
         config = KvEventsConfig(publisher="zmq", endpoint=f"tcp://127.0.0.1:{port}")
         with closing(KvEventPublisher(config)) as publisher:
             reach(publisher, sock)
@@ -173,7 +173,7 @@ def test_the_publisher_connects_to_an_address_without_a_wildcard(tmp_path: Path)
 def test_a_port_that_is_taken_is_an_error_at_the_start() -> None:
     sock: zmq.Socket[bytes]
     with zmq.Context.instance().socket(zmq.PUB) as sock:
-        port = sock.bind_to_random_port("tcp://*")
+        port: int = sock.bind_to_random_port("tcp://*")
         with pytest.raises(StartError, match=rf"kv_events_config: tcp://\*:{port} cannot be used"):
             KvEventPublisher(KvEventsConfig(publisher="zmq", endpoint=f"tcp://*:{port}"))
 
