@@ -207,7 +207,7 @@ class RelayedRequest:
             return None
         if (names := attempt.answer.page_names) is not None:
             self._pool.learn(pair, self._body.prompt, names)
-            attempt.answer = attempt.answer.without_page_names()
+        attempt.answer = attempt.answer.without_page_names()
         attempt.is_movable = attempt.answer.is_journaled  # without a journal no node can continue the answer
         self._note_success(attempt)
         return attempt

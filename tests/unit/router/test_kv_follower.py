@@ -32,6 +32,10 @@ async def named(node: FakeNode, send: Send) -> None:
     await answer(send, b"{}", x_hisparse_pd_pages=msgspec.json.encode(NAMES).decode())
 
 
+async def misnamed(node: FakeNode, send: Send) -> None:
+    await answer(send, b"{}", x_hisparse_pd_pages="none")
+
+
 class Rank:
     """What one rank publishes."""
 
@@ -153,6 +157,11 @@ async def test_other_nodes_are_guessed_at(text: bytes) -> None:
         first = await ask(pair, PROMPT)
         assert PAGES_HEADER.decode() not in pair.decode[0].requests[-1][1]
         assert [await ask(pair, PROMPT) for _ in range(3)] == [first] * 3
+
+
+async def test_a_client_never_gets_the_names(configs: list[KvEventsConfig], ranks: list[Rank]) -> None:
+    async with cluster(computes, misnamed, prefill_says=[info(configs[0])], policy="cache_aware") as pair:
+        await ask(pair, PROMPT)
 
 
 async def test_only_cache_aware_asks_for_events(configs: list[KvEventsConfig], ranks: list[Rank]) -> None:
