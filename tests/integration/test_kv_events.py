@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from hisparse_pd.base.kv_events_config import KvEventsConfig
-from hisparse_pd.base.ports import free_port
+from hisparse_pd.base.ports import free_port, is_taken
 from hisparse_pd.protocol.kv_events import BlockStored, kv_events_decoder
 from tests.integration.harness import Service, deployment, generated, wait_until
 from tests.unit.event_subscriber import replay, replay_socket
@@ -20,6 +20,11 @@ from tests.waiting import WAIT_SECS
 
 PAGE = 16
 IDS = [32 + (7 * position * position) % 90 for position in range(400)]
+
+
+def two_ports() -> int:
+    """Return a port that is free and has a free one behind it."""
+    return next(port for port in iter(free_port, 0) if not is_taken("", port + 1))
 
 
 def events_at(port: int, replay_port: int) -> list[str]:
@@ -41,11 +46,11 @@ def num_known(router: Service, node: Service, kind: str) -> float:
 
 @pytest.mark.timeout(300)
 def test_the_router_knows_what_nodes_have(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    ports = [free_port() for _ in range(4)]
+    ports = [two_ports() for _ in range(4)]
     with deployment(
         tiny_checkpoint("v32"),
         tmp_path,
-        prefill_options=events_at(*ports[:2]),
+        prefill_options=[*events_at(*ports[:2]), "--dp-size", "2"],
         decode_options=[*events_at(*ports[2:]), "--device-buffer-size", "128"],
         router_options=["--policy", "cache_aware"],
     ) as pair:
@@ -54,7 +59,8 @@ def test_the_router_knows_what_nodes_have(tiny_checkpoint: Callable[[str], Path]
         num_prefill, num_decode = (len(IDS) - 1) // PAGE, (len(IDS) + 19) // PAGE
         wait_until(lambda: num_known(pair.router, prefill, "prefill") == num_prefill)
         wait_until(lambda: num_known(pair.router, decode, "decode") == num_decode)
-        assert [*chain(*published_ids(ports[1]))] == IDS[: num_prefill * PAGE]
+        by_rank = [[*chain(*published_ids(ports[1] + rank))] for rank in range(2)]
+        assert sorted(by_rank) == [[], IDS[: num_prefill * PAGE]]
         assert [*chain(*published_ids(ports[3]))] == (IDS + answer["output_ids"])[: num_decode * PAGE]
         salted = {"input_ids": IDS[::-1], "cache_salt": "a secret", "sampling_params": {"max_new_tokens": 2}}
         given = httpx.post(f"{pair.url}/generate", json=salted, timeout=WAIT_SECS)
