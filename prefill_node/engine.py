@@ -203,7 +203,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         assert self._host_pages is not None, "settings that name a store have a host tier"
         device = torch.device(settings.device)
         arithmetic = (
-            *(VERSION, torch.__version__, str(spec.dtype), settings.attention_backend, str(settings.dp_size)),
+            *(VERSION, str(torch.__version__), str(spec.dtype)),
+            *(settings.attention_backend, str(settings.dp_size)),
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )
         objects = PageObjects(self._host_pages, settings.page_size, namespace_of(self.geometry, arithmetic))

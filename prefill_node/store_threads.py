@@ -34,8 +34,6 @@ class LookUp:
     keys: Sequence[PageKey]
     num_found: int = 0
     error: str = ""
-    over_secs: float = 0.0
-    """When it was over, on the clock of ``time.monotonic``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +51,6 @@ class Get:
     may_still_land: bool = False
     """Whether bytes may land in the pages behind ``num_right`` even after the order is over."""
     error: str = ""
-    over_secs: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +64,6 @@ class Put:
     num_full: int = 0
     """Pages for which the store has no space."""
     error: str = ""
-    over_secs: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +72,6 @@ class Remove:
 
     keys: Sequence[PageKey]
     error: str = ""
-    over_secs: float = 0.0
 
 
 Order: TypeAlias = LookUp | Get | Put | Remove
@@ -172,7 +167,6 @@ class StoreThreads:
                 order.error = f"{type(error).__name__}: {error}"
             if order.error and logged.permits():
                 log.warning("%s", order.error)
-            order.over_secs = time.monotonic()
             with self._changed:
                 self._over.append(order)
             self._wakeup()
