@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -185,6 +186,9 @@ class Tier(RuleBasedStateMachine):
     @rule(pages=prompts)
     def serve(self, pages: tuple[int, ...]) -> None:
         """Serve a request at once, with its copies, if nothing holds it back."""
+        self._serve(pages)
+
+    def _serve(self, pages: tuple[int, ...]) -> None:
         self.arrive(pages)
         request = self.waiting[-1]
         for _ in range(2):
@@ -266,7 +270,8 @@ class Tier(RuleBasedStateMachine):
             for request in list(self.computing):
                 self._end(request)
             if self.waiting:
-                self._begin(self.waiting[0])
+                for request in list(self.waiting):  # those behind one that waits go ahead
+                    self._begin(request)
                 if not self.computing and not self.memory.events:
                     self.tier.unpin()  # as the engine does when nothing can be computed
                 self.now += FIRST_WAIT_SECS  # for the store, which says nothing more
@@ -314,7 +319,31 @@ class TierOnStore(Tier):
         self.store_tier = StoreTier(self.store, self.pools, self.prefixes, self.set_aside, lambda: self.now)
         return self.store_tier
 
-    @rule(secs=st.sampled_from([0.1, FIRST_WAIT_SECS, QUARANTINE_SECS]))
+    def _serve(self, pages: tuple[int, ...]) -> None:
+        """Serve a request without asking the store: its prompt is computed too soon."""
+        with patch.object(self.store_tier, "_wait_secs", lambda num_pages: 0.0):
+            super()._serve(pages)
+
+    @rule(pages=prompts)
+    def begin_to_read(self, pages: tuple[int, ...]) -> None:
+        """A request arrives for what another node has computed, and the store begins to give it."""
+        self.another_node_computes(pages)
+        self.store_tier._paused_until = 0.0  # earlier errors are forgotten
+        self.arrive(pages)
+        self._begin(self.waiting[-1])
+        for order in [order for order in self.store.orders if isinstance(order, LookUp)]:
+            self._answer(order, None)
+        self.tier.poll()
+
+    @rule()
+    @precondition(lambda self: self.waiting)
+    def give_up(self) -> None:
+        """The store is too slow for those who wait."""
+        self.now += FIRST_WAIT_SECS
+        for request in list(self.waiting):
+            self._begin(request)
+
+    @rule(secs=st.sampled_from([*[0.1, FIRST_WAIT_SECS] * 3, QUARANTINE_SECS]))
     def time_passes(self, secs: float) -> None:
         self.now += secs
         if secs == QUARANTINE_SECS:  # what lands late has landed by then
@@ -341,8 +370,7 @@ class TierOnStore(Tier):
                     if not self._read_page(order):
                         break
                 if error:
-                    order.may_still_land = True
-                    self.store.landing_late += order.page_ids[order.num_right :]
+                    self._fail_read(order)
             case Put():
                 for key, page in zip(order.keys, order.page_ids, strict=True):
                     assert self.memory.host[page] in (key, WRONG), "it changed before it was written"
@@ -376,6 +404,18 @@ class TierOnStore(Tier):
             self._read_page(order)
         else:
             self.memory.host[order.page_ids[order.num_right]] = b"a part"
+
+    def _fail_read(self, order: Get) -> None:
+        order.may_still_land = True
+        self.store.landing_late += order.page_ids[order.num_right :]
+
+    @rule(pages=prompts)
+    def fail_to_read(self, pages: tuple[int, ...]) -> None:
+        self.begin_to_read(pages)
+        for order in self._reads:
+            self._fail_read(order)
+            self.store.end(order, error="lost")
+        self.tier.poll()
 
     @property
     def _reads(self) -> list[Get]:
@@ -438,7 +478,7 @@ class TierOnStore(Tier):
 
 
 TierOnStore.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(60, 300), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(80, 400), stateful_step_count=40
 )
 TestStoreTier = TierOnStore.TestCase
 
@@ -458,3 +498,18 @@ def test_pages_behind_one_that_is_found_wrong_during_their_copy_are_not_kept() -
     machine.nothing_is_lost_or_twice()
     assert machine.prefixes.find(request.keys, HOST_POOLS) is None
     assert machine.pools.free.host == machine.memory.num_slots - PAGE_SIZE, "all but the page set aside"
+
+
+def test_pages_behind_one_that_is_found_wrong_while_they_are_read_are_not_kept() -> None:
+    machine = TierOnStore()
+    machine._serve((0, 0, 0))
+    machine.begin_to_read((0, 0, 0, 0, 1))
+    (order,) = machine._reads
+    assert len(order.keys) == 2, "main memory has three pages of the prompt"
+    (stored,) = [run for run in machine.prefixes if run.kinds == HOST_POOLS and run.start_page == 0]
+    slot = stored.holding[PoolKind.HOST][0].start
+    machine.set_aside.record_wrong_row("scrub", PoolKind.HOST, WrongItem(0, 0, slot, 0, 1))
+    machine._answer_all()
+    machine.nothing_is_lost_or_twice()
+    assert machine.prefixes.find(order.keys, HOST_POOLS) is None
+    assert machine.store_tier.num_landing == 0
