@@ -42,6 +42,10 @@ FIRST_WAIT_SECS: Final = 1.0
 """Longest wait for the store before this node has computed anything."""
 LEAST_WAIT_SECS: Final = 0.02
 """A prompt that is computed sooner than this is not looked up: the answer would hardly come in time."""
+LONGEST_WAIT_SECS: Final = 30.0
+"""Longest wait for an answer, however long computing would take."""
+SHARE_OF_EARLIER: Final = 0.8
+"""What an earlier forward counts against the one after it, in the time that computing takes."""
 FIRST_PAUSE_SECS: Final = 1.0
 LONGEST_PAUSE_SECS: Final = 60.0
 """Time for which the store is left alone after the first error or late answer, and after many."""
@@ -135,8 +139,8 @@ class StoreTier:
         """Slots of failed reads, and when they are free."""
         self._unverified: set[int] = set()
         """Pages of main memory that came from the store, until the host tier has verified their rows."""
-        self._secs_per_token: float | None = None
-        """Time that computing a token takes, lately; None before the first one."""
+        self._num_computed_tokens = self._computed_secs = 0.0
+        """Tokens of forwards and the time that they took, of which earlier ones count less."""
         self._paused_until = self._pause_secs = 0.0
         self.is_connected = False
         """Whether the last order went well."""
@@ -204,9 +208,8 @@ class StoreTier:
 
     def note_computed(self, num_tokens: int, secs: float) -> None:
         """Note how long a forward took: a measure for how long the store is waited for."""
-        latest = secs / num_tokens
-        before = latest if self._secs_per_token is None else self._secs_per_token
-        self._secs_per_token = 0.8 * before + 0.2 * latest
+        self._num_computed_tokens = SHARE_OF_EARLIER * self._num_computed_tokens + num_tokens
+        self._computed_secs = SHARE_OF_EARLIER * self._computed_secs + secs
 
     # --- to the store ----------------------------------------------------------------------------------
 
@@ -274,10 +277,11 @@ class StoreTier:
             landing.order.is_cancelled = True
 
     def _wait_secs(self, num_pages: int) -> float:
-        """Return the time that computing so many pages would take."""
-        if self._secs_per_token is None:
+        """Return how long to wait for so many pages: the time that computing them would take."""
+        if not self._num_computed_tokens:
             return FIRST_WAIT_SECS
-        return num_pages * self._pools.page_size * self._secs_per_token
+        num_tokens = num_pages * self._pools.page_size
+        return min(num_tokens * self._computed_secs / self._num_computed_tokens, LONGEST_WAIT_SECS)
 
     # --- answers ---------------------------------------------------------------------------------------
 
