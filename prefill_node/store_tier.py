@@ -51,8 +51,6 @@ LONGEST_PAUSE_SECS: Final = 60.0
 """Time for which the store is left alone after the first error or late answer, and after many."""
 QUARANTINE_SECS: Final = 60.0
 """Time after a failed read in which its slots are not used: twice Mooncake's longest timeout."""
-
-
 OPERATIONS: Final = ("look_up", "get", "put", "full", "remove")
 """Labels of ``store_failures_total``; full: a page for which the store had no space."""
 
@@ -348,7 +346,8 @@ class StoreTier:
 
     def _take_arrived(self, landing: _Landing) -> None:
         """Put the pages that have arrived since the last time into the tree."""
-        num_new = landing.order.num_right - landing.num_taken
+        num_right = landing.order.num_right  # read once: the thread counts on
+        num_new = num_right - landing.num_taken
         if landing.is_lost or num_new == 0:
             return
         end = landing.num_before + num_new
@@ -363,7 +362,7 @@ class StoreTier:
         before = landing.before
         landing.before = self._prefixes.use(landing.keys[:end], HOST_POOLS)
         self._let_go(before)
-        landing.num_before, landing.num_taken = end, landing.order.num_right
+        landing.num_before, landing.num_taken = end, num_right
         self.num_got_tokens += num_new * self._pools.page_size
 
     def _read(self, order: Get) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,16 @@ class Master:
         assert self._process.poll() is None, self._log.read_text()
         with socket.socket() as connection:
             return connection.connect_ex(("127.0.0.1", self.port)) == 0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the process inside the block: connections are taken, and nothing is answered."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+        try:
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -164,11 +164,11 @@ def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
 
     # It is started again, and knows nothing. Mooncake's clients come back by themselves.
     master.start()
-    seeds = itertools.count(100)
+    fresh = itertools.count(100)
 
     def is_back() -> bool:
         before = keeps.tier.num_put_tokens
-        keeps.deliver(next(seeds), 50)
+        keeps.deliver(next(fresh), 50)
         return keeps.tier.num_put_tokens > before
 
     wait_until(is_back, "the store to take pages again")
@@ -177,7 +177,7 @@ def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
 
 
 def test_the_client_of_mooncake(master: Master) -> None:
-    """Its codes are translated, and a master that was stopped is not called."""
+    """Its codes are translated."""
     memory = Memory(4 << 20)
     store = MooncakeStore(master.address, "127.0.0.1", memory=[memory], lent_bytes=16 << 20)
     with pytest.raises(StoreError, match=r"not connected to the store at 127\.0\.0\.1:"):
@@ -200,7 +200,9 @@ def test_the_client_of_mooncake(master: Master) -> None:
     store._client.close()
 
 
-def test_a_store_that_is_not_there_is_no_error_at_the_start() -> None:
-    store = MooncakeStore("127.0.0.1:1", "127.0.0.1")
+def test_a_master_that_does_not_answer_is_not_called(master: Master) -> None:
+    """Mooncake's call would hold the interpreter's lock until it answers."""
+    with master.stopped(), pytest.raises(StoreError, match=r"no answer from the store at .*: timed out"):
+        MooncakeStore(master.address, "127.0.0.1").connect()
     with pytest.raises(StoreError, match=r"no answer from the store at 127\.0\.0\.1:1: .*refused"):
-        store.connect()
+        MooncakeStore("127.0.0.1:1", "127.0.0.1").connect()
