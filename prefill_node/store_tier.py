@@ -62,9 +62,11 @@ class Orders(Protocol):
     def object_bytes(self) -> int:
         """Bytes of a page in the store."""
 
-    def submit(self, order: Order) -> None: ...
+    def submit(self, order: Order) -> None:
+        """Take an order, without waiting."""
 
-    def poll(self) -> list[Order]: ...
+    def poll(self) -> list[Order]:
+        """Return the orders that are over since the last call."""
 
 
 @dataclass(eq=False, slots=True)
