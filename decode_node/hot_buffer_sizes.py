@@ -9,12 +9,16 @@ slots by an ``Exchange``, which replaces all of them before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange
+
+MIN_SAVED: Final = 1.0
+"""Copies that a request must save by becoming resident, for each that fills its pages."""
 
 
 def spare_capacity(draft: PlanDraft, request: Request) -> int:
@@ -92,9 +96,9 @@ def make_resident(draft: PlanDraft) -> None:
     """Give one hisparse request pages for all of its tokens, if device slots are free that neither another
     hot buffer nor the growth of dense requests will need. Held pages are not given up for that.
 
-    It is the one that saves most misses for the slots that it gets, as its own steps have counted them. The
-    next one has its turn once its row is filled, so that one request at a time sits steps out. As
-    ``enlarge_hot_buffers``, this is a plan's last part.
+    It is the one that saves most misses in the rest of its life for the slots that it gets. The next one has
+    its turn once its row is filled, so that one request at a time sits steps out. As ``enlarge_hot_buffers``,
+    this is a plan's last part.
     """
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
@@ -107,12 +111,26 @@ def make_resident(draft: PlanDraft) -> None:
         if not request.hot_capacity or not request.has_next_step:
             continue
         gain = SlotCounts(device=_resident_slots(limits, request) - request.num_device_slots)
-        saved = request.row_counters.miss_share / max(limits.page_size, gain.device)
-        if gain.device <= spare and saved > most_saved:
+        if gain.device > spare:
+            continue
+        num_saved = _num_saved(limits, request)
+        # What its hot buffer holds as a whole is soon copied, and found with fewer looks in pages.
+        is_short = request.num_kv_tokens < limits.device_buffer_size
+        if num_saved < MIN_SAVED * request.num_kv_tokens and not is_short:
+            continue
+        saved = num_saved / max(limits.page_size, gain.device)
+        if saved > most_saved:
             best, most_saved, slots = request, saved, gain
     if best is not None and draft.may_give(slots, draft.reserve):
         draft.exchanges[best] = Exchange(best, 0, num_page_slots=_resident_slots(limits, best))
         draft.give(slots, draft.reserve)
+
+
+def _num_saved(limits: Limits, request: Request) -> float:
+    """Return how many items of a layer the request will miss up to the end of its life, if it goes on as its
+    steps so far and selects as many as the model can."""
+    num_steps = request.sampling.max_new_tokens - request.next_index
+    return request.row_counters.miss_share * limits.index_topk * num_steps
 
 
 def _resident_slots(limits: Limits, request: Request) -> int:

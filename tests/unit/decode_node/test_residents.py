@@ -12,7 +12,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.decode_node import sizing
+from hisparse_pd.decode_node import hot_buffer_sizes, sizing
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -38,6 +38,7 @@ def automatic(
 ) -> EngineHarness:
     """Return a node that decides by itself how many device slots a hisparse request has."""
     patch.setattr(sizing, "DEFAULT_BUFFER", HOT_BUFFER)
+    patch.setattr(hot_buffer_sizes, "MIN_SAVED", 0.0)  # answers are short here
     settings = {"page_size": 16, "device_buffer_size": 0, **settings}
     return harness(checkpoint, ipc_dir, **settings)
 
