@@ -37,6 +37,7 @@ _HELP = {
     "engine_steps_total": "loop iterations that did work",
     "num_running_reqs": "requests in the running batch",
     "running_reqs": "requests in the running batch, by mode",
+    "num_resident_reqs": "running hisparse requests that have all of their tokens on the device",
     "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
     "num_queue_reqs": "requests that wait for admission or prefill",
     "queue_reqs": "requests that wait for admission, by the hisparse flag that they have",
