@@ -7,9 +7,10 @@ host pages stand beside that, so that ``backup_newest`` keeps the host pool comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -122,21 +123,28 @@ class ResidentStart:
     def _plan_of(self, copy: _Copy) -> MissPlan:
         """Return the slots of the copy's positions, which all layers of a chunk share."""
         if self._plan is None or self._plan[0] != copy.start:
-            self._plan = copy.start, MissPlan(*self._columns(copy.start, copy.stop))
+            self._plan = copy.start, self._make_plan(copy.start, copy.stop)
         return self._plan[1]
 
-    def _columns(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield the columns of a ``MissPlan`` for the positions [start, stop)."""
-        page_size, is_cuda = self._state.page_size, self._state.device.type == "cuda"
-        positions = torch.arange(start, stop)
-        page, offset = positions // page_size, positions % page_size
-        for column in (
-            self._host_pages[page] * page_size + offset,
-            self._pages[page] * page_size + offset,
-            torch.full((stop - start,), self._row, dtype=torch.int32),
-            positions.int(),
-            torch.tensor([stop - start], dtype=torch.int32),
-        ):
-            # torch keeps pinned memory alive until the copy from it is done.
-            pinned = column.pin_memory() if is_cuda else column
-            yield pinned.to(self._state.device, non_blocking=True)
+    def _make_plan(self, start: int, stop: int) -> MissPlan:
+        """Return the copies of the positions [start, stop), in one layer."""
+        num, device = stop - start, self._state.device
+        is_pinned = device.type == "cuda"
+        slots = torch.empty((2, num), dtype=torch.int64, pin_memory=is_pinned)
+        words = torch.empty(2 * num + 1, dtype=torch.int32, pin_memory=is_pinned)
+        host, dev = slots.numpy()
+        host[:] = self._slots(self._host_pages, start, stop)
+        dev[:] = self._slots(self._pages, start, stop)
+        rows, positions, num_copies = np.split(words.numpy(), (num, 2 * num))
+        rows[:], positions[:], num_copies[:] = self._row, np.arange(start, stop), num
+        # torch keeps pinned memory alive until the copy from it is done.
+        slots, words = slots.to(device, non_blocking=True), words.to(device, non_blocking=True)
+        return MissPlan(slots[0], slots[1], words[:num], words[num : 2 * num], words[2 * num :])
+
+    def _slots(self, pages: Tensor, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the slots of the positions [start, stop), whose pages have these ids."""
+        page_size = self._state.page_size
+        first, last = start // page_size, -(-stop // page_size)
+        ids = pages[first:last].numpy().astype(np.int64)
+        slots = (ids[:, None] * page_size + np.arange(page_size)).ravel()
+        return slots[start - first * page_size : stop - first * page_size]

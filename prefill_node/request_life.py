@@ -23,7 +23,7 @@ from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
@@ -40,6 +40,7 @@ from hisparse_pd.prefill_node.requests import (
     PrefillState,
 )
 from hisparse_pd.prefill_node.scheduler import Running, StepLimits, Waiting
+from hisparse_pd.prefill_node.store_tier import Orders, StoreTier
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -89,13 +90,14 @@ class PrefillLife:
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
         host_pages: HostPages | None = None,
+        store_orders: Orders | None = None,
         wrong_items: Callable[[PageRows, int], list[WrongItem]] = lambda rows, page_size: [],
     ) -> None:
         """``max_queued``: most requests that wait. ``tell_peer`` sends a message without waiting and returns
         whether it is on its way. ``room_timeout_secs``: how long a decode node waits for anything about a
         room; this node keeps the request ``grace_secs`` longer, so that clients get the decode node's
-        error. ``host_pages``: main memory below the prefix cache, if there is any; ``wrong_items``: see
-        ``HostTier``."""
+        error. ``host_pages``: main memory below the prefix cache, if there is any; ``store_orders``: what
+        carries out orders to the store below it, if there is one; ``wrong_items``: see ``HostTier``."""
         self.requests = PrefillRequests()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -113,8 +115,11 @@ class PrefillLife:
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         """Pages in which a wrong row was found: nobody gets them again."""
-        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items)
-        """What main memory keeps of prompts that were computed."""
+        store = None
+        if store_orders is not None:
+            store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside)
+        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items, store)
+        """What main memory and the store keep of prompts that were computed."""
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -234,8 +239,8 @@ class PrefillLife:
 
     def candidates(self) -> Iterator[Waiting]:
         """Yield the waiting requests in order of arrival, without those whose decode node has too many bytes
-        pending, and those whose pages are on their way up from main memory. Cached prefixes of earlier
-        candidates count as pending, because admission sends them."""
+        pending, and those whose pages are on their way up from the store or main memory. Cached prefixes of
+        earlier candidates count as pending, because admission sends them."""
         num_bytes_pending: dict[str, int] = {}
         for request in self.waiting():
             session = request.peer.session
@@ -244,7 +249,8 @@ class PrefillLife:
             if not self.pusher.may_start(request, num_bytes_pending[session]):
                 continue
             waiting = self.look_up(request)
-            if self.tier.fetch(waiting.room, waiting.keys, self._limits.pages_for(waiting.num_tokens)):
+            num_pages = self._limits.pages_for(waiting.num_tokens)
+            if self.tier.fetch(waiting.room, waiting.keys, num_pages, self._published_ids(request)):
                 continue
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - request.bootstrap.num_held_tokens)
@@ -315,10 +321,23 @@ class PrefillLife:
         """Put the request's pages into the cache. Where the cache has got an equal page from another request
         meanwhile, this one keeps its own copy, which its writes read."""
         if request.holding is not None:
+            token_ids = self._published_ids(request)
             request.prefix = self.prefixes.share(
-                request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
+                request.holding,
+                request.keys,
+                CACHE_POOLS,
+                request.prefix,
+                keeps_copies=True,
+                token_ids=token_ids,
             )
-            self.tier.store(request.room, request.keys)
+            self.tier.store(request.room, request.keys, token_ids)
+
+    def _published_ids(self, request: PrefillRequest) -> bytes | None:
+        """Return the packed ids of a prompt whose pages others may know of; None for one with an isolation
+        key, and if nobody listens."""
+        message = request.bootstrap
+        is_published = self.prefixes.listener is not None and message.root == NO_ISOLATION
+        return message.prompt if is_published else None
 
     def batch_returned(self, completion: Completion, now_secs: float) -> None:
         """Account for a batch that came back from the sender, and end its request if it was the last or
@@ -468,9 +487,10 @@ class PrefillLife:
         request."""
         self.pools.check_integrity(
             {
-                Stage.LANDING: self.tier.num_copies,
+                Stage.LANDING: self.tier.num_landing,
                 Stage.RUNNING: self.requests.count(PrefillState.COMPUTING, PrefillState.SENDING),
                 Stage.ENDING: self.requests.count(PrefillState.DRAINING),
+                Stage.QUARANTINED: self.tier.num_quarantined,
                 Stage.HELD: len(self.prefixes),
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }

@@ -74,7 +74,7 @@ class Node:
             self.rooms.waiting(),
             self.rooms.stuck(now),
             self.rooms.held,
-            may_make_resident=self.limits.keeps_residents,
+            may_use_free=True,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
@@ -244,13 +244,19 @@ def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
 
 RESIDENTS = replace(
     STEP_BY_STEP,
-    totals=replace(LIMITS.totals, host=1200, device=512, index=1712, lookup=2400),
+    totals=replace(LIMITS.totals, host=2000, device=512, index=2512, lookup=4000),
     keeps_residents=True,
 )
 
 
-def settled(node: Node) -> None:
-    """Carry plans out until one exchanges nothing."""
+AUTOMATIC = replace(RESIDENTS, largest_hot_buffer=128, keeps_residents=False)
+
+
+def settled(node: Node, miss_share: float = 0.5) -> None:
+    """Carry plans out until one exchanges nothing. All requests have missed ``miss_share`` of their
+    positions so far."""
+    for request in node.rooms.select(RequestState.RUNNING):
+        request.row_counters = SwapCounts(hits=round(100 * (1 - miss_share)), misses=round(100 * miss_share))
     while node.step().exchanges:
         pass
 
@@ -259,12 +265,51 @@ def residents_of(requests: list[Request]) -> list[bool]:
     return [request.is_resident for request in requests]
 
 
+def test_hot_buffers_get_their_share_of_the_pool_and_shrink_to_it_for_others() -> None:
+    """Three have 128 of 512 slots each. Two more take what is free; a sixth gets what exceeds 96, the share
+    of five, and then a dense one what exceeds the full size."""
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(3)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 3
+    settled(node)
+    assert [request.hot_capacity for request in requests] == [128] * 3
+    later = [node.arrive(TRUE, 100, max_new_tokens=40) for _ in range(3)]
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [
+        (requests[2], 96),
+        (requests[1], 96),
+    ]
+    assert [request.hot_capacity for request in later] == [64] * 3
+    dense = node.arrive(FALSE, 80, max_new_tokens=16)
+    plan = node.step()
+    assert [each.hot_capacity for each in plan.exchanges] == [64] * 3
+    assert dense.state is RequestState.RUNNING
+    assert [request.num_retractions for request in requests] == [1, 2, 2]
+
+
+def test_a_hot_buffer_grows_to_its_share_if_that_saves_copies() -> None:
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 130, max_new_tokens=60) for _ in range(7)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 7
+    for request in requests[4:]:
+        end(node.rooms, request)
+    settled(node, miss_share=0.1)
+    assert [request.hot_capacity for request in requests[:4]] == [64] * 4, "too few misses for that"
+    settled(node, miss_share=0.5)
+    assert [request.hot_capacity for request in requests[:4]] == [128, 128, 128, 64]
+    assert node.rooms.pools.free.device == 64
+
+
 def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() -> None:
     """Each takes 112 of 512 slots for its 81 tokens and 16 more; 64 stay free for a hot buffer."""
     node = Node(RESIDENTS)
     requests = [node.arrive(TRUE, 80, max_new_tokens=40) for _ in range(4)]
     node.step()
     assert [request.hot_capacity for request in requests] == [64] * 4
+    for request in requests:
+        request.row_counters = SwapCounts(hits=50, misses=50)
     plan = node.step()
     assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(requests[0], 0)]
     assert requests[0].num_device_slots == 112
@@ -279,14 +324,37 @@ def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() 
         assert request.has_slots_for_next
 
 
-def test_the_one_that_misses_most_for_its_slots_becomes_resident_first() -> None:
+def test_the_one_that_saves_most_for_its_slots_becomes_resident_first() -> None:
+    """The third misses most, and needs more slots; the fourth misses as the second, and ends sooner."""
     node = Node(RESIDENTS)
-    requests = [node.arrive(TRUE, length, max_new_tokens=40) for length in (80, 80, 160)]
+    lives = ((80, 60), (80, 60), (160, 60), (80, 30))
+    requests = [node.arrive(TRUE, length, max_new_tokens=num) for length, num in lives]
     node.step()
-    for request, num_misses in zip(requests, (10, 30, 35), strict=True):
+    for request, num_misses in zip(requests, (20, 50, 55, 50), strict=True):
         request.row_counters = SwapCounts(hits=100 - num_misses, misses=num_misses)
     (exchange,) = node.step().exchanges
-    assert exchange.request is requests[1], "the third misses more, and needs twice the slots"
+    assert exchange.request is requests[1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_new_tokens", "miss_share", "is_resident"),
+    [
+        (100, 20, 0.5, True),
+        (100, 10, 0.5, False),
+        (100, 20, 0.2, False),
+        (100, 20, 0.0, False),
+        (40, 2, 0.0, True),
+    ],
+)
+def test_pages_are_filled_only_if_that_saves_as_many_copies(
+    num_tokens: int, max_new_tokens: int, miss_share: float, is_resident: bool
+) -> None:
+    """Of 20 selected positions a step misses half, in up to 19 steps: 190 for 100. Short ones cost little."""
+    node = Node(RESIDENTS)
+    request = node.arrive(TRUE, num_tokens, max_new_tokens)
+    node.step()
+    settled(node, miss_share)
+    assert request.is_resident == is_resident
 
 
 def test_residents_make_room_for_who_waits_before_hot_buffers_shrink() -> None:
@@ -321,12 +389,12 @@ def test_residents_make_room_for_dense_requests_but_hot_buffers_do_not_shrink_fo
 
 def test_a_resident_stays_where_other_slots_than_its_pages_are_missing() -> None:
     node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=192, index=192)))
-    resident = node.arrive(TRUE, 100, max_new_tokens=10)
+    resident = node.arrive(TRUE, 100, max_new_tokens=12)
     node.step()
     settled(node)
     assert resident.is_resident
     for flag in (FALSE, TRUE):
-        waiting = node.arrive(flag, 100, max_new_tokens=10)
+        waiting = node.arrive(flag, 100, max_new_tokens=12)
         assert node.plan() == StepPlan()
         end(node.rooms, waiting)
 
