@@ -196,8 +196,10 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     }
     console.print(table_of("Requests", [run]))
     capacities = report["lru"]["capacity_tokens"]
-    sizes = f"{capacities['device']:,} tokens on the device, {capacities['host']:,} in main memory"
-    console.print(table_of(f"Prompt tokens; LRU: {sizes}", token_rows(report)))
+    console.print(table_of("Prompt tokens", token_rows(report)))
+    console.print(
+        f"LRU: {capacities['device']:,} tokens on the device, {capacities['host']:,} in main memory"
+    )
     for name, number in report["errors"].items():
         problem = f"{number} x {name}: {report['error_samples'][name]}"
         console.print(problem, style="red", markup=False, highlight=False)
