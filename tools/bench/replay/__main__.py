@@ -197,9 +197,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(table_of("Requests", [run]))
     capacities = report["lru"]["capacity_tokens"]
     console.print(table_of("Prompt tokens", token_rows(report)))
-    console.print(
-        f"LRU: {capacities['device']:,} tokens on the device, {capacities['host']:,} in main memory"
-    )
+    sizes = f"{capacities['device']:,} tokens on the device, {capacities['host']:,} in main memory"
+    console.print(f"LRU: {sizes}", highlight=False)
     for name, number in report["errors"].items():
         problem = f"{number} x {name}: {report['error_samples'][name]}"
         console.print(problem, style="red", markup=False, highlight=False)
