@@ -9,7 +9,7 @@ import shutil
 import tarfile
 import time
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from tools.bench.beside_sglang.comparison import (
 from tools.bench.beside_sglang.environment import GuestMissing, check_guest, versions
 from tools.bench.beside_sglang.guest import GuestTurn, engine_arguments, server_arguments
 from tools.bench.beside_sglang.model import main as write_model
+from tools.bench.beside_sglang.model import tokens_of_step
 from tools.bench.beside_sglang.over_http import STOP_SECS, http_turn, measure_points, pair_options
 from tools.bench.beside_sglang.prewarm import Warming, jobs_of, outcomes, products
 from tools.bench.beside_sglang.run import Run
@@ -84,7 +85,7 @@ def test_a_batch_that_was_never_full_is_dropped_with_a_line() -> None:
 def test_lines_before_the_first_cell_and_of_a_cell_that_did_not_end() -> None:
     lines = [decode_line(2, 1.0), *log_of(2, [(2, 100.0)] * 5)[:-1], "Scheduler hit an exception"]
     [cell] = read_cells(lines)
-    assert cell.decode == [(2, 100.0)] * 5
+    assert cell.decode == [(2, 100.0, 1.0)] * 5
     assert cell.measured is None
     [found], _ = sglang_cells(TURN, [cell], 656)
     assert found["step_ms"] == pytest.approx(20.0)
@@ -128,6 +129,7 @@ def test_turns_go_by_context_mode_and_engine() -> None:
 
 def cell(engine: str, batch: int, step_ms: float) -> dict[str, Any]:
     figures = {"step_ms": step_ms, "tokens_a_second": 1e3 * batch / step_ms, "misses_a_token": None}
+    figures["tokens_a_step"] = 1.0
     return {
         "engine": engine,
         "mode": "dense",
@@ -148,7 +150,7 @@ def test_rows_have_both_engines_and_the_ratio_of_their_times(capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "sglang step ms" in printed
     assert [line.split() for line in printed.splitlines() if "dense" in line][1] == [
-        *("32,768", "dense", "16", "2.00", "4.00", "2.00", "8,000", "4,000"),
+        *("32,768", "dense", "16", "2.00", "4.00", "2.00", "1.00", "1.00", "8,000", "4,000"),
     ]
 
 
@@ -311,9 +313,9 @@ def test_ratios_over_http_above_one_say_that_ours_is_faster(capsys: pytest.Captu
 
 
 def test_our_cells_are_those_of_decode_steps_report() -> None:
-    row = {"batch": 16, "step_ms": 2.0, "misses_a_token": 3.0, "mb_a_step": 4.0, "mode": "dense"}
+    row = {"batch": 16, "step_ms": 2.0, "misses_a_token": 3.0, "mb_a_step": 4.0, "tokens_a_step": 2.5}
     [found] = our_cells(Turn("ours", "dense", 32768, (16,)), {"rows": [row]})
-    assert found["tokens_a_second"] == 8000.0
+    assert found["tokens_a_second"] == 20_000.0
     assert found["misses_a_token"] == 3.0
 
 
@@ -325,10 +327,14 @@ def test_the_model_has_v32s_width_for_both_engines(tmp_path: Path) -> None:
     assert [config[name] for name in sizes] == [7168, 128, 1536, 512, 2048]
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     assert config["topk_method"] == "noaux_tc"  # SGLang asks for it
-    assert not list(tmp_path.glob("*.safetensors"))
-    spec = load_spec(tmp_path, "bfloat16", "fp8_e4m3", device="cpu", load_format="dummy")
-    assert spec.num_layers == 5
-    assert spec.item_bytes == beside_sglang.ITEM_BYTES
+    assert config["num_nextn_predict_layers"] == 0
+    drafting = tmp_path / "drafting"
+    assert write_model(["--out", str(drafting), "--config-only", "--draft-agreement", "0.7"]) == 0
+    assert json.loads((drafting / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert not list(tmp_path.rglob("*.safetensors"))
+    for cache_dtype, item_bytes in beside_sglang.ITEM_BYTES.items():
+        spec = load_spec(tmp_path, "bfloat16", cache_dtype, device="cpu", load_format="dummy")
+        assert (spec.num_layers, spec.item_bytes) == (5, item_bytes)
     assert (7168, 16384) in products(config)
     assert (2112, 7168) in products(config)
 
@@ -348,6 +354,35 @@ def test_sglangs_pools_hold_more_than_the_largest_batch() -> None:
     assert hisparse["max_total_tokens"] > 128 * 4096 + 2 * 32768
     assert hisparse["max_total_tokens"] < dense["max_total_tokens"] / 4
     assert settings["host_to_device_ratio"] * hisparse["max_total_tokens"] >= dense["max_total_tokens"]
+
+
+def test_drafts_and_the_dtype_of_kv_are_those_of_our_node() -> None:
+    plain = engine_arguments(turn_of("dense", 1))
+    assert plain["kv_cache_dtype"] == "fp8_e4m3"
+    assert not [name for name in plain if name.startswith(("speculative", "dsa"))]
+    turn = replace(turn_of("dense", 1), kv_cache_dtype="bfloat16", num_drafts=3)
+    drafting = engine_arguments(turn)
+    assert drafting["kv_cache_dtype"] == "bfloat16"
+    assert (drafting["speculative_num_steps"], drafting["speculative_num_draft_tokens"]) == (3, 4)
+    assert tokens_of_step(3, 0.5) == 1 + 0.5 + 0.25 + 0.125
+    assert tokens_of_step(0, None) == tokens_of_step(3, None) == 1.0
+
+
+def test_drafts_without_an_mtp_layer_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        beside_sglang.parse(["--guest", "DIR", "--drafts", "3"])
+    assert "--draft-agreement" in capsys.readouterr().err
+
+
+def test_a_step_with_drafts_makes_several_tokens() -> None:
+    lines = log_of(2, [(2, 1000.0)] * 5)
+    accepted = [
+        line.replace("cuda graph", "accept len: 2.50, accept rate: 0.50, cuda graph") for line in lines
+    ]
+    [found], _ = sglang_cells(TURN, read_cells(accepted), 656)
+    assert found["step_ms"] == pytest.approx(1e3 * 2 * 2.5 / 1000)
+    assert found["tokens_a_step"] == 2.5
+    assert found["tokens_a_second"] == pytest.approx(1000.0)
 
 
 def test_both_servers_pools_hold_the_same_requests() -> None:

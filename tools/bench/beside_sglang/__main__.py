@@ -44,8 +44,8 @@ from tools.bench.beside_sglang.turns import MODES, Mode, Turn, limits, plan
 from tools.bench.facts import OUT, gpus
 from tools.bench.report import make_console, table_of
 
-ITEM_BYTES: Final = 656
-"""Bytes of one token's fp8 KV in one layer, in both engines."""
+ITEM_BYTES: Final = {"fp8_e4m3": 656, "bfloat16": 1152}
+"""Bytes of one token's KV in one layer, in both engines, by its dtype."""
 
 
 def take_turn(run: Run, turn: Turn, secs: float) -> None:
@@ -62,7 +62,8 @@ def _our_turn(run: Run, turn: Turn, secs: float) -> None:
     options = run.options
     stem = options.logs / turn.name
     words = (
-        *("--model-path", str(options.model), "--kv-cache-dtype", "fp8_e4m3", "--verify-rows"),
+        *("--model-path", str(options.model), "--kv-cache-dtype", options.kv_cache_dtype, "--verify-rows"),
+        *("--speculative-num-steps", str(options.drafts)),
         *("--chunk", str(CHUNK), "--context", str(turn.context), "--buffer", str(options.buffer)),
         *("--modes", turn.mode, "--batch", *map(str, turn.batches), "--max-dense", str(max(turn.batches))),
         *("--out", str(stem)),
@@ -82,7 +83,7 @@ def _our_turn(run: Run, turn: Turn, secs: float) -> None:
 def _sglang_turn(run: Run, turn: Turn, secs: float) -> None:
     text = run.process(turn.name, run.guest_turn(turn), secs, run.guest_environment())
     cells = read_cells(text.splitlines())  # in the order of the turn's batches
-    found, dropped = sglang_cells(turn, cells, ITEM_BYTES)
+    found, dropped = sglang_cells(turn, cells, ITEM_BYTES[run.options.kv_cache_dtype])
     run.cells += found
     run.prefill += sglang_prefill(turn, cells, CHUNK)
     for line in dropped:
@@ -97,14 +98,16 @@ def prepare(run: Run) -> None:
     if not (options.model / "config.json").exists():
         shape = ("layers", "experts", "experts_per_token", "jitter")
         words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in shape]
+        if options.draft_agreement is not None:
+            words.append(f"--draft-agreement={options.draft_agreement}")
         command = [sys.executable, "-m", "tools.bench.beside_sglang.model", "--out", str(options.model)]
         run.process("model", [*command, *words], options.model_secs, os.environ)
     if options.prewarm_secs:
         http_clients = options.http_clients if options.http else ()
         warming = Warming(
             model=str(options.model),
-            rows=tuple(sorted({*options.dense, *options.hisparse, *http_clients, CHUNK})),
-            item_bytes=ITEM_BYTES,
+            rows=tuple(sorted({*_rows_of_steps(options), *http_clients, CHUNK})),
+            item_bytes=ITEM_BYTES[options.kv_cache_dtype],
             buffer=options.buffer,
             num_processes=options.processes,
             secs=options.prewarm_secs - 2,  # so that it ends by itself before its limit
@@ -117,11 +120,17 @@ def prepare(run: Run) -> None:
             run.note(line)
 
 
+def _rows_of_steps(options: argparse.Namespace) -> set[int]:
+    """Return how many tokens the forwards of the cells' steps have: the MTP layer's, and the model's."""
+    batches = {*options.dense, *options.hisparse}
+    return batches | {batch * (options.drafts + 1) for batch in batches}
+
+
 def show(run: Run) -> None:
     gpu = ", ".join(gpus()) or "no GPU"
     steps, prefilled, over_http = beside(run.cells), prefill_beside(run.prefill), http_beside(run.http)
     if steps or prefilled:
-        run.console.print(steps_table(f"{gpu}; step times, ratio: SGLang's by ours", steps))
+        run.console.print(steps_table(f"{gpu}; steps, ratio: our tokens a second by SGLang's", steps))
         run.console.print(table_of("prefill; ratio: our rate by SGLang's", prefilled))
     if over_http:
         title = f"{gpu}; over HTTP, ratios: SGLang's TTFT by ours, our tokens a second by SGLang's"
@@ -146,6 +155,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--http-clients", type=int, nargs="+", default=[1, 16, 64], help="numbers of clients over HTTP")
     add("--http-modes", nargs="+", default=["dense"], choices=MODES, help="modes of requests over HTTP")
     add("--stream-interval", type=int, default=1, help="tokens of a chunk of an answer over HTTP")
+    add("--kv-cache-dtype", choices=ITEM_BYTES, default="fp8_e4m3", help="dtype of KV in steps and prefill")
+    add("--drafts", type=int, default=0, help="drafts of a step, with --draft-agreement; not over HTTP")
     add("--buffer", type=int, default=4096, help="entries of a hot buffer")
     add("--host-gb", type=float, default=100, help="main memory that SGLang may take, in GB")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that compile kernels")
@@ -159,6 +170,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--logs", type=Path, default=OUT / "beside_sglang_logs", help="folder of the processes' output")
     add_shape_options(parser)
     options = parser.parse_args(words)
+    if options.drafts and options.draft_agreement is None:
+        parser.error(f"--drafts {options.drafts}: the model needs an MTP layer; give --draft-agreement, too")
     options.cache = options.cache or options.guest / CACHE
     return options
 

@@ -15,7 +15,7 @@ from tools.bench.beside_sglang.scheduler_log import CellLog, prefill_rate
 from tools.bench.beside_sglang.turns import Turn
 from tools.bench.report import table_of
 
-STEPS: Final = ("step_ms", "tokens_a_second", "misses_a_token", "mb_a_step")
+STEPS: Final = ("step_ms", "tokens_a_step", "tokens_a_second", "misses_a_token", "mb_a_step")
 HTTP: Final = (
     *("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tokens_a_second"),
     *("num_requests", "cached_tokens", "client_cpu_share"),
@@ -25,7 +25,9 @@ HTTP: Final = (
 def our_cells(turn: Turn, report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the cells of a report of ``tools.bench.decode_step``."""
     return [
-        _cell(turn, row["batch"], row["step_ms"], row["misses_a_token"], row["mb_a_step"])
+        _cell(
+            turn, row["batch"], row["step_ms"], row["tokens_a_step"], row["misses_a_token"], row["mb_a_step"]
+        )
         for row in report["rows"]
     ]
 
@@ -49,7 +51,7 @@ def sglang_cells(
         if turn.mode == "hisparse" and step_bytes is not None:
             misses = step_bytes / bytes_per_miss / cell.batch
         megabytes = None if step_bytes is None else step_bytes / 1e6
-        found.append(_cell(turn, cell.batch, step_ms, misses, megabytes))
+        found.append(_cell(turn, cell.batch, step_ms, cell.tokens_a_step, misses, megabytes))
     return found, dropped
 
 
@@ -85,10 +87,13 @@ def http_cell(turn: Turn, cached: str, point: Mapping[str, Any]) -> dict[str, An
 
 
 def beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each mode, context and batch: our figures, SGLang's, and its step time divided by
-    ours."""
+    """Return a row for each mode, context and batch: our figures, SGLang's, and our tokens a second divided
+    by its, which is its step time divided by ours where steps make as many tokens."""
     rows = _rows(cells, ("context", "mode", "batch"), STEPS)
-    return [{**row, "ratio": _ratio(row["sglang_step_ms"], row["ours_step_ms"])} for row in rows]
+    return [
+        {**row, "ratio": _ratio(*(row[f"{engine}_tokens_a_second"] for engine in ("ours", "sglang")))}
+        for row in rows
+    ]
 
 
 def prefill_beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -114,8 +119,9 @@ def http_beside(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def steps_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of steps. A ratio above 1 says that ours is faster, in all tables."""
     columns = ("context", "mode", "batch", "ours_step_ms", "sglang_step_ms", "ratio")
-    more = ("ours_tokens_a_second", "sglang_tokens_a_second", "ours_misses_a_token", "sglang_misses_a_token")
-    return table_of(title, [{name: row[name] for name in (*columns, *more)} for row in rows])
+    more = ("tokens_a_step", "tokens_a_second", "misses_a_token")
+    named = [f"{engine}_{name}" for name in more for engine in ("ours", "sglang")]
+    return table_of(title, [{name: row[name] for name in (*columns, *named)} for row in rows])
 
 
 def http_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -145,7 +151,12 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def _cell(
-    turn: Turn, batch: int, step_ms: float, misses: float | None, megabytes: float | None
+    turn: Turn,
+    batch: int,
+    step_ms: float,
+    tokens_a_step: float,
+    misses: float | None,
+    megabytes: float | None,
 ) -> dict[str, Any]:
     return {
         "engine": turn.engine,
@@ -153,7 +164,8 @@ def _cell(
         "context": turn.context,
         "batch": batch,
         "step_ms": step_ms,
-        "tokens_a_second": 1e3 * batch / step_ms,
+        "tokens_a_step": tokens_a_step,
+        "tokens_a_second": 1e3 * batch * tokens_a_step / step_ms,
         "misses_a_token": misses,
         "mb_a_step": megabytes,
     }

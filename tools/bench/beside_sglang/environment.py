@@ -82,6 +82,12 @@ def guest_environment(site: Path, cache: Path) -> dict[str, str]:
     return {**os.environ, **own}
 
 
+def accepting(num_tokens: float) -> dict[str, str]:
+    """Return the variables by which each step of SGLang makes ``num_tokens`` tokens of a request on average,
+    whatever its dummy MTP layer guesses."""
+    return {"SGLANG_SIMULATE_ACC_LEN": str(num_tokens), "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
+
+
 def versions(site: Path) -> dict[str, str]:
     """Return the versions of the packages in the guest's folder."""
     found = (path.name.removesuffix(".dist-info").rpartition("-") for path in site.glob("*.dist-info"))
@@ -94,13 +100,25 @@ def guest_command(module: str, *arguments: str) -> list[str]:
 
 
 def has_free_gpu(most_mib: int) -> bool:
-    """Return whether the first GPU has at most ``most_mib`` MiB in use, or cannot be asked."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    """Return whether the GPU of the comparison has at most ``most_mib`` MiB in use, or cannot be asked."""
+    query = [
+        "nvidia-smi",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        "-i",
+        str(gpu_number()),
+    ]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return True
     return int(answer.stdout.split()[0]) <= most_mib
+
+
+def gpu_number() -> int:
+    """Return the driver's number of the first GPU that this process sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    return int(seen) if seen.isdecimal() else 0
 
 
 def _cuda_home() -> str:

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from tools.bench.beside_sglang.environment import HOST_BYTES
+from tools.bench.beside_sglang.environment import HOST_BYTES, gpu_number
 from tools.bench.beside_sglang.scheduler_log import CELL, DONE
 
 PAGE_SIZE: Final = 64
@@ -68,6 +68,10 @@ class GuestTurn:
     """Port of the HTTP server; 0: no server."""
     stream_interval: int = 1
     """Tokens of a chunk that the server sends."""
+    kv_cache_dtype: str = "fp8_e4m3"
+    """Dtype of KV, in our node's words."""
+    num_drafts: int = 0
+    """Tokens that the MTP layer guesses for a request in a step."""
 
 
 def tokens_of_request(context: int, num_output_tokens: int) -> int:
@@ -93,11 +97,20 @@ def engine_arguments(turn: GuestTurn) -> dict[str, Any]:
         "cuda_graph_backend_prefill": "disabled",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "kv_cache_dtype": "fp8_e4m3",
+        "kv_cache_dtype": turn.kv_cache_dtype,
         "decode_log_interval": 20,
         "random_seed": 1,
         "log_level": "info",
     }
+    if turn.kv_cache_dtype == "bfloat16":
+        arguments["dsa_decode_backend"] = "flashmla_sparse"  # the archive lacks FlashAttention 3
+    if turn.num_drafts:
+        arguments |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": turn.num_drafts,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": turn.num_drafts + 1,
+        }
     if turn.mode == "hisparse":
         # Hot buffers with a page of each request, and prompts that are on their way to the host pool.
         device = largest * (turn.buffer + PAGE_SIZE) + 4 * of_request
@@ -182,7 +195,7 @@ def adapt_sglang() -> None:
 
 
 class PcieRate:
-    """Samples, in a thread, how many bytes a second the first GPU receives over PCIe."""
+    """Samples, in a thread, how many bytes a second the GPU receives over PCIe."""
 
     def __init__(self) -> None:
         self.samples: list[float] = []
@@ -203,7 +216,7 @@ class PcieRate:
             import pynvml
 
             pynvml.nvmlInit()
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_number())
             while self._is_on.wait():
                 kilobytes = pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES)
                 self.samples.append(1024.0 * kilobytes)

@@ -23,7 +23,6 @@ SGLANG_FIELDS: Final[dict[str, Any]] = {
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "num_nextn_predict_layers": 0,
     "rope_theta": 10000.0,
     "rope_scaling": None,
     "routed_scaling_factor": 2.5,
@@ -36,7 +35,13 @@ SGLANG_FIELDS: Final[dict[str, Any]] = {
 value that changes no shape."""
 
 
-def shape(num_layers: int, num_experts: int, experts_per_token: int, jitter: float) -> SyntheticShape:
+def shape(
+    num_layers: int,
+    num_experts: int,
+    experts_per_token: int,
+    jitter: float,
+    draft_agreement: float | None = None,
+) -> SyntheticShape:
     return SyntheticShape(
         num_layers=num_layers,
         num_experts=num_experts,
@@ -45,7 +50,14 @@ def shape(num_layers: int, num_experts: int, experts_per_token: int, jitter: flo
         experts_per_token=experts_per_token,
         context_length=163840,
         jitter=jitter,
+        draft_agreement=draft_agreement,
     )
+
+
+def tokens_of_step(num_drafts: int, draft_agreement: float | None) -> float:
+    """Return how many tokens of a request a step makes on average, where each draft behind right ones is
+    right with a probability of ``draft_agreement``; None: no draft is ever right."""
+    return sum((draft_agreement or 0.0) ** number for number in range(num_drafts + 1))
 
 
 def write_model(directory: Path, of: SyntheticShape, device: str, *, with_weights: bool = True) -> None:
@@ -55,7 +67,9 @@ def write_model(directory: Path, of: SyntheticShape, device: str, *, with_weight
     else:
         write_synthetic_config(directory, of, in_fp8=True)
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | SGLANG_FIELDS, indent=2) + "\n")
+    config = json.loads(path.read_text()) | SGLANG_FIELDS
+    config["num_nextn_predict_layers"] = int(of.draft_agreement is not None)
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +83,11 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
         default=0.10,
         help="share of the index scores' variance that changes with every token; sets our hit rate",
     )
+    parser.add_argument(
+        "--draft-agreement",
+        type=float,
+        help="share of the MTP layer's guesses that are right; default: no layer",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-only", action="store_true", help="write no weights")
     add_shape_options(parser)
     options = parser.parse_args(argv)
-    of = shape(options.layers, options.experts, options.experts_per_token, options.jitter)
+    of = shape(
+        options.layers,
+        options.experts,
+        options.experts_per_token,
+        options.jitter,
+        options.draft_agreement,
+    )
     started = time.perf_counter()
     write_model(options.out, of, options.device, with_weights=not options.config_only)
     print(f"wrote {options.out} in {time.perf_counter() - started:.1f} s")

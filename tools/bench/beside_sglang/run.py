@@ -22,12 +22,14 @@ from rich.console import Console
 from tools.bench.beside_sglang.comparison import beside, http_beside, prefill_beside
 from tools.bench.beside_sglang.environment import (
     HOST_BYTES,
+    accepting,
     guest_command,
     guest_environment,
     has_free_gpu,
     versions,
 )
 from tools.bench.beside_sglang.guest import GuestTurn
+from tools.bench.beside_sglang.model import tokens_of_step
 from tools.bench.beside_sglang.turns import Turn
 from tools.bench.facts import ROOT, gpus
 from tools.bench.report import write_report
@@ -123,13 +125,19 @@ class Run:
             vocabulary=self.vocabulary,
             port=port,
             stream_interval=options.stream_interval,
+            kv_cache_dtype=options.kv_cache_dtype,
+            num_drafts=options.drafts,
         )
         return guest_command("guest", json.dumps(asdict(of_guest)))
 
     def guest_environment(self) -> dict[str, str]:
-        """Return the variables of SGLang's processes, with the main memory that it may take."""
-        host_bytes = str(int(self.options.host_gb * 1e9))
-        return {**guest_environment(self.options.guest, self.options.cache), HOST_BYTES: host_bytes}
+        """Return the variables of SGLang's processes, with the main memory that it may take and how many
+        tokens of a request a step makes."""
+        options = self.options
+        own = {HOST_BYTES: str(int(options.host_gb * 1e9))}
+        if options.drafts:
+            own |= accepting(tokens_of_step(options.drafts, options.draft_agreement))
+        return {**guest_environment(options.guest, options.cache), **own}
 
     def write(self) -> None:
         """Write all figures, with the facts that they depend on."""

@@ -24,7 +24,9 @@ DONE: Final = "BESIDE-DONE "
 """Begins the line of the guest, behind a cell, that has what it measured itself, as JSON."""
 MIN_LINES: Final = 3
 """Lines of full batches that a cell needs, after the first, whose interval reaches back into the prefill."""
-_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
+_DECODE = re.compile(
+    r"Decode batch.*?#running-req: (\d+)(?:.*?accept len: ([\d.]+))?.*?gen throughput \(token/s\): ([\d.]+)"
+)
 _PREFILL = re.compile(r"Prefill batch.*?#new-token: (\d+).*?input throughput \(token/s\): ([\d.]+)")
 
 
@@ -33,8 +35,8 @@ class CellLog:
     """The scheduler's lines of one cell."""
 
     batch: int
-    decode: list[tuple[int, float]] = field(default_factory=list)
-    """Running requests, and tokens a second, of each decode line."""
+    decode: list[tuple[int, float, float]] = field(default_factory=list)
+    """Running requests, tokens a second, and tokens of a request in a step, of each decode line."""
     prefill: list[tuple[int, float]] = field(default_factory=list)
     """New tokens, and tokens a second, of each prefill line."""
     measured: dict[str, Any] | None = None
@@ -43,21 +45,30 @@ class CellLog:
     @property
     def full_rates(self) -> list[float]:
         """Tokens a second of full batches, without the first line of them."""
-        return [rate for running, rate in self.decode if running == self.batch][1:]
+        return [rate for rate, _ in self._full_lines]
+
+    @property
+    def _full_lines(self) -> list[tuple[float, float]]:
+        return [(rate, tokens) for running, rate, tokens in self.decode if running == self.batch][1:]
 
     @property
     def problem(self) -> str:
         """Why this is no figure of its batch, or an empty string."""
         if len(self.full_rates) >= MIN_LINES:
             return ""
-        most = max((running for running, _ in self.decode), default=0)
+        most = max((running for running, _, _ in self.decode), default=0)
         if most < self.batch:
             return f"at most {most} of {self.batch} requests ran at once"
         return f"{len(self.full_rates)} lines of full batches, fewer than {MIN_LINES}"
 
+    @property
+    def tokens_a_step(self) -> float:
+        """Tokens of a request that a step of a full batch makes on average. ``problem`` must be empty."""
+        return statistics.fmean(tokens for _, tokens in self._full_lines)
+
     def step_ms(self) -> float:
         """Return the median step of the full batches. ``problem`` must be empty."""
-        return 1e3 * self.batch / statistics.median(self.full_rates)
+        return statistics.median(1e3 * self.batch * tokens / rate for rate, tokens in self._full_lines)
 
 
 def read_cells(lines: Iterable[str]) -> list[CellLog]:
@@ -71,7 +82,7 @@ def read_cells(lines: Iterable[str]) -> list[CellLog]:
         elif line.startswith(DONE):
             cells[-1].measured = json.loads(line.removeprefix(DONE))
         elif found := _DECODE.search(line):
-            cells[-1].decode.append((int(found[1]), float(found[2])))
+            cells[-1].decode.append((int(found[1]), float(found[3]), float(found[2] or 1)))
         elif found := _PREFILL.search(line):
             cells[-1].prefill.append((int(found[1]), float(found[2])))
     return cells
