@@ -206,7 +206,7 @@ class CachedTokens(Struct, frozen=True):
 
     @classmethod
     def of_room(cls, done: RoomDone) -> Self:
-        """Return the tokens that a prefill node had cached; more than all of them were never fetched."""
+        """Return those of a prefill node's RoomDone. It cannot have fetched more than it had cached."""
         host = min(done.fetched.host, done.num_cached_tokens)
         return cls(device=done.num_cached_tokens - host, host=host)
 
