@@ -10,7 +10,6 @@ drafts runs several positions of a request, and its hot buffer must hold what al
 
 from __future__ import annotations
 
-from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.decode_node.request import Request
 
 NO_DRAFT = -1
@@ -46,6 +45,6 @@ def max_verifiable(request: Request, num_drafts: int, *, top_k: int, max_new: in
         return 0
     first_new = request.next_seq_len - 1
     num_drafts = min(num_drafts, min(request.reserved_tokens, max_context) - first_new - 1)
-    if request.mode is Mode.HISPARSE and first_new + max_new > request.hot_capacity:
+    if 0 < request.hot_capacity < first_new + max_new:
         num_drafts = min(num_drafts, drafts_with_room(request.hot_capacity, top_k=top_k, max_new=max_new))
     return max(0, num_drafts)

@@ -1,4 +1,4 @@
-"""Gives running requests slots for their next steps, or makes a dense one hisparse if it can get none.
+"""Gives running requests slots for their next steps, or exchanges pages for a hot buffer if it can get none.
 
 ``scheduler.py`` calls ``grow`` first in each plan. Each request grows in its place of the order in which all
 can end: ``Reserve`` calls ``grown`` for one after the other, and keeps the claim that it returns: what the
@@ -39,9 +39,10 @@ def grow(draft: PlanDraft) -> bool:
         if request.has_slots_for_next:
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages and _leave_pages(draft, request, reserve):
-            # Of its two ways to end, in pages or in a hot buffer, the second is left. ``Reserve`` reads only
-            # the claim's ways, against what was free before the exchange, so the old numbers stay right.
-            return Claim(place.claim.owned, place.claim.ways[1:])
+            # Of a dense request's two ways to end, in pages or in a hot buffer, the second is left; it is the
+            # only one of a resident request. ``Reserve`` reads only the claim's ways, against what was free
+            # before the exchange, so the old numbers stay right.
+            return place.claim._replace(ways=place.claim.ways[-1:])
         sits_out.append(request)
         return place.claim
 
@@ -53,8 +54,7 @@ def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
     """Give a request more slots of its mode. Returns whether it got some."""
     owned = request.owned_slots
     for num_tokens in _grown_lengths(draft.limits, request):
-        wanted = draft.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages)
-        need = _missing(wanted, owned)
+        need = _missing(draft.limits.slots_for(request, num_tokens), owned)
         if draft.may_give(need, reserve):
             draft.growths.append(Growth(request, need))
             draft.note_change(request, request.mode, owned + need)
@@ -64,13 +64,14 @@ def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
 
 
 def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
-    """Exchange a dense request's pages for a hot buffer. Returns whether there are slots for that."""
+    """Exchange the pages of a dense or resident request for a hot buffer. Returns whether there are slots for
+    that."""
     limits, owned = draft.limits, request.owned_slots
     # The hot buffer takes no more than the request's own pages, unless its minimum is larger.
     own = min(limits.max_capacity(request), owned.device)
     capacity = max(own, limits.min_capacity(request))
     for num_tokens in _grown_lengths(limits, request):
-        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens), owned)
+        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, request.num_shared_pages), owned)
         # It gets the device slots of the hot buffer, and gives those of its pages back.
         given = need + SlotCounts(device=limits.in_pages(capacity) - owned.device)
         if draft.may_give(given, reserve):

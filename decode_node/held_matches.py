@@ -42,6 +42,11 @@ class HeldMatches:
             for part in request.prefix.chain() if request.prefix else ():
                 self.pinned[part] = len(part.keys)
 
+    @property
+    def unused(self) -> SlotCounts:
+        """Slots of held pages without users, as long as the plan lets no request share any."""
+        return self._held.unused
+
     def find(self, request: Request, mode: Mode) -> HeldMatch:
         """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
         kinds = KV_POOLS[mode]

@@ -33,6 +33,8 @@ class Limits:
     """Most drafts that a step verifies behind a request's newest token."""
     max_tail_tokens: int = 0
     """Most tokens that a prompt may lack if its request's steps are to compute them."""
+    keeps_residents: bool = False
+    """Whether hisparse requests become resident while device slots are free."""
 
     @property
     def max_life_hisparse(self) -> int:
@@ -85,6 +87,12 @@ class Limits:
         lookup = in_pages if mode is Mode.HISPARSE else 0
         return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
+    def slots_for(self, request: Request, num_tokens: int) -> SlotCounts:
+        """Return the slots, in whole pages, that a running request needs for ``num_tokens`` of KV, without
+        those of its hot buffer and of the pages that it shares."""
+        kv = self.kv_slots(request.mode, num_tokens, request.num_shared_pages)
+        return kv + SlotCounts(device=self.in_pages(num_tokens)) if request.is_resident else kv
+
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
         """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
 
@@ -96,7 +104,7 @@ class Limits:
         lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
         lacks_lookup = max(0, life - owned.lookup)
         # A way to end is what the request lacks for it: host, device, index and lookup slots, in this order.
-        if mode is Mode.HISPARSE:  # its hot buffer is complete
+        if mode is Mode.HISPARSE:  # its hot buffer is complete, or its pages suffice for the smallest
             return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefix)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
         if num_shared_pages:

@@ -220,15 +220,16 @@ class LiveRequests:
         self._note_reserved(request)
 
     def replace_device_slots(self, exchange: Exchange) -> None:
-        """Replace a request's device slots by those of another hot buffer. A dense request becomes hisparse.
+        """Replace a request's device slots by those of another hot buffer, or of pages for all of its tokens.
+        A dense request becomes hisparse.
 
         Every item must be on the host by now. Raises PoolExhausted.
         """
         request = exchange.request
         was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
-        self.held.make_room(SlotCounts(device=exchange.hot_capacity))
-        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
+        self.held.make_room(SlotCounts(device=exchange.num_device_slots))
+        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.num_device_slots)
         request.mode = Mode.HISPARSE
         request.hot_capacity = exchange.hot_capacity
         is_retraction = was_dense or request.num_device_slots < num_before
@@ -355,7 +356,8 @@ class LiveRequests:
         """Update what the request says of its slots, after these have changed.
 
         Each position needs a slot in the mode's KV pool (host or device) and one in the index pool, and in a
-        hisparse request also a lookup slot. Shared pages bring the first two, but no lookup slots.
+        hisparse request also a lookup slot, and in a resident one a device slot. Shared pages bring the first
+        two, but none of the others.
         """
         owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
         request.owned_slots = owned
@@ -364,6 +366,8 @@ class LiveRequests:
             request.reserved_tokens = num_shared + min(owned.device, owned.index)
         else:
             request.reserved_tokens = min(num_shared + min(owned.host, owned.index), owned.lookup)
+            if request.is_resident:
+                request.reserved_tokens = min(request.reserved_tokens, owned.device)
 
     # --- what the node holds ----------------------------------------------------------------------
 

@@ -6,13 +6,18 @@ pages for its whole life if it could have been hisparse; one that must be dense 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import shrink_hot_buffers, spare_capacity
+from hisparse_pd.decode_node.hot_buffer_sizes import (
+    shrink_hot_buffers,
+    shrink_residents,
+    spare_capacity,
+)
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -76,14 +81,21 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     return False
 
 
-def _admit_dense(draft: PlanDraft, request: Request, lengths: Iterable[int]) -> bool:
-    """Admit ``request`` with pages for the first of ``lengths``, in tokens, for which it may have them."""
+def _admit_dense(draft: PlanDraft, request: Request, lengths: Sequence[int]) -> bool:
+    """Admit ``request`` with pages for the first of ``lengths``, in tokens, for which it may have them. For
+    the last one residents leave their pages, but only if nothing but device slots is missing."""
     held = draft.matches.find(request, Mode.DENSE)
-    for num_tokens in lengths:
-        need = _need(draft.limits, request, Mode.DENSE, num_tokens, held)
-        if draft.land(Admission(request, Mode.DENSE, need, hot_capacity=0), held):
-            return True
-    return False
+    admissions = [
+        Admission(request, Mode.DENSE, _need(draft.limits, request, Mode.DENSE, num_tokens, held), 0)
+        for num_tokens in lengths
+    ]
+    if any(draft.land(admission, held) for admission in admissions):
+        return True
+    smallest = admissions[-1]
+    on_device = SlotCounts(device=smallest.need.device)
+    if not draft.may_land(replace(smallest, need=smallest.need - on_device), held):
+        return False
+    return shrink_residents(draft, on_device.device + held.taken.device) and draft.land(smallest, held)
 
 
 def _need(limits: Limits, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:

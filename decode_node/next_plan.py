@@ -6,7 +6,7 @@ empty although requests waited: until that changes, the queue is not looked at a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
@@ -15,6 +15,10 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.scheduler import plan_step
 from hisparse_pd.decode_node.step_plan import StepPlan
+
+PLANS_BETWEEN: Final = 16
+"""Plans without a look for a request that may become resident, after one that found none: as long as as many
+requests run, only their growth and their misses change."""
 
 
 class _Situation(NamedTuple):
@@ -39,23 +43,36 @@ class NextPlan:
         self._requests = requests
         self._last_empty: _Situation | None = None
         """The last situation in which the plan was empty although requests waited."""
+        self._plans_until_look = 0
+        """Plans until the next that looks for a request that may become resident."""
+        self._num_running = 0
+        """Requests that ran at the last plan."""
 
     def make(self, now: float) -> StepPlan:
         """Return the plan for the present situation, and change no request.
 
         ``plan_step`` gets None for the queue if it is known that nothing in it can be admitted.
         """
+        running = self._requests.select(RequestState.RUNNING)
+        if len(running) != self._num_running:
+            self._num_running, self._plans_until_look = len(running), 0
+        looks = self.limits.keeps_residents and self._plans_until_look == 0
         stuck = self._requests.stuck(now)
         situation = self._situation(stuck)
         plan = plan_step(
             self.limits,
             self._requests.available,
-            self._requests.select(RequestState.RUNNING),
+            running,
             self._requests.select(RequestState.LANDING),
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
+            may_make_resident=looks,
         )
+        if self._plans_until_look:
+            self._plans_until_look -= 1
+        elif not plan.exchanges and not any(request.is_filling for request in running):
+            self._plans_until_look = PLANS_BETWEEN
         if plan == StepPlan() and situation.first is not None:
             self._last_empty = situation
         return plan

@@ -117,6 +117,11 @@ class PlanDraft:
         """Return the free device slots beyond those that are left for growth."""
         return max(0, self.available.device - self._kept_for_growth.device)
 
+    def unheld_device(self) -> int:
+        """Return the free device slots in which nothing is held, beyond those that are left for growth. The
+        plan must have admitted nobody."""
+        return max(0, self.available.device - self.matches.unused.device - self._kept_for_growth.device)
+
     @property
     def device_margin(self) -> float:
         """Device slots that must stay free if ``auto`` is to be dense, or hot buffers are to grow."""

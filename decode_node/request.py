@@ -104,7 +104,7 @@ class Request:
     reserved_tokens: int = 0
     """Positions, from 0 on, that have a slot in each pool in which they need one."""
     hot_capacity: int = 0
-    """Entries of the hot buffer; 0 when dense."""
+    """Entries of the hot buffer; 0 when dense or resident."""
     admitted_seq: int = -1
     """Its number in the order of admission; -1 before."""
     instance_id: str = ""
@@ -146,8 +146,8 @@ class Request:
     num_accepted: int = 0
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Positions to warm its next hot buffer with, for each hot group, most useful first. None: the most
-    recent ones."""
+    """Positions to warm its next hot buffer with, for each hot group, most useful first; a resident request
+    keeps those of its last one. None: the most recent ones."""
     landed_hint: list[NDArray[np.int32]] | None = None
     """The hint that came with the KV, kept for further samples, which start with it, too."""
     delivery: RoomDone | None = None
@@ -335,8 +335,15 @@ class Request:
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether it may give its device pages up and become hisparse: if it is dense and shares none."""
-        return self.mode is Mode.DENSE and self.prefix is None
+        """Whether it may give its device pages up for a hot buffer: if it is resident, or is dense and shares
+        none."""
+        return self.is_resident or (self.mode is Mode.DENSE and self.prefix is None)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is hisparse and has no hot buffer but device pages for all of its tokens. Its items are
+        in the host pool, too. Known once it is admitted."""
+        return self.mode is Mode.HISPARSE and self.hot_capacity == 0
 
     @property
     def may_share(self) -> bool:

@@ -1,4 +1,4 @@
-"""Owns the tables that kernels read: a row for each request, with its pages and, if hisparse, its hot buffer.
+"""Owns the tables that kernels read: each request's row, with its pages and, if it has one, its hot buffer.
 
 ``live_requests.py`` decides who owns which slots. The moves of requests call this module: ``prepare_landing``
 at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
@@ -32,6 +32,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.resident_row import ResidentStart
 from hisparse_pd.kernels.row_check import (
     WrongRow,
     check_dense_row,
@@ -78,7 +79,7 @@ class RequestTables:
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.slice_bytes = SLICE_BYTES
-        self.filling: dict[int, RowStart] = {}
+        self.filling: dict[int, RowStart | ResidentStart] = {}
         """By row, what is not launched yet of its filling, in the order in which rows are filled."""
         self.fill_ends: dict[int, torch.cuda.Event] = {}
         """By row, the end of the copies that were launched last to fill it."""
@@ -143,8 +144,8 @@ class RequestTables:
         self._landing_stream.synchronize()
 
     def start(self, request: Request) -> None:
-        """Begin to fill the row of a request, and to warm its hot buffer up: when it becomes RUNNING, and
-        again after ``retract``, with other device slots.
+        """Begin to fill the row of a request, and to warm its hot buffer up or fill its pages: when it
+        becomes RUNNING, and again after ``retract``, with other device slots.
 
         A dense row, which has page ids and its items' checks, takes one launch. A hisparse one is filled in
         slices, which ``go_on`` launches; the first one here if no other row is being filled.
@@ -159,7 +160,8 @@ class RequestTables:
                     check_dense_row(self.state, request.req_row, self.memory.k_dev, request.num_kv_tokens)
             return
         is_next = not self.filling and self._is_slice_over()
-        self.filling[request.req_row] = self._row_start(request)
+        start = self._resident_start if request.is_resident else self._row_start
+        self.filling[request.req_row] = start(request)
         if is_next:
             self._launch_slice(request.req_row, self.slice_bytes)
 
@@ -276,6 +278,19 @@ class RequestTables:
             k_dev=self.memory.k_dev,
         )
 
+    def _resident_start(self, request: Request) -> ResidentStart:
+        return ResidentStart(
+            self.state,
+            request.req_row,
+            pages=self._pages(request, PoolKind.DEVICE),
+            host_pages=self._pages(request, PoolKind.HOST),
+            lookup_pages=self._pages(request, PoolKind.LOOKUP),
+            index_pages=self._pages(request, PoolKind.INDEX),
+            num_tokens=request.num_kv_tokens,
+            k_host=self.memory.k_host,
+            k_dev=self.memory.k_dev,
+        )
+
     def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
         """Return the positions to warm each hot group with, the most useful first.
 
@@ -290,9 +305,9 @@ class RequestTables:
         """Enter all pages of a running request into its row, after it was given more. No step in flight looks
         at the new ones, and the filling of a row under way writes the same ids."""
         row, first_page = request.req_row, 0
-        if request.mode is Mode.DENSE:
+        if request.mode is Mode.DENSE or request.is_resident:
             self.state.set_pages(row, first_page, self._pages(request, PoolKind.DEVICE))
-        else:
+        if request.mode is Mode.HISPARSE:
             pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
             self.state.set_host_pages(row, first_page, *pages)
         self.state.set_index_pages(row, first_page, self._pages(request, PoolKind.INDEX))
@@ -303,13 +318,14 @@ class RequestTables:
     def retract(self, request: Request) -> None:
         """Prepare a request to give up its device slots: bring all KV to the host, remember which positions
         were hot, and empty the row."""
-        self.fill_at_once(request)
-        self._wait_until_filled(request.req_row)
+        if not request.is_resident:
+            self.fill_at_once(request)
+            self._wait_until_filled(request.req_row)
+        # If it is hisparse, the host is up to date: every step ends with the backup of its newest tokens.
         if request.mode is Mode.DENSE:
             holding = request.owned
             self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
-        else:
-            # The host is up to date: every step ends with the backup of its newest tokens.
+        elif request.hot_capacity:
             request.hot_positions = self._hot_positions(request)
         self.release(request)
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.decode_settings import DecodeSettings
-from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.sampling import Sampled
@@ -113,7 +112,7 @@ class DeviceRunner:
 
     def would_split(self, batch: Sequence[Request]) -> bool:
         """Return whether this rank wants to split the batch. If one rank does, all split (``Lockstep``)."""
-        return sum(request.mode is Mode.HISPARSE for request in batch) >= self._forwards.min_split_reqs
+        return sum(request.hot_capacity > 0 for request in batch) >= self._forwards.min_split_reqs
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:

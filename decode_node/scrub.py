@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
 
@@ -28,9 +27,9 @@ class Scrubber:
     def before_step(self, batch: Sequence[Request]) -> None:
         """Every STEPS_BETWEEN steps, enqueue a check of one hot buffer of the next step's ``batch``."""
         self._num_steps += 1
-        hisparse = [request for request in batch if request.mode is Mode.HISPARSE]
-        if self._tables.memory.row_checks is None or not hisparse or self._num_steps % STEPS_BETWEEN:
+        with_buffer = [request for request in batch if request.hot_capacity]
+        if self._tables.memory.row_checks is None or not with_buffer or self._num_steps % STEPS_BETWEEN:
             return
         turn = self._num_steps // STEPS_BETWEEN
-        request = hisparse[turn % len(hisparse)]
-        self._tables.check_hot(request, turn // len(hisparse) % self._tables.spec.num_hot_groups)
+        request = with_buffer[turn % len(with_buffer)]
+        self._tables.check_hot(request, turn // len(with_buffer) % self._tables.spec.num_hot_groups)

@@ -78,6 +78,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         growth_tokens=GROWTH_PAGES * page_size,
         max_drafts=num_drafts,
         max_tail_tokens=MAX_TAIL_STEPS * (num_drafts + 1),
+        keeps_residents=not settings.device_buffer_size,
     )
 
 

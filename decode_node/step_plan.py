@@ -38,17 +38,25 @@ class Growth:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An order to replace all device slots of a running request by a new hot buffer.
+    """An order to replace all device slots of a running request.
 
-    A dense request gives up its pages and becomes hisparse when device slots run out. A hisparse one gets a
-    smaller hot buffer, to make room for others, or a larger one.
+    A dense request gives up its pages for a hot buffer, and becomes hisparse, when device slots run out. A
+    hisparse one gets a smaller hot buffer, to make room for others, or a larger one, or pages for all of its
+    tokens: then it is resident, until it gets a hot buffer again.
     """
 
     request: Request
     hot_capacity: int
-    """Entries of the new hot buffer, whose device slots are not in ``need``."""
+    """Entries of the new hot buffer, whose device slots are not in ``need``; 0 if it becomes resident."""
     need: SlotCounts = _NONE
-    """Further slots in the host, index and lookup pools for a dense request, to become hisparse."""
+    """Further slots in the host, index and lookup pools for a request that leaves its pages."""
+    num_page_slots: int = 0
+    """Device slots of the pages of a request that becomes resident; 0 if it gets a hot buffer."""
+
+    @property
+    def num_device_slots(self) -> int:
+        """The device slots that it gets, before they are rounded to whole pages."""
+        return self.hot_capacity or self.num_page_slots
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ class SwapCounts(NamedTuple):
     evictions: int = 0
     """Positions that lost their entry to a miss or to a new position. Taking a free entry counts nothing."""
 
+    @property
+    def miss_share(self) -> float:
+        """The share of selected positions that were not in the hot buffer; 0 where nothing was selected."""
+        return self.misses / max(1, self.hits + self.misses)
+
     def plus(self, other: SwapCounts) -> SwapCounts:
         return SwapCounts(
             self.hits + other.hits, self.misses + other.misses, self.evictions + other.evictions

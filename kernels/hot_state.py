@@ -12,7 +12,8 @@ of the row's page 2::
     hot_slots[row, 40]                the device slot that the model reads
     host_pages[row, 2]                the page of the host pool from which a miss is copied
 
-In a dense row ``page_table[row, 2]`` is the position's page in the device pool, and there are no misses.
+In a dense row ``page_table[row, 2]`` is the position's page in the device pool, and there are no misses. A
+resident row is found in the same way; it has host pages, too, to which its newest items are backed up.
 
 The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and with
 ``ring_entries`` those for the new positions of a step.
@@ -57,8 +58,9 @@ class HotBufferError(IntFlag):
     BAD_POSITION = 2
     """A selected position was outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A selected position other than a draft had no host slot. If it was the first new one, whose item could
-    not be backed up, the row was left out like padding."""
+    """A selected position other than a draft had no host slot, or a new item of a resident row no device
+    slot. If it was the first new one, whose item could not be backed up, the row was left out like
+    padding."""
     WRONG_ROW = 8
     """An item that was read is not the one that was written for its layer and position: ``wrong_rows`` has
     the first such item. No result computed from it may be used."""
@@ -111,10 +113,10 @@ class HotBufferState:
     hot_slots: Tensor
     """[num_rows, max_capacity] device slot of a hot_index below ``capacity``."""
     capacity: Tensor
-    """[num_rows] entries of the hot buffer; 0 for a dense row, whose positions are found through
+    """[num_rows] entries of the hot buffer; 0 for a dense or resident row, whose positions are found through
     ``page_table``."""
     page_table: Tensor
-    """[num_rows, max_pages] device page_id of each page of a dense row."""
+    """[num_rows, max_pages] device page_id of each page of a dense or resident row."""
     host_pages: Tensor
     """[num_rows, max_pages] host page_id of each page of a hisparse row: where the bytes are. Rows that begin
     alike may share it. Only copies of bytes read it: misses, backup and warm-up."""

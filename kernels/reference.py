@@ -279,7 +279,7 @@ def _verify(
 
 
 def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None = None) -> None:
-    """Copy the newest items of hisparse requests from their hot buffers to the host pool, in all layers.
+    """Copy the newest items of hisparse requests from the device to the host pool, in all layers.
 
     These are each request's last ``num_newest`` positions, or its last one (``swap_in.backup_newest``).
     Raises KernelArgumentError.
@@ -305,12 +305,18 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
     capacity = state.capacity.numpy()[rows].astype(np.int64)
     dst_host_slots = host_slots_of(state, rows, positions)
     state.error_flags.numpy()[rows[(capacity > 0) & (dst_host_slots < 0)]] |= HotBufferError.NO_HOST_SLOT
-    is_backed_up = (capacity > 0) & (dst_host_slots >= 0)
+    is_backed_up = dst_host_slots >= 0
     rows, positions, capacity = rows[is_backed_up], positions[is_backed_up], capacity[is_backed_up]
     dst_host_slots = dst_host_slots[is_backed_up]
 
-    src_device_slots = state.hot_slots.numpy()[rows, ring_entries(positions, capacity, state.max_new)]
-    host.numpy()[:, dst_host_slots] = dev.numpy()[:, src_device_slots]
+    has_page = np.ones(len(rows), bool)[:, None]
+    page_slots = _dense_slots(state, rows, positions[:, None], has_page)[:, 0]
+    # Rows without a hot buffer have capacity 0. Their ring entries are not used, but must be valid indices.
+    entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
+    src_device_slots = np.where(capacity == 0, page_slots, state.hot_slots.numpy()[rows, entries])
+    is_there = src_device_slots >= 0  # not so in a resident row without a page for its newest item
+    state.error_flags.numpy()[rows[~is_there]] |= HotBufferError.NO_HOST_SLOT
+    host.numpy()[:, dst_host_slots[is_there]] = dev.numpy()[:, src_device_slots[is_there]]
 
 
 def newest_slots(requests: StepRequests, out: Tensor) -> None:

@@ -224,8 +224,10 @@ def wrong_row(state: HotBufferState, row: int) -> WrongRow:
     """Return the record in ``state`` of a row whose flags have WRONG_ROW. Waits for the device."""
     values = state.wrong_rows[row].tolist()
     read_at = ReadAt(values[WrongRowField.READ_AT])
-    # Swap-in and warm-up read a hisparse row's items in the host pool; all else is read in the device pool.
-    is_on_host = read_at is not ReadAt.SCRUB and bool(state.capacity[row] > 0)
+    # Swap-in, warm-up and the fill of a resident row, whose copies count as swap-ins, read in the host pool;
+    # all else is read in the device pool.
+    is_warm_up = read_at is ReadAt.START and bool(state.capacity[row] > 0)
+    is_on_host = is_warm_up or read_at is ReadAt.SWAP_IN
     layer, position, slot, expected, actual = values[WrongRowField.LAYER : WrongRowField.ACTUAL + 1]
     item = WrongItem(layer, position, slot, expected & 0xFFFFFFFF, actual & 0xFFFFFFFF)
     return WrongRow(read_at, item, is_on_host)

@@ -295,8 +295,8 @@ def start_dense_row(state: HotBufferState, row: int, *, pages: Tensor, index_pag
 def backup_newest(
     requests: StepRequests, *, k_host: Tensor, k_dev: Tensor, num_newest: Tensor | None = None
 ) -> None:
-    """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows are
-    skipped.
+    """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows, which have
+    no host pages, are skipped.
 
     ``requests``: the step's requests, with seq_lens that count no rejected draft and a ``num_new`` of 1.
     ``num_newest``: int32 [num_reqs], 0 to ``min(seq_len, max_new)``: positions

@@ -762,14 +762,18 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
         if (position < 0 || (p.num_newest != nullptr && number >= p.num_newest[req])) continue;
         const int capacity = t.capacity[request.row];
         const int host_slot = host_slot_of(t, request.row, position);
-        if (capacity == 0) continue;
-        if (host_slot < 0) {
+        if (host_slot < 0) {             // the row is dense, unless it has a hot buffer
+            if (capacity > 0 && lane == 0 && layer == 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
+            continue;
+        }
+        const i64 of_row = static_cast<i64>(request.row) * t.max_capacity;
+        const int device_slot = capacity == 0 ? dense_slot(t, request.row, position)
+                                              : t.hot_slots[of_row + ring_entry(position, capacity)];
+        if (device_slot < 0) {           // of a resident row, without a page for its newest item
             if (lane == 0 && layer == 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
             continue;
         }
-        const int entry = ring_entry(position, capacity);
-        back_up_item(p.pool, layer, t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + entry], host_slot,
-                     lane);
+        back_up_item(p.pool, layer, device_slot, host_slot, lane);
     }
 }
 

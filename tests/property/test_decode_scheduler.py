@@ -82,7 +82,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
-        self.choose(0)
+        self.choose(0, keeps_residents=False)
         self.now = 0.0
         self.num_arrived = 0
         self.writable: dict[Room, SlotsByKind] = {}
@@ -93,10 +93,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.stops_after: dict[Room, int] = {}
         """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
 
-    @initialize(max_drafts=st.sampled_from([0, 3]))
-    def choose(self, max_drafts: int) -> None:
+    @initialize(max_drafts=st.sampled_from([0, 3]), keeps_residents=st.booleans())
+    def choose(self, max_drafts: int, keeps_residents: bool) -> None:
         """With drafts, the steps of requests verify some, where these have slots."""
-        self.limits = replace(LIMITS, max_drafts=max_drafts)
+        self.limits = replace(LIMITS, max_drafts=max_drafts, keeps_residents=keeps_residents)
         self.next_plan = NextPlan(self.limits, self.rooms)
 
     # --- front ------------------------------------------------------------------------------------
@@ -187,6 +187,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
+            assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"
+            assert self.limits.keeps_residents or not exchange.num_page_slots
         carry_out(self.rooms, plan, float("inf"))
         admitted = [admission.request for admission in plan.admissions]
         sources = {
@@ -249,7 +251,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             return
         spare = self.rooms.available.device - AUTO_DENSE_MARGIN * TOTALS.device
         for request in running:
-            if request.hot_capacity < request.next_seq_len:
+            if 0 < request.hot_capacity < request.next_seq_len:
                 gain = self.limits.in_pages(self.limits.max_capacity(request)) - request.num_device_slots
                 assert gain == 0 or spare < gain, "a hot buffer misses beside free slots"
 
@@ -300,8 +302,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         else:
             assert num_slots[PoolKind.HOST] >= request.next_seq_len
             assert num_slots[PoolKind.LOOKUP] >= request.next_seq_len
-            assert num_slots[PoolKind.DEVICE] >= request.hot_capacity
-            assert request.hot_capacity >= self.limits.min_capacity(request)
+            entries = request.hot_capacity or num_slots[PoolKind.DEVICE]
+            assert num_slots[PoolKind.DEVICE] >= entries >= self.limits.min_capacity(request)
+            if request.is_resident:
+                assert num_slots[PoolKind.DEVICE] >= request.next_seq_len
 
     # --- prefill nodes ----------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@
         [--speculative-num-steps 0 1 2 3] [--grammar]
 
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code. Every request of a batch
-gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. Then, after
+gets a copy of its KV, in host slots of its own or in dense pages, and a first token of its own. (``resident``
+requests are hisparse with pages for all tokens on the device and no hot buffer.) Then, after
 some untimed steps, the decode node's runner takes ``--steps`` steps timed by the clock, and as many again
 timed by kernel with torch's profiler. Kernels overlap, so only the time by which a kernel makes the step
 longer counts for it, and a step's parts add up. "swap-in" is the kernel of that name together with the copies
@@ -34,7 +35,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.console import Console
@@ -211,6 +212,11 @@ def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
     return torch.randint(quarter, 3 * quarter, (num_tokens,), generator=torch.Generator().manual_seed(1))
 
 
+RESIDENT: Final = "resident"
+"""Name of hisparse requests that have pages on the device and no hot buffer, among MODES."""
+MODES: Final = (*Mode, RESIDENT)
+
+
 class _Settings(DecodeSettings):
     """Settings of a decode node that captures only the graph of the measured batch."""
 
@@ -220,15 +226,23 @@ class _Settings(DecodeSettings):
 
 
 def slots_of_one(
-    spec: ModelSpec, settings: DecodeSettings, mode: Mode, context: int, num_steps: int
+    spec: ModelSpec,
+    settings: DecodeSettings,
+    mode: Mode,
+    context: int,
+    num_steps: int,
+    *,
+    is_resident: bool = False,
 ) -> SlotCounts:
     """Return the slots of a request for its prompt and four times ``num_steps`` steps: those untimed, timed
-    and profiled, and as many to spare. Raises StartError."""
+    and profiled, and as many to spare. ``is_resident``: whether one that is hisparse has pages on the device
+    and no hot buffer. Raises StartError."""
     num_new = settings.speculative_num_steps + 1
     # Behind the prompt: all tokens of the steps, the first token that ``Bench`` gives, and a step in flight.
     most_tokens = context + 4 * num_steps * num_new + 1 + num_new
     is_hisparse = mode is Mode.HISPARSE
-    hot_capacity = min(settings.device_buffer_size, most_tokens) if is_hisparse else 0
+    has_buffer = is_hisparse and not is_resident
+    hot_capacity = min(settings.device_buffer_size, most_tokens) if has_buffer else 0
     if 0 < hot_capacity < min(full_buffer(num_new - 1, spec.index_topk), most_tokens):
         raise StartError(
             f"--buffer {hot_capacity}: a step with {num_new - 1} drafts may select more positions; "
@@ -271,8 +285,10 @@ class Bench:
         grammar: Grammar | None,
         *,
         chooses_drafts: bool = False,
+        is_resident: bool = False,
     ) -> None:
-        """``num_steps``: most steps of one ``run``; there are slots for four such runs."""
+        """``num_steps``: most steps of one ``run``; there are slots for four such runs. ``is_resident``: of
+        hisparse requests."""
         used = MemoryByPart(model.device)
         used.mark("before")
         batch = settings.max_running_requests
@@ -281,8 +297,8 @@ class Bench:
         self._spec, self._prompt, self._grammar = spec, prompt, grammar
         # Number of this rank's first request among those of all ranks.
         self._first_number = batch * (0 if model.ranks is None else model.ranks.rank)
-        need = slots_of_one(spec, settings, mode, prompt.kv.shape[1], num_steps)
-        hot_capacity = need.device if mode is Mode.HISPARSE else 0
+        need = slots_of_one(spec, settings, mode, prompt.kv.shape[1], num_steps, is_resident=is_resident)
+        hot_capacity = need.device if mode is Mode.HISPARSE and not is_resident else 0
         pools = Pools(slots_of_all(need, batch), PAGE_SIZE)
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
         used.mark("pools")
@@ -298,7 +314,7 @@ class Bench:
         used.mark("tables")
         self.runner: DeviceRunner = make_runner(settings, model, self.tables)
         used.mark("graphs and workspaces")
-        self.requests = [self._admit(pools, need, number, mode) for number in range(batch)]
+        self.requests = [self._admit(pools, need, number, mode, hot_capacity) for number in range(batch)]
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = SwapCounts()
         """Hits, misses and evictions of all requests so far."""
@@ -358,7 +374,7 @@ class Bench:
             self.num_tokens += len(result.token_ids)
         self.totals = self.tables.totals(self.requests)
 
-    def _admit(self, pools: Pools, need: SlotCounts, number: int, mode: Mode) -> Request:
+    def _admit(self, pools: Pools, need: SlotCounts, number: int, mode: Mode, hot_capacity: int) -> Request:
         """Return a request with a first token and slots of its own, in which the prompt's KV lies."""
         room, context, most_tokens = Room(number + 1), self._prompt.kv.shape[1], need.index
         request = Request(
@@ -379,7 +395,7 @@ class Bench:
             mode=mode,
             holding=pools.reserve(room, need),
             reserved_tokens=most_tokens,
-            hot_capacity=need.device if mode is Mode.HISPARSE else 0,
+            hot_capacity=hot_capacity,
             admitted_seq=number,
         )
         if self._grammar is not None:
@@ -420,12 +436,23 @@ def measure(
     grammar: Grammar | None,
     *,
     chooses_drafts: bool = False,
+    is_resident: bool = False,
 ) -> dict[str, Any]:
     """Measure one line of the report: untimed steps, timed ones, and on a GPU as many for the profiler."""
     settings = make_settings(arguments, batch, num_drafts)
     num_warm = max(2, arguments.steps // 4, STEPS_TO_CHOOSE if chooses_drafts else 0)
     most = max(arguments.steps, num_warm)
-    bench = Bench(model.spec, model, settings, prompt, mode, most, grammar, chooses_drafts=chooses_drafts)
+    bench = Bench(
+        model.spec,
+        model,
+        settings,
+        prompt,
+        mode,
+        most,
+        grammar,
+        chooses_drafts=chooses_drafts,
+        is_resident=is_resident,
+    )
     try:
         bench.run(num_warm)
         before, tokens_before = bench.totals, bench.num_tokens
@@ -445,7 +472,7 @@ def measure(
     for kernel in kernels:
         added_ms[kernel.kind] += kernel.added_ms
     return {
-        "mode": str(mode),
+        "mode": RESIDENT if is_resident else str(mode),
         "batch": batch,
         "num_drafts": num_drafts,
         "chooses_drafts": chooses_drafts,
@@ -528,7 +555,7 @@ def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of how a node runs, whatever its model and prompts."""
-    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["dense", "hisparse"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument(
@@ -623,10 +650,13 @@ class _Line:
     chooses_drafts: bool
     """Whether the number of drafts is chosen as a node does, up to ``num_drafts``."""
     grammar: Grammar | None
+    is_resident: bool
+    """Whether its requests are resident, which are hisparse, too."""
 
     def __str__(self) -> str:
         drafts = f"{'up to ' if self.chooses_drafts else ''}{self.num_drafts} drafts"
-        return f"{self.mode} {self.batch}, {drafts}{', grammar' if self.grammar else ''}"
+        mode = RESIDENT if self.is_resident else self.mode
+        return f"{mode} {self.batch}, {drafts}{', grammar' if self.grammar else ''}"
 
 
 def _lines(arguments: argparse.Namespace, grammar: Grammar | None) -> Iterator[_Line]:
@@ -637,9 +667,11 @@ def _lines(arguments: argparse.Namespace, grammar: Grammar | None) -> Iterator[_
         numbers.append((max(arguments.speculative_num_steps), True))
     grammars = [None] if grammar is None else [None, grammar]
     for batch, mode in product(arguments.batch, arguments.modes):
-        if mode == "hisparse" or batch <= arguments.max_dense:
+        if mode != "dense" or batch <= arguments.max_dense:
             for (num_drafts, chooses), of_line in product(numbers, grammars):
-                yield _Line(Mode(mode), batch, num_drafts, chooses, of_line)
+                is_resident = mode == RESIDENT
+                mode_of_line = Mode.HISPARSE if is_resident else Mode(mode)
+                yield _Line(mode_of_line, batch, num_drafts, chooses, of_line, is_resident)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -702,6 +734,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             line.num_drafts,
             line.grammar,
             chooses_drafts=line.chooses_drafts,
+            is_resident=line.is_resident,
         )
         report["rows"].append(row)
         write_json(arguments.out.with_suffix(".json"), report)

@@ -18,6 +18,7 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
@@ -77,12 +78,19 @@ def by_turns(number: int) -> HisparseFlag:
     return [HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO][number % 3]
 
 
+def exchange_of(request: Request, hot_capacity: int) -> Exchange:
+    """Return the order for a hot buffer of ``hot_capacity`` entries, or for pages if that is 0."""
+    num_page_slots = 0 if hot_capacity else request.reserved_tokens
+    return Exchange(request, hot_capacity, num_page_slots=num_page_slots)
+
+
 def exchange_in_every_step(
     node: EngineHarness, answers: Sequence[Answer], sizes: Iterator[int], patch: pytest.MonkeyPatch
 ) -> int:
-    """Give every running request a hot buffer of the next of ``sizes`` after each step, up to its end.
+    """Give every running request a hot buffer of the next of ``sizes`` after each step, up to its end; 0
+    makes it resident.
 
-    The buffer before is lost with all that it holds, as if another request had its slots. Returns the number
+    What it had before is lost with all that it held, as if another request had its slots. Returns the number
     of exchanges.
     """
     rooms = node.engine.requests
@@ -100,7 +108,7 @@ def exchange_in_every_step(
         node.turn()
         node.engine.steps.settle()
         running = rooms.select(RequestState.RUNNING)
-        exchanges = tuple(Exchange(request, next(sizes)) for request in running)
+        exchanges = tuple(exchange_of(request, next(sizes)) for request in running)
         node.engine.plan_moves.carry_out(StepPlan(exchanges=exchanges), 0.0)
     return num_exchanges
 

@@ -22,6 +22,7 @@ from hisparse_pd.decode_node.reserve import Claim, order_ends
 from hisparse_pd.decode_node.scheduler import plan_step
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.protocol.prompt_scores import WantedScores
@@ -73,6 +74,7 @@ class Node:
             self.rooms.waiting(),
             self.rooms.stuck(now),
             self.rooms.held,
+            may_make_resident=self.limits.keeps_residents,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
@@ -236,6 +238,166 @@ def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
     node.run(short, 10)
     node.step()
     assert short.hot_capacity == 64
+
+
+# --- residents ----------------------------------------------------------------------------------------
+
+RESIDENTS = replace(
+    STEP_BY_STEP,
+    totals=replace(LIMITS.totals, host=1200, device=512, index=1712, lookup=2400),
+    keeps_residents=True,
+)
+
+
+def settled(node: Node, miss_share: float = 0.5) -> None:
+    """Carry plans out until one exchanges nothing. All requests have missed ``miss_share`` of their
+    positions so far."""
+    for request in node.rooms.select(RequestState.RUNNING):
+        request.row_counters = SwapCounts(hits=round(100 * (1 - miss_share)), misses=round(100 * miss_share))
+    while node.step().exchanges:
+        pass
+
+
+def residents_of(requests: list[Request]) -> list[bool]:
+    return [request.is_resident for request in requests]
+
+
+def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() -> None:
+    """Each takes 112 of 512 slots for its 81 tokens and 16 more; 64 stay free for a hot buffer."""
+    node = Node(RESIDENTS)
+    requests = [node.arrive(TRUE, 80, max_new_tokens=40) for _ in range(4)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 4
+    for request in requests:
+        request.row_counters = SwapCounts(hits=50, misses=50)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(requests[0], 0)]
+    assert requests[0].num_device_slots == 112
+    requests[0].is_filling = True
+    assert node.plan().exchanges == (), "one at a time sits out"
+    requests[0].is_filling = False
+    settled(node)
+    assert residents_of(requests) == [True, True, True, True]
+    assert [request.num_retractions for request in requests] == [0] * 4
+    assert node.rooms.pools.free.device == 64
+    for request in requests:
+        assert request.has_slots_for_next
+
+
+def test_the_one_that_saves_most_for_its_slots_becomes_resident_first() -> None:
+    """The third misses most, and needs more slots; the fourth misses as the second, and ends sooner."""
+    node = Node(RESIDENTS)
+    lives = ((80, 60), (80, 60), (160, 60), (80, 30))
+    requests = [node.arrive(TRUE, length, max_new_tokens=num) for length, num in lives]
+    node.step()
+    for request, num_misses in zip(requests, (20, 50, 55, 50), strict=True):
+        request.row_counters = SwapCounts(hits=100 - num_misses, misses=num_misses)
+    (exchange,) = node.step().exchanges
+    assert exchange.request is requests[1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_new_tokens", "miss_share", "is_resident"),
+    [
+        (100, 20, 0.5, True),
+        (100, 10, 0.5, False),
+        (100, 20, 0.2, False),
+        (100, 20, 0.0, False),
+        (40, 2, 0.0, True),
+    ],
+)
+def test_pages_are_filled_only_if_that_saves_as_many_copies(
+    num_tokens: int, max_new_tokens: int, miss_share: float, is_resident: bool
+) -> None:
+    """Of 20 selected positions a step misses half, in up to 19 steps: 190 for 100. Short ones cost little."""
+    node = Node(RESIDENTS)
+    request = node.arrive(TRUE, num_tokens, max_new_tokens)
+    node.step()
+    settled(node, miss_share)
+    assert request.is_resident == is_resident
+
+
+def test_residents_make_room_for_who_waits_before_hot_buffers_shrink() -> None:
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=320)))
+    requests = [node.arrive(TRUE, 100, max_new_tokens=20) for _ in range(2)]
+    node.step()
+    settled(node)
+    assert residents_of(requests) == [True, True]
+    later = [node.arrive(TRUE, 100, max_new_tokens=20) for _ in range(3)]
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == [requests[1], requests[0]]
+    assert [request.hot_capacity for request in (*requests, *later)] == [64] * 5
+    assert [request.num_retractions for request in requests] == [1, 1]
+    for request in later:
+        end(node.rooms, request)
+    settled(node)
+    assert residents_of(requests) == [True, True]
+
+
+def test_residents_make_room_for_dense_requests_but_hot_buffers_do_not_shrink_for_them() -> None:
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=320)))
+    resident = node.arrive(TRUE, 100, max_new_tokens=20)
+    node.step()
+    settled(node)
+    assert resident.is_resident
+    dense = [node.arrive(FALSE, 112, max_new_tokens=10) for _ in range(3)]
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(resident, 64)]
+    assert [request.state is RequestState.RUNNING for request in dense] == [True, True, False]
+    assert node.plan() == StepPlan()
+
+
+def test_a_resident_stays_where_other_slots_than_its_pages_are_missing() -> None:
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=192, index=192)))
+    resident = node.arrive(TRUE, 100, max_new_tokens=12)
+    node.step()
+    settled(node)
+    assert resident.is_resident
+    for flag in (FALSE, TRUE):
+        waiting = node.arrive(flag, 100, max_new_tokens=12)
+        assert node.plan() == StepPlan()
+        end(node.rooms, waiting)
+
+
+def test_a_resident_leaves_its_pages_when_there_is_none_for_its_next_token() -> None:
+    """Its items are in the host pool, so it needs no further slots for that."""
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=288)))
+    resident = node.arrive(TRUE, 80, max_new_tokens=90)
+    node.step()
+    settled(node)
+    assert resident.is_resident
+    node.arrive(FALSE, 100, max_new_tokens=20)
+    node.step()
+    while resident.is_resident:
+        assert resident.has_slots_for_next
+        node.run(resident, 1)
+        node.step()
+    assert resident.next_seq_len == 161
+    assert resident.hot_capacity == 64
+    assert resident.has_slots_for_next
+
+
+def test_held_pages_are_not_given_up_for_residents() -> None:
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=256)))
+    dense = node.arrive(FALSE, 96, max_new_tokens=10, family=1)
+    node.step()
+    end(node.rooms, dense, is_sound=True)
+    assert node.rooms.held.unused.device == 96
+    request = node.arrive(TRUE, 80, max_new_tokens=40)
+    node.step()
+    settled(node)
+    assert not request.is_resident
+    node.rooms.held.flush()
+    settled(node)
+    assert request.is_resident
+
+
+def test_with_a_bound_nobody_is_resident() -> None:
+    node = Node(replace(RESIDENTS, keeps_residents=False))
+    request = node.arrive(TRUE, 80, max_new_tokens=40)
+    node.step()
+    settled(node)
+    assert request.hot_capacity == 64
 
 
 # --- step by step -------------------------------------------------------------------------------------

@@ -250,10 +250,10 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
 def test_every_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]], node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hot buffers are lost with all that they hold, rejected drafts included."""
+    """Hot buffers, and pages of residents, are lost with all that they hold, rejected drafts included."""
     prompts = PROMPTS[4:]
-    # The smallest, with room for no draft, then for one, two and three.
-    sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
+    # The smallest, with room for no draft, then for one, two and three; 0: resident.
+    sizes = cycle([TOP_K + 4, 0, 2 * TOP_K + 4, 0, 0, 3 * TOP_K + 4, 4 * TOP_K + 4])
     with drafts(node, 3):
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
         num_exchanges = exchange_in_every_step(node, answers, sizes, monkeypatch)

@@ -1,0 +1,146 @@
+"""Resident rows on a GPU: filled without a wait, verified, stepped with a dense row's bits, and backed up."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
+from hisparse_pd.kernels.resident_row import CHUNK_TOKENS, ResidentStart
+from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
+from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
+from tools.bench import decode_step
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
+
+NUM_LAYERS, NUM_SLOTS, PAGE = 5, 2 * CHUNK_TOKENS + 4096, 64
+NUM_STEPS = 6
+
+pytestmark = needs_gpu
+
+
+class Pools:
+    """Random host items, and equal tables on the GPU and on the CPU, each with an empty device pool."""
+
+    def __init__(self, item_bytes: int, num_tokens: int) -> None:
+        generator = torch.Generator().manual_seed(num_tokens)
+        shape = NUM_LAYERS, NUM_SLOTS, item_bytes
+        self.host = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).pin_memory()
+        orders = [torch.randperm(NUM_SLOTS // PAGE, generator=generator) for _ in range(4)]
+        self.num_tokens = num_tokens
+        num_pages = -(-num_tokens // PAGE)
+        self.pages, self.host_pages, self.lookup_pages, self.index_pages = (o[:num_pages] for o in orders)
+        self.devs = [torch.zeros(shape, dtype=torch.uint8, device=device) for device in (DEVICE, "cpu")]
+        self.states = [self._state(dev) for dev in self.devs]
+
+    def slots(self, pages: Tensor) -> Tensor:
+        return (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[: self.num_tokens]
+
+    def _state(self, dev: Tensor) -> HotBufferState:
+        """Return tables with the row checks of the host's items."""
+        checks = torch.zeros((NUM_LAYERS, NUM_SLOTS), dtype=torch.int32, device=dev.device)
+        items = self.host[:, self.slots(self.host_pages)].to(dev.device)
+        positions = torch.arange(self.num_tokens, device=dev.device)
+        slots = self.slots(self.index_pages).to(dev.device)
+        store_row_checks(checks, slots, items, positions, positions, range(NUM_LAYERS))
+        return HotBufferState.create(
+            1, 3, NUM_SLOTS, 128, PAGE, NUM_SLOTS, dev.device, max_new=1, row_checks=checks
+        )
+
+    def start(self, number: int) -> ResidentStart:
+        """Return the start of row 1 on the GPU (0) or on the CPU (1)."""
+        return ResidentStart(
+            self.states[number], 1, pages=self.pages, host_pages=self.host_pages,
+            lookup_pages=self.lookup_pages, index_pages=self.index_pages, num_tokens=self.num_tokens,
+            k_host=self.host, k_dev=self.devs[number],
+        )  # fmt: skip
+
+
+@pytest.mark.I3
+@pytest.mark.parametrize("item_bytes", [656, 10])
+@pytest.mark.parametrize("num_tokens", [1, 64, 700, CHUNK_TOKENS, 2 * CHUNK_TOKENS + 1])
+def test_a_row_is_filled_in_slices_without_a_wait(num_tokens: int, item_bytes: int) -> None:
+    pools = Pools(item_bytes, num_tokens)
+    pools.start(0).launch_slice(None)  # compiles, and fills the caches of memory
+    torch.cuda.synchronize()
+    pools.states[0].reset_row(1)
+    pools.devs[0].zero_()
+    start = pools.start(0)
+    with no_waiting():
+        num_slices = 0
+        while start.num_left_bytes is not None:
+            start.launch_slice(item_bytes * CHUNK_TOKENS)
+            num_slices += 1
+    assert num_slices == NUM_LAYERS * -(-num_tokens // CHUNK_TOKENS) or num_tokens < CHUNK_TOKENS
+    pools.start(1).launch_slice(None)
+    assert_same_tables(*pools.states)
+    assert torch.equal(pools.devs[0].cpu(), pools.devs[1])
+    slots = pools.slots(pools.pages)
+    assert torch.equal(pools.devs[1][:, slots], pools.host[:, pools.slots(pools.host_pages)])
+    assert int(pools.states[0].error_flags[1]) == HotBufferError.NONE
+
+
+@pytest.mark.I7
+def test_a_wrong_row_is_found_when_it_comes_up() -> None:
+    pools = Pools(656, 20_000)
+    slot = int(pools.slots(pools.host_pages)[17_001])
+    pools.host[3, slot, 100] ^= 4
+    for number in (0, 1):
+        pools.start(number).launch_slice(None)
+        state = pools.states[number]
+        assert int(state.error_flags[1]) == HotBufferError.WRONG_ROW
+        wrong = wrong_row(state, 1)
+        assert (wrong.item.layer, wrong.item.position, wrong.item.slot) == (3, 17_001, slot)
+        assert wrong.is_on_host
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    shape = SyntheticShape(3, 8, 1024, vocab_size=16384, context_length=8192, draft_agreement=0.5)
+    write_synthetic(path, shape, 0, DEVICE, in_fp8=True)
+    return path
+
+
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_steps_have_the_tokens_of_dense_ones_and_back_up_their_items(
+    checkpoint: Path, num_drafts: int
+) -> None:
+    parser = argparse.ArgumentParser()
+    decode_step.add_node_options(parser)
+    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows"])
+    arguments.model_path, arguments.no_graphs = checkpoint, False
+    spec = decode_step.load_shared_spec(arguments, num_drafts)
+    model = load_model(checkpoint, spec, DEVICE)
+    settings = decode_step.make_settings(arguments, 3, num_drafts)
+    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
+    tokens = []
+    for mode in (Mode.DENSE, Mode.HISPARSE):
+        is_resident = mode is Mode.HISPARSE
+        bench = decode_step.Bench(
+            spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident
+        )
+        try:
+            bench.run(NUM_STEPS)
+            torch.cuda.synchronize()
+            tokens.append([request.output_token_ids for request in bench.requests])
+            for request in bench.requests if is_resident else ():
+                num_tokens, memory = request.num_kv_tokens, bench.memory
+                assert num_tokens >= 3000 + NUM_STEPS
+                host, device = (
+                    slots_tensor(request.extents(kind))[:num_tokens]
+                    for kind in (PoolKind.HOST, PoolKind.DEVICE)
+                )
+                assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device.to(DEVICE)].cpu())
+        finally:
+            bench.memory.close()
+    assert tokens[0] == tokens[1]

@@ -1,0 +1,174 @@
+"""Hisparse requests that are resident while device slots are free: bytes, tokens and wrong rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse_pd.base.vocabulary import HisparseFlag
+from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node import hot_buffer_sizes, sizing
+from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import Exchange
+from tests.unit.decode_node.speculation_support import (
+    HOT_BUFFER,
+    NUM_NEW,
+    PROMPTS,
+    TOP_K,
+    by_turns,
+    drafts,
+    harness,
+)
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
+
+CHECKPOINT = "drafting"
+LONG = PROMPTS[-2:]
+"""Prompts of 387 and 700 tokens, longer than a hot buffer."""
+
+
+def automatic(
+    checkpoint: Checkpoint, ipc_dir: Path, patch: pytest.MonkeyPatch, **settings: Any
+) -> EngineHarness:
+    """Return a node that decides by itself how many device slots a hisparse request has."""
+    patch.setattr(sizing, "DEFAULT_BUFFER", HOT_BUFFER)
+    patch.setattr(hot_buffer_sizes, "MIN_SAVED", 0.0)  # answers are short here
+    settings = {"page_size": 16, "device_buffer_size": 0, **settings}
+    return harness(checkpoint, ipc_dir, **settings)
+
+
+@pytest.fixture
+def node(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHarness]:
+    with closing(automatic(checkpoint, tmp_path, monkeypatch)) as node:
+        yield node
+
+
+class Exchanges:
+    """What a node's plans have exchanged."""
+
+    def __init__(self, node: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+        self.num_pages_given = self.num_pages_left = 0
+        replace = node.engine.requests.replace_device_slots
+
+        def counted(exchange: Exchange) -> None:
+            self.num_pages_left += exchange.request.is_resident
+            replace(exchange)
+            self.num_pages_given += exchange.request.is_resident
+
+        patch.setattr(node.engine.requests, "replace_device_slots", counted)
+
+
+def residents(node: EngineHarness) -> list[Request]:
+    running = node.engine.requests.select(RequestState.RUNNING)
+    return [request for request in running if request.is_resident and not request.is_filling]
+
+
+def check_both_copies(node: EngineHarness, request: Request) -> None:
+    """Check that all items of a resident request are the same in both pools."""
+    memory, num_tokens = node.engine.tables.memory, request.num_kv_tokens
+    host, device = (
+        slots_tensor(request.extents(kind))[:num_tokens] for kind in (PoolKind.HOST, PoolKind.DEVICE)
+    )
+    assert len(host) == len(device) == num_tokens
+    assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device])
+
+
+@pytest.mark.I3
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_resident_has_every_item_in_both_pools(
+    expected: dict[Prompt, list[int]], node: EngineHarness, num_drafts: int
+) -> None:
+    """Also those of tokens that it has drawn since: with drafts the accepted ones alone."""
+    with drafts(node, num_drafts):
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+        num_checked = 0
+        while not all(answer.is_over for answer in answers):
+            node.turn()
+            node.engine.steps.settle()
+            for request in residents(node):
+                check_both_copies(node, request)
+                num_checked += 1
+        node.finish(answers, expected)
+    assert num_checked > NUM_NEW // 2
+    for answer in answers:
+        assert answer.stats.num_retractions == 0
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True)
+def test_tokens_equal_the_oracle_while_residents_come_and_go(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device pool has room for few: each arrival takes pages from a resident."""
+    pools = {"host_pool_tokens": 4096, "device_pool_tokens": 1600, "max_running_requests": 10}
+    small = automatic(checkpoint, tmp_path, monkeypatch, growth_pages=1, **pools)
+    with closing(small) as node, drafts(node, 3, 0, 1):
+        exchanges = Exchanges(node, monkeypatch)
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+        node.begin_together(answers)
+        node.turn_until(lambda: len(residents(node)) == len(LONG))
+        answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[:8])]
+        with node.without_steps():
+            node.turn_until(lambda: exchanges.num_pages_left)
+        node.finish(answers, expected)
+    assert exchanges.num_pages_given > len(LONG)
+    assert exchanges.num_pages_left > 0
+
+
+@pytest.mark.I3
+def test_what_a_resident_has_drawn_is_found_in_the_host_pool_by_the_next_turn(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: dict[str, Any] = {"disable_prefix_cache": False, "page_size": 4}
+    with closing(automatic(checkpoint, tmp_path, monkeypatch, **settings)) as node:
+        exchanges = Exchanges(node, monkeypatch)
+        first = node.ask(LONG[0], NUM_NEW, HisparseFlag.TRUE)
+        assert exchanges.num_pages_given == 1
+        following = node.ask((*LONG[0], *first.token_ids[: NUM_NEW - 4]), 4, HisparseFlag.TRUE)
+        assert following.stats.num_held_tokens > len(LONG[0])
+        assert following.token_ids == expected[LONG[0]][NUM_NEW - 4 :]
+
+
+@pytest.mark.I7
+def test_a_wrong_row_that_comes_up_ends_its_request_only(node: EngineHarness) -> None:
+    """It is none of those that are hot before: nothing but the fill of the pages reads it."""
+    doomed, spared = (node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG)
+    with node.without_steps():
+        node.turn_until(lambda: len(node.engine.requests.select(RequestState.RUNNING)) == 2)
+    request = next(r for r in node.engine.requests.all() if r.num_prompt_tokens == len(doomed.prompt))
+    state = node.engine.tables.state
+    lookup = slots_tensor(request.owned[PoolKind.LOOKUP])
+    is_hot = (state.lookup_to_hot[:, lookup[: request.num_kv_tokens]] >= 0).any(0)
+    position = int((~is_hot).nonzero()[0])
+    slot = int(slots_tensor(request.extents(PoolKind.HOST))[position])
+    node.engine.tables.memory.k_host[0, slot, 5] ^= 2
+    failure = node.failure_of(
+        doomed, status=500, error=f"layer 0, position {position}, in slot {slot} of the"
+    )
+    assert "host pool" in failure.error
+    assert len(node.tokens_of(spared)) == NUM_NEW
+
+
+def test_a_bound_is_kept(checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path) -> None:
+    """With --device-buffer-size nobody has more, however many slots are free."""
+    with closing(harness(checkpoint, tmp_path, device_buffer_size=TOP_K + 4)) as node:
+        answer = node.generate(LONG[0], NUM_NEW, HisparseFlag.TRUE)
+        while not answer.is_over:
+            node.turn()
+            for request in node.engine.requests.select(RequestState.RUNNING):
+                assert request.hot_capacity == TOP_K + 4
+        node.finish([answer], expected)
