@@ -245,8 +245,8 @@ def test_an_answer_says_which_tier_had_its_prompt(nodes: Deployment) -> None:
     found = tiers(token_ids)
     assert found["host"] > 0, "the others took its pages on the device"
     assert sum(found.values()) == 448
-    counted = decode.metrics()
-    assert counted['hisparse_pd:cached_tier_tokens_total{tier="host"}'] > 0
+    counter = 'hisparse_pd:cached_tier_tokens_total{tier="host"}'
+    wait_until(lambda: decode.metrics()[counter] > 0, "the engine's report")
 
 
 def test_each_rank_of_a_node_has_its_numbers(nodes: Deployment) -> None:
