@@ -186,6 +186,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
     def close(self) -> None:
         """Fail the requests that are still live, and close all parts."""
+        super().close()
         self.steps.settle()
         now = time.monotonic()
         for request in self.requests.all():

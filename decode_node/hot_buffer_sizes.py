@@ -2,15 +2,16 @@
 
 ``mode_choice.py`` asks for the size of a new hot buffer, and takes slots from others if nothing but device
 slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
-buffers their full size back, and makes requests resident with what is free then. A request gets other device
-slots by an ``Exchange``, which replaces all of them before the next step.
+buffers their full size back, and requests more of what is free then. A request gets other device slots by an
+``Exchange``, which replaces all of them before the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
+from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
@@ -18,51 +19,68 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange
 
 MIN_SAVED: Final = 1.0
-"""Copies that a request must save by becoming resident, for each that fills its pages."""
+"""Copies that a request must save by more device slots, for each that fills these."""
+MIN_GROWTH: Final = 1.5
+"""How many times as many entries a hot buffer must get if it is to be exchanged for a larger one."""
 
 
 def spare_capacity(draft: PlanDraft, request: Request) -> int:
-    """Return how many entries of a hot buffer for ``request`` the spare device slots allow; 0 if they are
-    fewer than its minimum."""
+    """Return how many entries of a hot buffer for ``request``, up to the full size, the spare device slots
+    allow; 0 if they are fewer than its minimum.
+
+    It may get more once it runs: slots of a request whose KV is on its way cannot be taken back for others.
+    """
     page_size = draft.limits.page_size
     spare = draft.spare_device() // page_size * page_size
     capacity = min(draft.limits.max_capacity(request), spare)
     return capacity if capacity >= draft.limits.min_capacity(request) else 0
 
 
-def shrink_hot_buffers(draft: PlanDraft, num_needed: int) -> None:
-    """Make ``num_needed`` device slots spare, if that is possible: by residents, or if they are not enough,
-    by hot buffers, too, which then shrink to their minimum, those admitted last first."""
+def _share_of(draft: PlanDraft) -> int:
+    """Return how many entries each hot buffer has if all hisparse requests divide what dense ones leave of
+    the device pool: no fewer than the full size, and no more than the largest."""
     limits = draft.limits
-    # ``smallest_hot_buffer`` suffices for any request: who has more than that has more than the minimum.
-    large = [r for r in draft.running if r.is_resident or r.hot_capacity > limits.smallest_hot_buffer]
-    if not shrink_residents(draft, num_needed):
-        _shrink(draft, large, limits.min_capacity, num_needed)
+    if limits.largest_hot_buffer <= limits.device_buffer_size:
+        return limits.device_buffer_size
+    num_slots, num_hisparse = limits.totals.device, 0
+    for request in (*draft.running, *draft.landing):
+        num_slots -= request.num_device_slots if request.is_dense else 0
+        num_hisparse += not request.is_dense
+    for admission in draft.admissions.values():
+        num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
+        num_hisparse += admission.mode is Mode.HISPARSE
+    entries = num_slots // max(1, num_hisparse)
+    in_pages = entries // limits.page_size * limits.page_size
+    return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
 
 
-def shrink_residents(draft: PlanDraft, num_needed: int) -> bool:
-    """Give residents hot buffers of the full size, those admitted last first, until ``num_needed`` device
-    slots are spare. Returns whether they are; if that cannot be reached, nobody leaves its pages."""
-    residents = [r for r in draft.running if r.is_resident]
-    return _shrink(draft, residents, draft.limits.max_capacity, num_needed)
+def shrink_hot_buffers(draft: PlanDraft, num_needed: int, *, may_be_small: bool) -> bool:
+    """Make ``num_needed`` device slots spare. Returns whether they are; if not, nothing shrinks.
+
+    First those with more than their share of the pool, residents among them, get that share, then the full
+    size; only if that is not enough and ``may_be_small``, all shrink to their minimum. Each time those
+    admitted last come first.
+    """
+    limits, share = draft.limits, _share_of(draft)
+    sizes: list[Callable[[Request], int]] = [lambda r: limits.max_capacity(r, share), limits.max_capacity]
+    if may_be_small:
+        sizes.append(limits.min_capacity)
+    return any(_shrink(draft, capacity_of, num_needed) for capacity_of in sizes)
 
 
-def _shrink(
-    draft: PlanDraft, requests: Sequence[Request], capacity_of: Callable[[Request], int], num_needed: int
-) -> bool:
-    """Give ``requests`` smaller hot buffers, of ``capacity_of`` entries, until ``num_needed`` device slots
-    are spare, those admitted last first. Returns whether they are; if that cannot be reached, nothing
-    shrinks."""
+def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed: int) -> bool:
+    """Give requests hot buffers of ``capacity_of`` entries, those admitted last first, until ``num_needed``
+    device slots are spare. Returns whether they are; if that cannot be reached, nothing shrinks."""
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    shrinkable = (r for r in requests if r not in draft.exchanges)
-    for request in sorted(shrinkable, key=_admission_order, reverse=True):
+    hisparse = (r for r in draft.running if not r.is_dense and r not in draft.exchanges)
+    for request in sorted(hisparse, key=_admission_order, reverse=True):
+        if spare >= num_needed:
+            break
         gain = request.num_device_slots - draft.limits.in_pages(capacity_of(request))
         if gain > 0:
             gains.append((request, gain))
             spare += gain
-        if spare >= num_needed:
-            break
     if spare < num_needed:
         return False
     for request, gain in gains:
@@ -92,13 +110,14 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
                 draft.give(gain, draft.reserve)
 
 
-def make_resident(draft: PlanDraft) -> None:
-    """Give one hisparse request pages for all of its tokens, if device slots are free that neither another
-    hot buffer nor the growth of dense requests will need. Held pages are not given up for that.
+def use_free_slots(draft: PlanDraft) -> None:
+    """Give one hisparse request more of the device slots that are free, that neither another hot buffer nor
+    the growth of dense requests will need: its share, or pages for all of its tokens. Held pages are not
+    given up for that.
 
-    It is the one that saves most misses in the rest of its life for the slots that it gets. The next one has
-    its turn once its row is filled, so that one request at a time sits steps out. As ``enlarge_hot_buffers``,
-    this is a plan's last part.
+    It is the request, and the size, that saves most misses in the rest of its life for the slots that it
+    takes. The next one has its turn once its row is filled, so that one request at a time sits steps out. As
+    ``enlarge_hot_buffers``, this is a plan's last part.
     """
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
@@ -106,27 +125,43 @@ def make_resident(draft: PlanDraft) -> None:
     spare = draft.unheld_device() - limits.in_pages(limits.device_buffer_size)
     if spare <= 0:
         return
-    best, most_saved, slots = None, -1.0, SlotCounts()
+    share = _share_of(draft)
+    best, most_saved = None, -1.0
     for request in draft.running:
         if not request.hot_capacity or not request.has_next_step:
             continue
-        gain = SlotCounts(device=_resident_slots(limits, request) - request.num_device_slots)
-        if gain.device > spare:
-            continue
-        num_saved = _num_saved(limits, request)
-        # What its hot buffer holds as a whole is soon copied, and found with fewer looks in pages.
-        is_short = request.num_kv_tokens < limits.device_buffer_size
-        if num_saved < MIN_SAVED * request.num_kv_tokens and not is_short:
-            continue
-        saved = num_saved / max(limits.page_size, gain.device)
-        if saved > most_saved:
-            best, most_saved, slots = request, saved, gain
-    if best is not None and draft.may_give(slots, draft.reserve):
-        draft.exchanges[best] = Exchange(best, 0, num_page_slots=_resident_slots(limits, best))
+        for exchange, num_saved in _larger(limits, request, share):
+            gain = limits.in_pages(exchange.num_device_slots) - request.num_device_slots
+            saved = num_saved / max(limits.page_size, gain)
+            if gain <= spare and saved > most_saved:
+                best, most_saved = exchange, saved
+    if best is None:
+        return
+    gain = limits.in_pages(best.num_device_slots) - best.request.num_device_slots
+    slots = SlotCounts(device=gain)
+    if draft.may_give(slots, draft.reserve):
+        draft.exchanges[best.request] = best
         draft.give(slots, draft.reserve)
 
 
-def _num_saved(limits: Limits, request: Request) -> float:
+def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
+    """Yield what a request with a hot buffer may get instead, each with the copies that it saves, as far as
+    these are more than those that fill it."""
+    num_missed = _num_missed(limits, request)
+    larger = limits.max_capacity(request, share)
+    if larger >= MIN_GROWTH * request.hot_capacity:
+        # Misses halve with each doubling (docs/decisions.md).
+        num_saved = num_missed * (1 - request.hot_capacity / larger)
+        if num_saved >= MIN_SAVED * request.hot_capacity:
+            yield Exchange(request, larger), num_saved
+    # What its hot buffer holds as a whole is soon copied, and found with fewer looks in pages.
+    is_short = request.num_kv_tokens < request.hot_capacity
+    is_worth_it = num_missed >= MIN_SAVED * request.num_kv_tokens or is_short
+    if limits.keeps_residents and is_worth_it:
+        yield Exchange(request, 0, num_page_slots=_resident_slots(limits, request)), num_missed
+
+
+def _num_missed(limits: Limits, request: Request) -> float:
     """Return how many items of a layer the request will miss up to the end of its life, if it goes on as its
     steps so far and selects as many as the model can."""
     num_steps = request.sampling.max_new_tokens - request.next_index

@@ -26,13 +26,15 @@ class Limits:
     max_context: int
     index_topk: int
     device_buffer_size: int
-    """Most entries of a hot buffer."""
+    """Entries of a hot buffer of the full size, which each gets while device slots last."""
     growth_tokens: int
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
     max_drafts: int = 0
     """Most drafts that a step verifies behind a request's newest token."""
     max_tail_tokens: int = 0
     """Most tokens that a prompt may lack if its request's steps are to compute them."""
+    largest_hot_buffer: int = 0
+    """Most entries of a hot buffer, where device slots are free; 0: those of the full size."""
     keeps_residents: bool = False
     """Whether hisparse requests become resident while device slots are free."""
 
@@ -67,10 +69,11 @@ class Limits:
         """
         return min(self.smallest_hot_buffer, request.life_tokens + self.max_drafts)
 
-    def max_capacity(self, request: Request) -> int:
-        """Return the entries of the largest hot buffer that is of use."""
+    def max_capacity(self, request: Request, most: int = 0) -> int:
+        """Return the entries of the largest hot buffer that is of use, of at most ``most`` entries; 0: of the
+        full size."""
         whole_life = request.life_tokens + self.max_drafts
-        return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
+        return max(self.min_capacity(request), min(most or self.device_buffer_size, whole_life))
 
     def in_pages(self, num_tokens: int) -> int:
         """Return the slots of as many whole pages as ``num_tokens`` take."""

@@ -17,6 +17,7 @@ from typing import Final
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, Request
@@ -208,7 +209,10 @@ class LiveRequests:
         # This comes before the tables are filled, since it may change which pages the request uses.
         if request.may_share and not is_dropped:
             keys = request.kept_keys(request.first_stepped(self.pools.page_size))
-            request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
+            token_ids = request.prompt if self.publishes(request) else None
+            request.prefix = self.held.share(
+                request.owned, keys, request.kv_pools, request.prefix, token_ids=token_ids
+            )
             self._note_reserved(request)
 
     def grow(self, request: Request, need: SlotCounts) -> None:
@@ -278,8 +282,14 @@ class LiveRequests:
             return
         if request.is_sound:
             keys = request.kept_keys(request.num_kv_tokens)
-            self.held.hold(holding, keys, request.kv_pools, num_shared_pages)
+            token_ids = request.all_token_ids if self.publishes(request) else None
+            self.held.hold(holding, keys, request.kv_pools, num_shared_pages, token_ids=token_ids)
         self.pools.release(holding)
+
+    def publishes(self, request: Request) -> bool:
+        """Whether others may know of the pages that the request leaves: if anybody listens, and it has no
+        isolation key."""
+        return self.held.listener is not None and request.root == NO_ISOLATION
 
     def stuck(self, now: float) -> SlotCounts:
         """Return the slots that may never be free again: those in quarantine whose prefill node gives no sign

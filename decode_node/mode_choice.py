@@ -13,11 +13,7 @@ from typing import assert_never
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import (
-    shrink_hot_buffers,
-    shrink_residents,
-    spare_capacity,
-)
+from hisparse_pd.decode_node.hot_buffer_sizes import shrink_hot_buffers, spare_capacity
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -63,16 +59,19 @@ def _leaves_device_margin(draft: PlanDraft, request: Request) -> bool:
 
 
 def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
-    """Admit ``request`` with as large a hot buffer as is spare. If that is too small, others shrink, but
-    only if nothing but device slots is missing."""
+    """Admit ``request`` with as large a hot buffer as is spare, up to the full size. If that is too small,
+    others shrink, but only if nothing but device slots is missing."""
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     min_capacity = draft.limits.min_capacity(request)
     held = draft.matches.find(request, Mode.HISPARSE)
     beside_device = _need(draft.limits, request, Mode.HISPARSE, num_tokens, held)
     if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, hot_capacity=0), held):
         return False
+    full_size = draft.limits.in_pages(draft.limits.max_capacity(request))
+    if draft.spare_device() < full_size:
+        shrink_hot_buffers(draft, full_size, may_be_small=False)
     if not spare_capacity(draft, request):
-        shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity))
+        shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity), may_be_small=True)
     # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
     for capacity in (spare_capacity(draft, request), min_capacity):
         need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
@@ -83,7 +82,8 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
 
 def _admit_dense(draft: PlanDraft, request: Request, lengths: Sequence[int]) -> bool:
     """Admit ``request`` with pages for the first of ``lengths``, in tokens, for which it may have them. For
-    the last one residents leave their pages, but only if nothing but device slots is missing."""
+    the last one, who has more than a hot buffer of the full size shrinks to it, but only if nothing but
+    device slots is missing."""
     held = draft.matches.find(request, Mode.DENSE)
     admissions = [
         Admission(request, Mode.DENSE, _need(draft.limits, request, Mode.DENSE, num_tokens, held), 0)
@@ -95,7 +95,8 @@ def _admit_dense(draft: PlanDraft, request: Request, lengths: Sequence[int]) -> 
     on_device = SlotCounts(device=smallest.need.device)
     if not draft.may_land(replace(smallest, need=smallest.need - on_device), held):
         return False
-    return shrink_residents(draft, on_device.device + held.taken.device) and draft.land(smallest, held)
+    num_needed = on_device.device + held.taken.device
+    return shrink_hot_buffers(draft, num_needed, may_be_small=False) and draft.land(smallest, held)
 
 
 def _need(limits: Limits, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:

@@ -17,8 +17,8 @@ from hisparse_pd.decode_node.scheduler import plan_step
 from hisparse_pd.decode_node.step_plan import StepPlan
 
 PLANS_BETWEEN: Final = 16
-"""Plans without a look for a request that may become resident, after one that found none: as long as as many
-requests run, only their growth and their misses change."""
+"""Plans without a look for a request that makes use of free device slots, after one that found none: as long
+as as many requests run, only their growth and their misses change."""
 
 
 class _Situation(NamedTuple):
@@ -44,7 +44,7 @@ class NextPlan:
         self._last_empty: _Situation | None = None
         """The last situation in which the plan was empty although requests waited."""
         self._plans_until_look = 0
-        """Plans until the next that looks for a request that may become resident."""
+        """Plans until the next that looks for a request that makes use of free device slots."""
         self._num_running = 0
         """Requests that ran at the last plan."""
 
@@ -67,7 +67,7 @@ class NextPlan:
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
-            may_make_resident=looks,
+            may_use_free=looks,
         )
         if self._plans_until_look:
             self._plans_until_look -= 1

@@ -101,7 +101,8 @@ class PlanMoves:
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.phases.end(now)
-        request.prompt = request.prompt[-(1 + request.num_tail_tokens) * TOKEN_BYTES :]
+        if not self.requests.publishes(request):
+            request.prompt = request.prompt[-(1 + request.num_tail_tokens) * TOKEN_BYTES :]
         self.requests.start(request)
         self._fill_row(request, now)
 

@@ -63,7 +63,7 @@ class Request:
     arrived_at: float
     prompt: bytes
     """The prompt's token ids, packed by ``pack_token_ids``. Once the request runs, only the last ones are
-    left, whose KV its steps compute."""
+    left, whose KV its steps compute, unless its pages are published when it ends."""
     root: PageKey = NO_ISOLATION
     """The key from which the keys of its pages follow; only requests with the same root share pages."""
     scores: WantedScores | None = None
@@ -340,6 +340,11 @@ class Request:
         return self.is_resident or (self.mode is Mode.DENSE and self.prefix is None)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether its KV is in device pages alone. Known once it is admitted."""
+        return self.mode is Mode.DENSE
+
+    @property
     def is_resident(self) -> bool:
         """Whether it is hisparse and has no hot buffer but device pages for all of its tokens. Its items are
         in the host pool, too. Known once it is admitted."""
@@ -379,6 +384,11 @@ class Request:
         if self.delivery is None:  # without a prefill node nothing was cached but what is held
             return CachedTokens(decode=self.held_prefix_tokens)
         return CachedTokens.of_room(self.delivery)
+
+    @property
+    def all_token_ids(self) -> bytes:
+        """The packed ids of its prompt, if that is still whole, and of its output."""
+        return self.prompt + pack_token_ids(self.output_token_ids)
 
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, if the transition table does not allow it."""

@@ -21,8 +21,9 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
 - While the first in the queue lacks only device slots for a hot buffer, hot buffers larger than their minimum
   shrink to it, those admitted last first. They get their full size back when nobody waits and
   ``AUTO_DENSE_MARGIN`` of the device pool stays free.
-- Where ``Limits.keeps_residents`` says so, free device slots are cache: a hisparse request gets pages for all
-  of its tokens, and a hot buffer again when others need the slots, or when it cannot get its next page.
+- Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
+  and a hisparse request pages for all of its tokens. It gives up what exceeds the full size when others need
+  the slots, and its pages when it cannot get the next one.
 - Slots for drafts come with the others if they are free; nobody waits for them.
 """
 
@@ -36,7 +37,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
-from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, make_resident
+from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, use_free_slots
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
 from hisparse_pd.decode_node.mode_choice import admit
@@ -59,14 +60,14 @@ def plan_step(
     stuck: SlotCounts,
     held: PrefixTree,
     *,
-    may_make_resident: bool = False,
+    may_use_free: bool = False,
 ) -> StepPlan:
     """Return what to do before the next step.
 
     ``free``: slots that can be given away, those of ``held`` prefixes without users included. ``waiting``:
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
-    and nothing has changed. ``stuck``: slots that may never be free again. ``may_make_resident``: whether to
-    look for a request that becomes resident, which takes a look at all that run.
+    and nothing has changed. ``stuck``: slots that may never be free again. ``may_use_free``: whether to look
+    for a request that makes use of free device slots, which takes a look at all that run.
     """
     draft = PlanDraft(limits, free, running, landing, HeldMatches(held, landing, limits.page_size))
     no_longer_local: list[Request] = []
@@ -76,8 +77,8 @@ def plan_step(
         only_stuck_wait = _admit_in_order(draft, waiting, usable, no_longer_local)
         if only_stuck_wait:
             enlarge_hot_buffers(draft)
-            if may_make_resident:
-                make_resident(draft)
+            if may_use_free:
+                use_free_slots(draft)
     return StepPlan(
         no_longer_local=tuple(no_longer_local),
         exchanges=tuple(draft.exchanges.values()),

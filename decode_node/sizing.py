@@ -28,6 +28,11 @@ DEFAULT_BUFFER = 4096
 """Entries of a hot buffer when no number is given, unless drafts need more: published hit rates are for this
 size, and for one twice as large."""
 
+MOST_ENTRIES = 16384
+"""Most entries of a hot buffer without a number: of V3.2's items at 32k, 65% hits become 95%."""
+MOST_TABLE_BYTES = 1 << 29
+"""Most bytes of the tables of hot buffers without a number, unless the default size needs more."""
+
 AUX_SLOTS_PER_ROW = 4
 """Aux slots for each req_row: more than one, since a room in quarantine, into which a write may still land,
 keeps its aux slot while its row is free."""
@@ -78,6 +83,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         growth_tokens=GROWTH_PAGES * page_size,
         max_drafts=num_drafts,
         max_tail_tokens=MAX_TAIL_STEPS * (num_drafts + 1),
+        largest_hot_buffer=largest_hot_buffer(settings, spec),
         keeps_residents=not settings.device_buffer_size,
     )
 
@@ -108,21 +114,31 @@ def hot_buffer_tokens(settings: DecodeSettings, spec: ModelSpec) -> int:
     return settings.device_buffer_size or max(DEFAULT_BUFFER, needed)
 
 
+def largest_hot_buffer(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """Return the most entries of a hot buffer where device slots are free: the number given, or else
+    MOST_ENTRIES, or as many as tables of MOST_TABLE_BYTES have for each request."""
+    full_size = hot_buffer_tokens(settings, spec)
+    if settings.device_buffer_size:
+        return full_size
+    entry_bytes = HotBufferState.ENTRY_BYTES * spec.num_hot_groups * settings.max_running_requests
+    in_pages = MOST_TABLE_BYTES // entry_bytes // settings.page_size * settings.page_size
+    return max(full_size, min(MOST_ENTRIES, in_pages))
+
+
 def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
     """Return the most entries that a hot buffer needs: no more than a whole context, and drafts behind its
     end."""
-    return min(hot_buffer_tokens(settings, spec), spec.context_length + settings.speculative_num_steps)
+    return min(largest_hot_buffer(settings, spec), spec.context_length + settings.speculative_num_steps)
 
 
 def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
     """Return a warning if hot buffers have no room for all drafts of requests that are longer than a buffer;
     else an empty string."""
     num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
-    needed = full_buffer(num_drafts, top_k)
+    needed, buffer = full_buffer(num_drafts, top_k), hot_buffer_tokens(settings, spec)
     # A buffer for a whole context and its drafts is enough, since no request is longer.
-    if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
+    if num_drafts == 0 or buffer >= min(needed, spec.context_length + num_drafts):
         return ""
-    buffer = hot_buffer_tokens(settings, spec)
     possible = max(0, drafts_with_room(buffer, top_k=top_k, max_new=num_drafts + 1))
     return (
         f"device_buffer_size {buffer} has room for {possible} of {num_drafts} drafts of "

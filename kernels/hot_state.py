@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,9 @@ class HotBufferState:
 
     A request's row is its req_row. Counters and flags accumulate until ``reset_row``.
     """
+
+    ENTRY_BYTES: ClassVar = 8
+    """Bytes of an entry of one row and group: a word each in ``hot_to_lookup`` and ``stamps``."""
 
     lookup_to_hot: Tensor
     """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last slot is unused and empty. A

@@ -222,6 +222,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def close(self) -> None:
         """Fail every request, wait a bounded time for writes in flight, and release sockets and memory."""
+        super().close()
         now_secs = time.monotonic()
         for request in list(self.life.requests):
             self.life.fail(request, 503, f"room {request.room}: the prefill node is shutting down", now_secs)

@@ -54,6 +54,8 @@ class _Copy:
     """What the destination has of the pages before; in use, too."""
     is_behind: torch.cuda.Event | None
     """The copy's end; None: it is over."""
+    token_ids: bytes | None
+    """See ``PrefixTree.hold``."""
 
     @property
     def is_over(self) -> bool:
@@ -121,9 +123,9 @@ class HostTier:
 
     # --- down ----------------------------------------------------------------------------------------
 
-    def store(self, room: Room, keys: Sequence[PageKey]) -> None:
+    def store(self, room: Room, keys: Sequence[PageKey], token_ids: bytes | None = None) -> None:
         """Begin to copy down the pages of ``keys`` that the device has and main memory lacks: as many as it
-        can make room for."""
+        can make room for. ``token_ids``: see ``PrefixTree.hold``."""
         if self._pages is None:
             return
         num_cached = self._num_found(keys, CACHE_POOLS)
@@ -140,16 +142,19 @@ class HostTier:
             self._let_go(before)
             return
         source = self._prefixes.use(keys[: num_stored + num_pages], CACHE_POOLS)
-        self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before)
+        self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before, token_ids)
 
     # --- up ------------------------------------------------------------------------------------------
 
-    def fetch(self, room: Room, keys: Sequence[PageKey], num_pages: int) -> bool:
+    def fetch(
+        self, room: Room, keys: Sequence[PageKey], num_pages: int, token_ids: bytes | None = None
+    ) -> bool:
         """Begin to copy up the pages of ``keys`` that main memory has and the device lacks. Returns whether
         the request should wait, for this copy or for another one with its pages.
 
         ``room``, ``num_pages``: the waiting request's, which needs so many pages on the device in all. For
-        one that has no room there nothing is begun: it waits for pages in any case.
+        one that has no room there nothing is begun: it waits for pages in any case. ``token_ids``: see
+        ``PrefixTree.hold``.
         """
         if self._pages is None:
             return False
@@ -173,7 +178,7 @@ class HostTier:
             return False
         source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(need)
-        self._begin(room, CACHE_POOLS, keys[:num_stored], source, before)
+        self._begin(room, CACHE_POOLS, keys[:num_stored], source, before, token_ids)
         self._pins[room] = _Pin(num_pages, end_of(before))
         return True
 
@@ -222,7 +227,13 @@ class HostTier:
             self._let_go(copy.before)
 
     def _begin(
-        self, room: Room, kinds: Kinds, keys: Sequence[PageKey], source: Prefix, before: Prefix | None
+        self,
+        room: Room,
+        kinds: Kinds,
+        keys: Sequence[PageKey],
+        source: Prefix,
+        before: Prefix | None,
+        token_ids: bytes | None,
     ) -> None:
         first = end_of(before)
         page_size = self._pools.page_size
@@ -232,7 +243,7 @@ class HostTier:
         src = slice_extents(source.extents(from_kind), first * page_size, len(keys) * page_size)
         copy = self._pages.copy_down if kinds == HOST_POOLS else self._pages.copy_up
         is_behind = copy(src, holding[to_kind])
-        self._copies.append(_Copy(room, kinds, keys, holding, source, before, is_behind))
+        self._copies.append(_Copy(room, kinds, keys, holding, source, before, is_behind, token_ids))
 
     def _keep(self, copy: _Copy, num_pages: int) -> int:
         """Put the first pages of a copy into the tree, unless a page before them has been found wrong
@@ -240,7 +251,9 @@ class HostTier:
         if num_pages == 0 or (copy.before is not None and copy.before.is_dropped):
             return 0
         first = end_of(copy.before)
-        return self._prefixes.hold(copy.holding, copy.keys[: first + num_pages], copy.kinds, first) - first
+        keys = copy.keys[: first + num_pages]
+        num_kept = self._prefixes.hold(copy.holding, keys, copy.kinds, first, token_ids=copy.token_ids)
+        return num_kept - first
 
     def _num_right_pages(self, copy: _Copy) -> int:
         """Verify the rows that were copied up. Returns the number of pages before the first with a wrong row,

@@ -23,7 +23,7 @@ from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
@@ -245,7 +245,8 @@ class PrefillLife:
             if not self.pusher.may_start(request, num_bytes_pending[session]):
                 continue
             waiting = self.look_up(request)
-            if self.tier.fetch(waiting.room, waiting.keys, self._limits.pages_for(waiting.num_tokens)):
+            num_pages = self._limits.pages_for(waiting.num_tokens)
+            if self.tier.fetch(waiting.room, waiting.keys, num_pages, self._published_ids(request)):
                 continue
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - request.bootstrap.num_held_tokens)
@@ -318,10 +319,23 @@ class PrefillLife:
         """Put the request's pages into the cache. Where the cache has got an equal page from another request
         meanwhile, this one keeps its own copy, which its writes read."""
         if request.holding is not None:
+            token_ids = self._published_ids(request)
             request.prefix = self.prefixes.share(
-                request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
+                request.holding,
+                request.keys,
+                CACHE_POOLS,
+                request.prefix,
+                keeps_copies=True,
+                token_ids=token_ids,
             )
-            self.tier.store(request.room, request.keys)
+            self.tier.store(request.room, request.keys, token_ids)
+
+    def _published_ids(self, request: PrefillRequest) -> bytes | None:
+        """Return the packed ids of a prompt whose pages others may know of; None for one with an isolation
+        key, and if nobody listens."""
+        message = request.bootstrap
+        is_published = self.prefixes.listener is not None and message.root == NO_ISOLATION
+        return message.prompt if is_published else None
 
     def batch_returned(self, completion: Completion, now_secs: float) -> None:
         """Account for a batch that came back from the sender, and end its request if it was the last or

@@ -15,6 +15,7 @@ import msgspec
 
 from hisparse_pd.base.vocabulary import MAX_RANKS
 from hisparse_pd.protocol.decoding import TypedDecoder
+from hisparse_pd.router.kv_follower import KvFollower
 from hisparse_pd.router.local_faults import local_fault
 from hisparse_pd.router.node_calls import NodeCalls, NodeDocumentError
 from hisparse_pd.router.nodes import LEAVING, Node, NodePool
@@ -60,8 +61,12 @@ class HealthWatch:
         interval_secs: float,
         *,
         with_load: bool,
+        follows_events: bool = False,
     ) -> None:
+        """``follows_events``: whether the nodes' KV events are followed, from ``start`` on."""
         self._pool = pool
+        self._follows_events = follows_events
+        self._follower: KvFollower | None = None
         self._calls = calls
         self._interval_secs = interval_secs
         self._with_load = with_load
@@ -69,6 +74,8 @@ class HealthWatch:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
+        if self._follows_events:
+            self._follower = KvFollower(self._pool.known, self._calls)
         await asyncio.gather(*(self.check(node) for node in self._pool.nodes))
         self._tasks = [asyncio.create_task(self._watch(node)) for node in self._pool.nodes]
 
@@ -76,6 +83,8 @@ class HealthWatch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._follower is not None:
+            self._follower.close()
 
     async def check(self, node: Node) -> None:
         """Check one node, and report the outcome to the pool."""
@@ -102,7 +111,10 @@ class HealthWatch:
         if health.role not in ("", node.kind):
             self._pool.mark_unhealthy(node, f"it is a {health.role} node: name it with --{health.role}")
             return
+        was_healthy = node.healthy
         self._pool.mark_healthy(node)
+        if self._follower is not None and not was_healthy:
+            await self._follower.follow(node)
         if self._with_load:
             await self._ask_load(node)
 

@@ -134,11 +134,16 @@ class _NodeCollector(Collector):
         healthy = GaugeMetricFamily(
             _PREFIX + "node_healthy", "1: requests go to the node", labels=("node", "kind")
         )
+        known = GaugeMetricFamily(
+            _PREFIX + "known_pages", "Pages of KV that a node's events say it has", labels=("node", "kind")
+        )
         for node in self._pool.nodes:
+            known.add_metric((node.url, node.kind), self._pool.known.num_pages(node))
             in_flight.add_metric((node.url, node.kind), node.num_in_flight)
             healthy.add_metric((node.url, node.kind), float(node.healthy))
         yield in_flight
         yield healthy
+        yield known
         yield GaugeMetricFamily(
             _PREFIX + "journal_bytes",
             "Bytes of the journals of streams in flight, from which another node can resume them",

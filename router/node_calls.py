@@ -27,6 +27,7 @@ from hisparse_pd.router.nodes import Node
 from hisparse_pd.serving.api.keys import ApiKeys, load_api_keys
 from hisparse_pd.serving.http.http_connection import INTERIM_HEADER
 from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
+from hisparse_pd.serving.http.page_names import PAGES_HEADER, PageNames, decode_names
 
 CONNECT_TIMEOUT_SECS = 5.0
 T = TypeVar("T")
@@ -80,6 +81,15 @@ class NodeAnswer:
         """Return the answer for the client. Its ``read`` must leave out the journal's lines."""
         headers = [header for header in self.headers if header[0] != JOURNAL_HEADER]
         return replace(self, headers=headers, read=read)
+
+    @property
+    def page_names(self) -> PageNames | None:
+        """What the node says of the prompt's pages, if it says anything."""
+        values = [value for name, value in self.headers if name == PAGES_HEADER]
+        return decode_names(values[0]) if values else None
+
+    def without_page_names(self) -> NodeAnswer:
+        return replace(self, headers=[header for header in self.headers if header[0] != PAGES_HEADER])
 
     @property
     def is_event_stream(self) -> bool:

@@ -21,6 +21,8 @@ from hisparse_pd.base.access import is_host
 from hisparse_pd.base.router_settings import RouterPolicy, RouterSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.router.errors import RouterError
+from hisparse_pd.router.known_pages import KnownPages
+from hisparse_pd.serving.http.page_names import PageNames
 from hisparse_pd.serving.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,8 @@ class Pair:
     decode: Node
     room: int
     """Room of the first prompt, which belongs to the prefill rank that the pool chose."""
+    keys: Sequence[bytes] = field(default=(), repr=False)
+    """Keys of the prompt's blocks, if the pool chooses by prefix."""
 
     @property
     def urls(self) -> dict[NodeKind, str]:
@@ -140,6 +144,8 @@ class NodePool:
         self._prefixes: dict[NodeKind, PrefixIndex[Rank]] = {kind: PrefixIndex() for kind in NodeKind}
         """For each kind of node: which ranks had prompts that begin alike most recently, and so probably keep
         their KV."""
+        self.known: KnownPages[Node] = KnownPages()
+        """Pages of KV that nodes say they have."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
@@ -163,11 +169,15 @@ class NodePool:
         ``excluded``: nodes not to choose. ``prompt``: bytes that begin alike for prompts that begin alike.
         """
         keys = block_keys(prompt) if self._policy == "cache_aware" else []
-        ranks = {kind: self._pick(kind, excluded, self._prefixes[kind].find(keys)) for kind in NodeKind}
+        ranks = {kind: self._pick(kind, excluded, self._with_kv(kind, keys)) for kind in NodeKind}
         for kind, rank in ranks.items():
             self._prefixes[kind].note(keys, rank)
         prefill = ranks[NodeKind.PREFILL]
-        return Pair(prefill.node, ranks[NodeKind.DECODE].node, prefill.draw_room())
+        return Pair(prefill.node, ranks[NodeKind.DECODE].node, prefill.draw_room(), keys)
+
+    def learn(self, pair: Pair, prompt: bytes | memoryview, names: PageNames) -> None:
+        """Note the names that a decode node gave to pages of the prompt for which ``pair`` was picked."""
+        self.known.learn(pair.keys, len(prompt), names)
 
     def has(self, kind: NodeKind, excluded: Collection[Node] = ()) -> bool:
         """Whether there is a healthy node of this kind that is not excluded."""
@@ -214,6 +224,7 @@ class NodePool:
         log.warning("%s is unhealthy: %s", node.name, trouble)
         if node.healthy:
             self._prefixes[node.kind].forget(node.ranks)
+            self.known.leave(node)
         node.healthy, node.trouble = False, trouble
         self._move_requests(node.kind)
 
@@ -237,8 +248,29 @@ class NodePool:
     def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
         return [node for node in self.healthy(kind) if node not in excluded]
 
-    def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Rank | None = None) -> Rank:
-        """Choose the least loaded rank, or ``preferred``, which has KV of the prompt, if its load allows.
+    def _with_kv(self, kind: NodeKind, keys: Sequence[bytes]) -> list[Rank]:
+        """Return the ranks that have the longest beginning of a prompt, as far as is known.
+
+        The rank that had the prompt last has it as long as its node publishes nothing else, and while the
+        prompt's pages have no names yet. Nodes' events decide about others: where they say that this rank has
+        given the pages up, the ranks that still have them count, or those that have a shorter beginning.
+        """
+        for key in reversed(keys):
+            if (last := self._prefixes[kind].rank_of(key)) is None:
+                continue
+            if (name := self.known.name_of(key, last.node)) is None:
+                return [last]
+            places = [place for place in self.known.holders(name) if place.node.kind is kind]
+            holders = [place.node.ranks[place.rank % len(place.node.ranks)] for place in places]
+            if last in holders:
+                return [last]
+            if holders:
+                return holders
+        return []
+
+    def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Collection[Rank] = ()) -> Rank:
+        """Choose the least loaded rank, or the least loaded of those ``preferred``, which have KV of the
+        prompt, if its load allows.
 
         Raises RouterError 503 if no rank is left.
         """
@@ -246,13 +278,17 @@ class NodePool:
         if not ranks:
             raise self.no_healthy(kind)
         # "Least recently picked" is round-robin that works while nodes come and go; it also breaks ties.
-        picked = min(ranks, key=lambda rank: (self._load(rank), rank.node.last_picked, rank.last_picked))
-        if preferred in ranks:
+        picked = min(ranks, key=self._in_turn)
+        if with_kv := [rank for rank in preferred if rank in ranks]:
+            best = min(with_kv, key=self._in_turn)
             mean = (sum(map(self._load, ranks)) + 1) / len(ranks)  # with the request that is to be placed
-            if self._load(preferred) < LOAD_BOUND * mean + LOAD_SLACK:
-                picked = preferred
+            if self._load(best) < LOAD_BOUND * mean + LOAD_SLACK:
+                picked = best
         picked.last_picked = picked.node.last_picked = next(self._pick_number)
         return picked
+
+    def _in_turn(self, rank: Rank) -> tuple[int, int, int]:
+        return self._load(rank), rank.node.last_picked, rank.last_picked
 
     def _load(self, rank: Rank) -> int:
         """Return the number of requests by which the policy compares ranks."""

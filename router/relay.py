@@ -32,6 +32,7 @@ from hisparse_pd.router.stream_journal import JournalBudget, StreamJournal
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.frame import PING_SECS, PINGS
 from hisparse_pd.serving.http.http_errors import ErrorShape
+from hisparse_pd.serving.http.page_names import PAGES_HEADER
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import RequestSpan
@@ -204,6 +205,9 @@ class RelayedRequest:
             attempt.close()
             self._note_failure(attempt, error)
             return None
+        if (names := attempt.answer.page_names) is not None:
+            self._pool.learn(pair, self._body.prompt, names)
+        attempt.answer = attempt.answer.without_page_names()
         attempt.is_movable = attempt.answer.is_journaled  # without a journal no node can continue the answer
         self._note_success(attempt)
         return attempt
@@ -223,10 +227,11 @@ class RelayedRequest:
             may_move = not self._body.is_streamed and self._pool.has(NodeKind.DECODE, excluded=(pair.decode,))
             fields = self._journal.fields(may_move=may_move, num_resumes=num_resumes)
         content = self._body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room, fields)
+        headers = [*self._headers, (PAGES_HEADER, b"1")] if self._pool.known.are_wanted else self._headers
         # The request counts as load of the prefill node until the answer's first bytes are here.
         with self._pool.working(pair.prefill, pair.room):
             return await self._relay.calls.post(
-                pair.decode, attempt.call, self._endpoint, content, self._headers, pair.headers
+                pair.decode, attempt.call, self._endpoint, content, headers, pair.headers
             )
 
     async def _resume(self, attempt: Attempt, error: NodeFailed) -> Attempt:

@@ -107,7 +107,11 @@ class _RouterParts:
         self.metrics = RouterMetrics(self.pool, journals)
         calls = NodeCalls.of(settings)
         self._watch = HealthWatch(
-            self.pool, calls, settings.health_interval_secs, with_load=settings.policy != "round_robin"
+            self.pool,
+            calls,
+            settings.health_interval_secs,
+            with_load=settings.policy != "round_robin",
+            follows_events=settings.policy == "cache_aware",
         )
         self.relay = Relay(self.pool, calls, self._watch.check, self.metrics, journals, settings)
         self.tracer = open_tracer(

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hisparse_pd.base.access import WILDCARD_HOSTS, exposure, is_host
+from hisparse_pd.base.kv_events_config import KvEventsConfig
 from hisparse_pd.base.settings import MAX_PORT, OPEN_API, HttpSettings, Port, Secs, TransportSettings
 from hisparse_pd.base.vocabulary import MAX_RANKS
 
@@ -26,6 +27,8 @@ HEALTH_TIMEOUT_SECS = 30.0
 
 _OPEN_CONTROL = "anybody can register and read the control traffic (--control-key-file)"
 _OPEN_KV = "the KV ports, which know no keys, take connections from anywhere (--allowed-peers)"
+
+_OPEN_EVENTS = "subscribers of its KV events read the prompts' token ids (--kv-events-config)"
 
 _PER_MACHINE = {
     *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
@@ -147,6 +150,14 @@ class NodeSettings(HttpSettings, TransportSettings):
         "beginning uses it: a prefill node computes only the rest, and only the rest is sent to a decode "
         "node",
     )
+    kv_events_config: str = Field(
+        "",
+        description="JSON that says where each rank publishes which pages its prefixes have, with vLLM's and "
+        'SGLang\'s keys, such as {"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": '
+        '"tcp://*:5657"}; further keys are topic, hwm, buffer_steps and max_queue_size; rank N\'s ports are '
+        "higher by N; default: nothing is published",
+        title="JSON",
+    )
     verify_rows: bool = Field(
         True,
         description="keep a check of each KV item, and end a request whose attention would read an item "
@@ -199,6 +210,25 @@ class NodeSettings(HttpSettings, TransportSettings):
                 "one node for all, or one a rank"
             )
         return self
+
+    @model_validator(mode="after")
+    def _events_have_prefixes(self) -> Self:
+        try:
+            config = self.kv_events
+            config.check_ranks(self.dp_size)
+        except ValueError as error:
+            raise ValueError(f"kv_events_config: {error}") from error
+        if config.is_on and self.disable_prefix_cache:
+            raise ValueError(
+                "kv_events_config publishes what the node keeps for later requests, which "
+                "disable_prefix_cache turns off; leave out one of them"
+            )
+        return self
+
+    @property
+    def kv_events(self) -> KvEventsConfig:
+        """The parsed ``kv_events_config``, with rank 0's addresses."""
+        return KvEventsConfig.from_json(self.kv_events_config)
 
     def devices_here(self, rank: int | None = None) -> list[str]:
         """Return the device of each rank of this machine.
@@ -288,5 +318,6 @@ class NodeSettings(HttpSettings, TransportSettings):
             OPEN_API: self.api_key_file is None,
             _OPEN_CONTROL: self.control_key_file is None,
             _OPEN_KV: not self.allowed_peers,
+            _OPEN_EVENTS: self.kv_events.is_on and self.kv_events.binds,
         }
         return exposure((self.host, self.reachable_host), (text for text, holds in dangers.items() if holds))

@@ -39,7 +39,8 @@ class RouterSettings(HttpSettings, TracedSettings):
     policy: RouterPolicy = Field(
         "round_robin",
         description="how a pair of nodes is chosen for a request; cache_aware: by load, but prompts with the "
-        "same beginning go to the same nodes while these have little more to do than the others",
+        "same beginning go to the same nodes while these have little more to do than the others and, if they "
+        "publish KV events, still have its KV",
     )
     health_interval_secs: Secs = Field(5.0, description="interval of a node's health checks, in seconds")
     request_timeout_secs: Secs = Field(

@@ -25,6 +25,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.engine.kv_events import KvEvents
 from hisparse_pd.engine.lockstep import Lockstep
 from hisparse_pd.engine.messages import (
     Abort,
@@ -40,6 +41,7 @@ from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.protocol.channels import Heartbeats, load_control_keys
+from hisparse_pd.protocol.kv_event_sockets import KvEventPublisher
 from hisparse_pd.protocol.messages import DROP_REASONS
 from hisparse_pd.protocol.polling import Poller, Wakeup
 from hisparse_pd.transfer.engine import TransferEngine
@@ -101,6 +103,11 @@ class EngineLoop(ABC, Generic[SettingsT]):
             self.transfer = TransferEngine(
                 settings.reachable_host, transport, needs_network=settings.same_host_lane == "off"
             )
+        self._kv_events: KvEvents | None = None
+        if settings.kv_events.is_on:
+            rank = 0 if model.ranks is None else model.ranks.rank
+            publisher = KvEventPublisher(settings.kv_events.of_rank(rank))
+            self._kv_events = KvEvents(publisher, rank, settings.page_size)
         self._lockstep = Lockstep(model.ranks)
         self._wakeup = Wakeup()  # the node's threads set it when they have something for the next turn
         self.poller = Poller()
@@ -133,6 +140,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
         """
         self._live = live
         self._prefixes = prefixes
+        prefixes.listener = self._kv_events
         self._scrub = PrefixScrub(prefixes, live.set_aside, self._settings.page_size, kv, row_checks)
 
     def run(self) -> None:
@@ -160,6 +168,8 @@ class EngineLoop(ABC, Generic[SettingsT]):
         self._has_work = self._step()
         if self._has_stopped:
             return
+        if self._kv_events is not None:
+            self._kv_events.publish()
         is_idle = not self._live
         if is_idle and not self._has_work:
             self._scrub.verify_next()
@@ -194,6 +204,8 @@ class EngineLoop(ABC, Generic[SettingsT]):
             stats.gauges[lane.info_metric] = 1.0
         for kind, count in self._live.set_aside.num_found.items():
             stats.counters[f'kv_rows_corrupt_total{{kind="{kind}"}}'] = float(count)
+        if self._kv_events is not None:
+            stats.counters.update(self._kv_events.counters())
         dropped = self._num_dropped
         for reason in {*DROP_REASONS, *dropped}:
             stats.counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = float(dropped[reason])
@@ -220,7 +232,9 @@ class EngineLoop(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def close(self) -> None:
-        """End what is still live, say so, and release sockets and memory."""
+        """End what is still live, say so, and release sockets and memory. Calls this one first."""
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     @abstractmethod
     def _ready(self) -> EngineReady:

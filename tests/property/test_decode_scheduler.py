@@ -32,6 +32,7 @@ from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import Claim, Reserve, order_ends
 from hisparse_pd.decode_node.step_plan import StepPlan
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.books import carry_out, end, enqueue, make_request
@@ -93,10 +94,20 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.stops_after: dict[Room, int] = {}
         """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
 
-    @initialize(max_drafts=st.sampled_from([0, 3]), keeps_residents=st.booleans())
-    def choose(self, max_drafts: int, keeps_residents: bool) -> None:
-        """With drafts, the steps of requests verify some, where these have slots."""
-        self.limits = replace(LIMITS, max_drafts=max_drafts, keeps_residents=keeps_residents)
+    @initialize(
+        max_drafts=st.sampled_from([0, 3]),
+        keeps_residents=st.booleans(),
+        largest_hot_buffer=st.sampled_from([0, 24]),
+    )
+    def choose(self, max_drafts: int, *, keeps_residents: bool, largest_hot_buffer: int = 0) -> None:
+        """With drafts, the steps of requests verify some, where these have slots. Requests may get more of
+        what is free than hot buffers of the full size."""
+        self.limits = replace(
+            LIMITS,
+            max_drafts=max_drafts,
+            keeps_residents=keeps_residents,
+            largest_hot_buffer=largest_hot_buffer,
+        )
         self.next_plan = NextPlan(self.limits, self.rooms)
 
     # --- front ------------------------------------------------------------------------------------
@@ -319,6 +330,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def _start(self, request: Request) -> None:
         self.rooms.start(request)
+        request.row_counters = SwapCounts(hits=1, misses=request.room % 4)
         self.over(request.room, batch_failed=False)
         request.output_token_ids.append(0)
         self._end_if_last(request)

@@ -38,7 +38,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.engine.phases import Phase
 from hisparse_pd.prefill_node.registrations import Registrations, why_not_landing
-from hisparse_pd.protocol import bootstrap, lane, messages
+from hisparse_pd.protocol import bootstrap, kv_events, lane, messages
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.protocol.messages import (
@@ -110,12 +110,19 @@ LANE_ANSWERS = (
     lane.LaneDenied("another user"),
 )
 
+KV_EVENTS = (
+    kv_events.AllBlocksCleared(),
+    kv_events.BlockStored([1, 1 << 62], 7, [1, 2, 3, 4], 2, medium="GPU"),
+    kv_events.BlockRemoved([7], "CPU_PINNED"),
+)
+
 DECODERS: dict[str, tuple[TypedDecoder[Any], list[bytes]]] = {
     "to_prefill": (messages.to_prefill_decoder, [bytes.fromhex(golden) for _, golden in TO_PREFILL]),
     "to_decode": (messages.to_decode_decoder, [bytes.fromhex(golden) for _, golden in TO_DECODE]),
     "lane_writer": (lane.from_writer_decoder, [msgspec.msgpack.encode(m) for m in FROM_WRITER]),
     "lane_answer": (lane.answer_decoder, [msgspec.msgpack.encode(m) for m in LANE_ANSWERS]),
     "to_engine": (engine_messages.to_engine_decoder, [msgspec.msgpack.encode(m) for m in TO_ENGINE]),
+    "kv_events": (kv_events.block_changes_decoder, [kv_events.encode_batch(1.5, KV_EVENTS, 1)]),
     "from_engine": (engine_messages.from_engine_decoder, [msgspec.msgpack.encode(m) for m in FROM_ENGINE]),
 }
 _with_every_decoder = pytest.mark.parametrize("name", DECODERS)

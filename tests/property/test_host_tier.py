@@ -21,6 +21,7 @@ from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
 from hisparse_pd.protocol.messages import Extent, Room
+from tests.event_follower import TreeFollower
 from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I9]
@@ -38,9 +39,12 @@ prompts = st.builds(
 """Few conversations, of which the device holds one or two."""
 
 
+def token_ids_of(pages: Sequence[int]) -> bytes:
+    return pack_token_ids([page for page in pages for _ in range(PAGE_SIZE)])
+
+
 def keys_of(pages: Sequence[int]) -> list[PageKey]:
-    token_ids = [page for page in pages for _ in range(PAGE_SIZE)]
-    return page_keys(root_of(None), pack_token_ids(token_ids), PAGE_SIZE)
+    return page_keys(root_of(None), token_ids_of(pages), PAGE_SIZE)
 
 
 class Event:
@@ -95,6 +99,7 @@ class Memory:
 class Request:
     room: Room
     keys: list[PageKey]
+    token_ids: bytes
     holding: Holding | None = None
     prefix: Prefix | None = None
 
@@ -106,6 +111,7 @@ class Tier(RuleBasedStateMachine):
         totals = SlotCounts(host=self.memory.num_slots, device=NUM_DEVICE_PAGES * PAGE_SIZE)
         self.pools = Pools(totals, PAGE_SIZE)
         self.prefixes = PrefixTree(self.pools)
+        self.follower = TreeFollower(self.prefixes, PAGE_SIZE)
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         pages: Any = self.memory
         self.tier = HostTier(pages, self.pools, self.prefixes, self.set_aside, self.memory.wrong_items)
@@ -118,7 +124,7 @@ class Tier(RuleBasedStateMachine):
     @rule(pages=prompts)
     def arrive(self, pages: tuple[int, ...]) -> None:
         self.num_rooms += 1
-        self.waiting.append(Request(Room(self.num_rooms), keys_of(pages)))
+        self.waiting.append(Request(Room(self.num_rooms), keys_of(pages), token_ids_of(pages)))
 
     @rule(data=st.data())
     @precondition(lambda self: self.waiting)
@@ -127,7 +133,7 @@ class Tier(RuleBasedStateMachine):
 
     def _begin(self, request: Request) -> None:
         """Begin a waiting request if nothing holds it back."""
-        if self.tier.fetch(request.room, request.keys, len(request.keys)):
+        if self.tier.fetch(request.room, request.keys, len(request.keys), request.token_ids):
             return
         found = self.prefixes.find(request.keys, CACHE_POOLS)
         num_cached = 0 if found is None else found.num_pages
@@ -154,8 +160,10 @@ class Tier(RuleBasedStateMachine):
 
     def _finish(self, request: Request) -> None:
         assert request.holding is not None
-        request.prefix = self.prefixes.share(request.holding, request.keys, CACHE_POOLS, request.prefix)
-        self.tier.store(request.room, request.keys)
+        request.prefix = self.prefixes.share(
+            request.holding, request.keys, CACHE_POOLS, request.prefix, token_ids=request.token_ids
+        )
+        self.tier.store(request.room, request.keys, request.token_ids)
         self._end(request)
 
     @rule(data=st.data())
@@ -239,6 +247,11 @@ class Tier(RuleBasedStateMachine):
         self.prefixes.check_integrity([*users, *self.tier.users()])
 
     @invariant()
+    def a_subscriber_knows_what_each_level_has(self) -> None:
+        found = (run for run in self.prefixes if not run.is_dropped)
+        self.follower.check((run.kinds, key) for run in found for key in run.keys)
+
+    @invariant()
     def pages_hold_what_their_keys_say(self) -> None:
         for run in self.prefixes:
             kind = run.kinds[0]
@@ -254,7 +267,8 @@ class Tier(RuleBasedStateMachine):
             for request in list(self.computing):
                 self._end(request)
             if self.waiting:
-                self._begin(self.waiting[0])
+                for request in list(self.waiting):  # those behind one that waits go ahead of it
+                    self._begin(request)
                 if not self.computing and not self.memory.events:
                     self.tier.unpin()  # as the engine does when nothing can be computed
         assert not self.waiting, "a request waits for ever"

@@ -17,6 +17,7 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
+from tests.event_follower import TreeFollower
 from tests.property.examples import num_examples
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
@@ -34,9 +35,12 @@ class Prompt(NamedTuple):
     pages: tuple[int, ...]
 
     @property
+    def token_ids(self) -> bytes:
+        return pack_token_ids([page for page in self.pages for _ in range(PAGE_SIZE)])
+
+    @property
     def keys(self) -> list[PageKey]:
-        token_ids = [page for page in self.pages for _ in range(PAGE_SIZE)]
-        return page_keys(root_of(self.salt or None), pack_token_ids(token_ids), PAGE_SIZE)
+        return page_keys(root_of(self.salt or None), self.token_ids, PAGE_SIZE)
 
     def starts(self) -> list[Prompt]:
         return [self._replace(pages=self.pages[: number + 1]) for number in range(len(self.pages))]
@@ -75,6 +79,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         num_slots = NUM_PAGES * PAGE_SIZE
         self.pools = Pools(SlotCounts(host=num_slots, device=num_slots, index=num_slots), PAGE_SIZE)
         self.tree = PrefixTree(self.pools)
+        self.follower = TreeFollower(self.tree, PAGE_SIZE)
         self.users: list[User] = []
         self.page_of: dict[Prompt, int] = {}
         """A prompt that is held -> its last page."""
@@ -132,7 +137,14 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         user.is_computed = True
         own, num_shared = user.own_pages(), len(user.shared_pages())
         keys, kinds = user.prompt.keys, user.prompt.kinds
-        user.prefix = self.tree.share(user.holding, keys, kinds, user.prefix, keeps_copies=keeps_copies)
+        user.prefix = self.tree.share(
+            user.holding,
+            keys,
+            kinds,
+            user.prefix,
+            keeps_copies=keeps_copies,
+            token_ids=None if user.prompt.salt else user.prompt.token_ids,
+        )
         starts = user.prompt.starts()
         taken = {
             page
@@ -163,6 +175,11 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             num_unused = len(self.page_of) - len(self.used(DEVICE)) - len(self.used(HOST))
             self.tree.flush()
             self.forget(num_unused)
+
+    @invariant()
+    def a_subscriber_knows_the_pages_without_a_salt(self) -> None:
+        public = [prompt for prompt in self.page_of if not prompt.salt]
+        self.follower.check((prompt.kinds, prompt.keys[-1]) for prompt in public)
 
     @invariant()
     def whole(self) -> None:

@@ -95,6 +95,48 @@ def test_rules_over_two_fields_are_checked_before_the_model_is_loaded(
         load_settings(PrefillSettings, {**MODEL, **options})
 
 
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        ("{", {}, "kv_events_config: the JSON: Invalid JSON"),
+        ('{"publisher": "nats"}', {}, "kv_events_config: publisher: Input should be 'null' or 'zmq'"),
+        ('{"topics": "a"}', {}, "kv_events_config: topics: Extra inputs are not permitted"),
+        ('{"buffer_steps": 0}', {}, "kv_events_config: buffer_steps: .* greater than or equal to 1"),
+        (
+            '{"endpoint": "udp://*:1"}',
+            {},
+            r"endpoint: 'udp://\*:1' is neither tcp://HOST:PORT nor ipc://PATH",
+        ),
+        ('{"endpoint": "tcp://*:65535"}', {"dp_size": "2"}, "takes the ports up to 65536"),
+        ('{"endpoint": "ipc:///tmp/x"}', {"dp_size": "2"}, "ipc:///tmp/x with 2 ranks: give a tcp://"),
+        (
+            '{"replay_endpoint": "tcp://*:5558"}',
+            {"dp_size": "2"},
+            "take the same port; put them further apart",
+        ),
+        ('{"replay_endpoint": "tcp://*:5557"}', {}, "take the same port"),
+        ('{"publisher": "zmq"}', {"disable_prefix_cache": True}, "disable_prefix_cache turns off"),
+    ],
+)
+def test_kv_events_that_cannot_be_published_are_named(
+    value: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(DecodeSettings, {**MODEL, "kv_events_config": value, **options})
+
+
+def test_each_rank_publishes_kv_events_at_ports_of_its_own() -> None:
+    value = '{"publisher": "zmq", "endpoint": "tcp://[::]:5557", "replay_endpoint": "tcp://*:5561", "hwm": 5}'
+    loaded = load_settings(PrefillSettings, {**MODEL, "dp_size": "4", "kv_events_config": value})
+    assert loaded.kv_events.of_rank(0) == loaded.kv_events
+    third = loaded.kv_events.of_rank(3)
+    assert (third.endpoint, third.replay_endpoint, third.hwm) == ("tcp://[::]:5560", "tcp://*:5564", 5)
+    assert third.binds
+    assert not load_settings(PrefillSettings, MODEL).kv_events.is_on
+    open_node = load_settings(PrefillSettings, {**MODEL, "host": "10.0.0.1", "kv_events_config": value})
+    assert "subscribers of its KV events read the prompts' token ids" in str(open_node.exposure)
+
+
 def test_each_rank_has_its_control_port_and_its_threads() -> None:
     ranks = {**MODEL, "control_port": "8994", "dp_size": "4"}
     assert load_settings(PrefillSettings, ranks).of_rank(3).control_port == 8997

@@ -1,13 +1,14 @@
 """A prefix, which is a run of pages in the tree of ``prefix_tree.py``, and the match of a prompt with one.
 
-Only ``PrefixTree`` changes a ``Prefix``; schedulers and requests read them.
+Only ``PrefixTree`` changes a ``Prefix``; schedulers and requests read them. A ``PageListener`` is told which
+pages the tree has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from hisparse_pd.core.paging.pools import Holding, PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -34,6 +35,8 @@ class Prefix:
     children: set[Prefix] = field(default_factory=set)
     is_dropped: bool = False
     """Whether its pages, and those of its descendants, can no longer be found."""
+    is_reported: bool = False
+    """Whether the tree's listener has been told of its pages."""
 
     @property
     def start_page(self) -> int:
@@ -52,15 +55,15 @@ class Prefix:
         return tuple(extent for part in reversed(parts) for extent in part)
 
     def is_mergeable_with_parent(self) -> bool:
-        """Whether the parent has the same users and last use as this run.
+        """Whether the parent has the same users and last use as this run, and is reported if it is.
 
         ``PrefixTree`` then merges the two if this run is the parent's only child, which it checks itself.
         A user of a run uses its parent too, so equally many users are the same users.
         """
         parent = self.parent
         return parent is not None and (
-            (parent.num_users, parent.last_used, parent.is_dropped)
-            == (self.num_users, self.last_used, self.is_dropped)
+            (parent.num_users, parent.last_used, parent.is_dropped, parent.is_reported)
+            == (self.num_users, self.last_used, self.is_dropped, self.is_reported)
         )
 
 
@@ -76,6 +79,20 @@ class Match(NamedTuple):
         for prefix in self.prefix.chain():
             yield prefix, end_page - prefix.start_page
             end_page = prefix.start_page
+
+
+class PageListener(Protocol):
+    """Is told which pages can be found in a ``PrefixTree``. It must not change the tree."""
+
+    def stored(self, kinds: Kinds, parent: PageKey | None, keys: Sequence[PageKey], token_ids: bytes) -> None:
+        """Note that pages can be found from now on: those of ``keys``, which follow the page ``parent``, or
+        None at the start of a sequence. ``token_ids``: packed, those of these pages."""
+
+    def removed(self, kinds: Kinds, keys: Sequence[PageKey]) -> None:
+        """Note that reported pages can no longer be found."""
+
+    def emptied(self) -> None:
+        """Note that nothing can be found any more. Pages of which the listener knew were removed before."""
 
 
 def end_of(prefix: Prefix | None) -> int:

@@ -19,6 +19,9 @@ most MAX_RUNS runs: where side branches keep runs from being merged, those used 
 
 A prefix with wrong bytes is dropped together with its descendants (``drop``): no request finds them any more,
 and each is freed when its last user and its children are gone.
+
+A ``listener`` is told of each page that can be found, and when it no longer can be, if whoever adds the page
+gives its token ids.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import has_slot
 from hisparse_pd.core.paging.idle_runs import IdleRuns
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
-from hisparse_pd.core.paging.prefix import Kinds, Match, Prefix, end_of
+from hisparse_pd.core.paging.prefix import Kinds, Match, PageListener, Prefix, end_of
 from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.protocol.messages import TOKEN_BYTES
 
 MAX_RUNS: Final = 64
 """Most runs of one sequence; each costs the loop some microseconds in every turn of a conversation."""
@@ -57,6 +61,8 @@ class PrefixTree:
         """How often pages were added or let go of: the clock of ``Prefix.last_used``."""
         self.num_evicted_tokens = 0
         """Tokens that ``make_room`` has evicted since the engine's start."""
+        self.listener: PageListener | None = None
+        """Set before the first page is added; None: nobody is told of pages."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -112,14 +118,16 @@ class PrefixTree:
         before: Prefix | None,
         *,
         keeps_copies: bool = False,
+        token_ids: bytes | None = None,
     ) -> Prefix | None:
         """Do ``hold`` for the pages of a request, and count the request as a user of all held pages
         of ``keys``.
 
         ``before``: the prefix that the request has used until now. Returns the one that it uses from now on.
-        ``keeps_copies``: see ``hold``.
+        ``keeps_copies``, ``token_ids``: see ``hold``.
         """
-        num_held = self.hold(holding, keys, kinds, end_of(before), keeps_copies=keeps_copies)
+        num_before = end_of(before)
+        num_held = self.hold(holding, keys, kinds, num_before, keeps_copies=keeps_copies, token_ids=token_ids)
         prefix = self.use(keys[:num_held], kinds) if num_held else None
         if before is not None:
             self.let_go(before)
@@ -133,13 +141,15 @@ class PrefixTree:
         num_before: int = 0,
         *,
         keeps_copies: bool = False,
+        token_ids: bytes | None = None,
     ) -> int:
         """Move the first pages of ``holding`` in ``kinds``, whose keys are ``keys[num_before:]``, into the
         tree. The pages of ``keys[:num_before]`` must be held.
 
         Where the tree has a page already, the holding's copy of it is freed. With ``keeps_copies`` the copy
-        stays in the holding, because writes in flight still read it. Returns how many of ``keys`` are held
-        then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
+        stays in the holding, because writes in flight still read it. ``token_ids``: the packed ids of all
+        pages of ``keys``, for the listener; None: it is not told of them. Returns how many of ``keys`` are
+        held then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
         PoolIntegrityError.
         """
         if len(keys) <= num_before:
@@ -159,6 +169,12 @@ class PrefixTree:
             last = Prefix(kinds, parent, end_page=len(keys), keys=list(keys[num_found:]), holding=added)
             self._insert(last)
             self._num_idle_pages[kinds] += len(last.keys)
+            if token_ids is not None and self.listener is not None:
+                last.is_reported = True
+                page_bytes = self._pools.page_size * TOKEN_BYTES
+                own_ids = token_ids[num_found * page_bytes : len(keys) * page_bytes]
+                before = keys[num_found - 1] if num_found else None
+                self.listener.stored(kinds, before, tuple(last.keys), own_ids)
         if copies is not None and keeps_copies:
             self._pools.join(copies, holding)
         elif copies is not None:
@@ -193,6 +209,8 @@ class PrefixTree:
         """Evict everything without users."""
         while (prefix := self._idle.oldest()) is not None:
             self._evict(prefix, len(prefix.keys))
+        if self.listener is not None and not self.num_tokens:
+            self.listener.emptied()
 
     def drop(self, kind: PoolKind, slot: int) -> None:
         """Make the prefix that has ``slot``, and its descendants, impossible to find, because the slot's
@@ -314,6 +332,7 @@ class PrefixTree:
             num_users=second.num_users,
             last_used=second.last_used,
             children={second},
+            is_reported=second.is_reported,
         )
         if second.parent is not None:
             second.parent.children.remove(second)
@@ -369,9 +388,11 @@ class PrefixTree:
         if prefix.is_dropped and not prefix.num_users and not prefix.children:
             self._evict(prefix, len(prefix.keys))
 
-    def _forget_keys(self, prefix: Prefix, keys: Iterable[PageKey]) -> None:
+    def _forget_keys(self, prefix: Prefix, keys: Sequence[PageKey]) -> None:
         for key in keys:
             del self._by_key[prefix.kinds][key]
+        if prefix.is_reported and self.listener is not None:
+            self.listener.removed(prefix.kinds, tuple(keys))
 
     def _fit_one_more_run(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
         """Evict side branches of the chain that holds ``keys`` until it can get one more run within MAX_RUNS.

@@ -26,6 +26,12 @@ PageKey = bytes
 """Hash of a whole page, all tokens before it and the isolation key; equal keys mean that all are equal."""
 
 
+def block_hash(key: PageKey) -> int:
+    """Return the hash by which KV events name a page: 63 bits of its key, which consumers read alike whether
+    they take hashes for signed or for unsigned."""
+    return int.from_bytes(key[:8], "big") >> 1
+
+
 def root_of(cache_salt: str | None = None, extra_key: str | None = None) -> PageKey:
     """Return the root for an isolation key, which is both fields together; requests without one share a
     root."""

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.traces import open_tracer
+from hisparse_pd.protocol.messages import TOKEN_BYTES, first_stepped
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond
 from hisparse_pd.serving.api.models import json_response
@@ -34,6 +35,7 @@ from hisparse_pd.serving.api.timing import Timeline
 from hisparse_pd.serving.api.tokens import answer_about_tokens
 from hisparse_pd.serving.http.journal_lines import JOURNAL_HEADER
 from hisparse_pd.serving.http.off_loop import parse_body
+from hisparse_pd.serving.http.page_names import PAGES_HEADER, encode_names
 
 if TYPE_CHECKING:
     from hisparse_pd.base.tracing import Tracer
@@ -148,7 +150,7 @@ async def _generate(
     try:
         work = await _check(context, endpoint, body, arrived_at, timeline)
         answer = await handler(work)
-        await reply.send_answer(answer, work.headers)
+        await reply.send_answer(answer, [*work.headers, *_page_names(context, work, reply)])
     finally:
         timeline.close()
     context.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
@@ -181,6 +183,18 @@ def _left_out(request: ApiRequest) -> list[tuple[bytes, bytes]]:
         return []
     named = (f"{tool.place} ({tool.kind})" for tool in chat.left_out[:_MAX_LEFT_OUT_SHOWN])
     return [(LEFT_OUT_HEADER, ", ".join(named).encode())]
+
+
+def _page_names(context: DecodeContext, work: Work, reply: Reply) -> list[tuple[bytes, bytes]]:
+    """Return the header that names pages of the first prompt, if a router asks for it."""
+    if (PAGES_HEADER, b"1") not in reply.request_headers:
+        return []
+    sample, page_size = work.samples[0], context.settings.page_size
+    num_tokens = len(sample.prompt) // TOKEN_BYTES
+    # Further pages are shared only when the request has ended.
+    num_shared = first_stepped(num_tokens, 0, page_size)
+    names = encode_names(sample.prompt, sample.root, num_shared, page_size)
+    return [(PAGES_HEADER, names)] if names else []
 
 
 async def _answer_about_tokens(

@@ -78,6 +78,8 @@ _HELP = {
     "drafted_tokens_total": "tokens of the draft layer that steps verified",
     "accepted_draft_tokens_total": "tokens of the draft layer that became output",
     "spec_accept_length": "mean number of tokens that a request got from a step that verified its drafts",
+    "kv_event_batches_total": "batches of KV events, dropped ones included",
+    "kv_event_batches_dropped_total": "batches of KV events that nobody got, because too many waited",
     "control_messages_dropped_total": "control messages dropped, by reason",
     "aborted_requests_total": "requests aborted by their client or by the decode node",
     "failed_requests_total": "requests that ended in an error",

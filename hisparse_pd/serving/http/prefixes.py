@@ -47,6 +47,10 @@ class PrefixIndex(Generic[R]):
             found = rank
         return found
 
+    def rank_of(self, key: bytes) -> R | None:
+        """Return the rank that had the block of this key last."""
+        return self._rank_of.get(key)
+
     def note(self, keys: Sequence[bytes], rank: R) -> None:
         """Note that a prompt goes to ``rank``."""
         for key in reversed(keys):  # the beginning counts as used last, and is forgotten last

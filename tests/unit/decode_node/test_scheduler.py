@@ -74,7 +74,7 @@ class Node:
             self.rooms.waiting(),
             self.rooms.stuck(now),
             self.rooms.held,
-            may_make_resident=self.limits.keeps_residents,
+            may_use_free=True,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
@@ -244,9 +244,12 @@ def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
 
 RESIDENTS = replace(
     STEP_BY_STEP,
-    totals=replace(LIMITS.totals, host=1200, device=512, index=1712, lookup=2400),
+    totals=replace(LIMITS.totals, host=2000, device=512, index=2512, lookup=4000),
     keeps_residents=True,
 )
+
+
+AUTOMATIC = replace(RESIDENTS, largest_hot_buffer=128, keeps_residents=False)
 
 
 def settled(node: Node, miss_share: float = 0.5) -> None:
@@ -260,6 +263,43 @@ def settled(node: Node, miss_share: float = 0.5) -> None:
 
 def residents_of(requests: list[Request]) -> list[bool]:
     return [request.is_resident for request in requests]
+
+
+def test_hot_buffers_get_their_share_of_the_pool_and_shrink_to_it_for_others() -> None:
+    """Three have 128 of 512 slots each. Two more take what is free; a sixth gets what exceeds 96, the share
+    of five, and then a dense one what exceeds the full size."""
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(3)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 3
+    settled(node)
+    assert [request.hot_capacity for request in requests] == [128] * 3
+    later = [node.arrive(TRUE, 100, max_new_tokens=40) for _ in range(3)]
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [
+        (requests[2], 96),
+        (requests[1], 96),
+    ]
+    assert [request.hot_capacity for request in later] == [64] * 3
+    dense = node.arrive(FALSE, 80, max_new_tokens=16)
+    plan = node.step()
+    assert [each.hot_capacity for each in plan.exchanges] == [64] * 3
+    assert dense.state is RequestState.RUNNING
+    assert [request.num_retractions for request in requests] == [1, 2, 2]
+
+
+def test_a_hot_buffer_grows_to_its_share_if_that_saves_copies() -> None:
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 130, max_new_tokens=60) for _ in range(7)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 7
+    for request in requests[4:]:
+        end(node.rooms, request)
+    settled(node, miss_share=0.1)
+    assert [request.hot_capacity for request in requests[:4]] == [64] * 4, "too few misses for that"
+    settled(node, miss_share=0.5)
+    assert [request.hot_capacity for request in requests[:4]] == [128, 128, 128, 64]
+    assert node.rooms.pools.free.device == 64
 
 
 def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() -> None:

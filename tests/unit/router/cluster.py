@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,9 +223,11 @@ async def cluster(
     decode: list[Behaviour] | Behaviour = streams,
     drain: Drain | None = None,
     num_ranks: int = 1,
+    prefill_says: Sequence[bytes] = (),
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """Yield fake nodes behind a real router; each prefill node has ``num_ranks``.
+    """Yield fake nodes behind a real router; each prefill node has ``num_ranks``. ``prefill_says``: the
+    ``says`` of prefill nodes.
 
     In the end, no prefill node may have been sent a body.
     """
@@ -235,6 +237,8 @@ async def cluster(
     }
     for node in nodes[NodeKind.PREFILL]:
         node.loads = [0] * num_ranks
+    for node, text in zip(nodes[NodeKind.PREFILL], prefill_says, strict=False):
+        node.says = text
     all_nodes = [node for of_kind in nodes.values() for node in of_kind]
     servers = [AsyncExitStack() for _ in all_nodes]
     try:

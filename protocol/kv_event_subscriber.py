@@ -1,0 +1,278 @@
+"""A subscriber of KV events (``kv_events.py``): what ranks publish, in order and without gaps.
+
+A router has one ``KvEventSubscriber``. Its thread follows any number of ranks; a ``_Stream`` has one rank's
+sockets, and an ``Order`` what comes next. It asks for a replay when it begins to follow a rank and when it
+sees a gap, and keeps what is published meanwhile. What cannot be replayed is lost: then the owner is told to
+forget all that it knows of the rank, and the stream goes on with what comes. A rank that starts again counts
+from 0. That is noticed by a number lower than the one that comes next; one that has published as much again
+before it is heard looks as if it had gone on, so whoever knows that a rank has started again follows it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+import zmq
+
+from hisparse_pd.base.log_limit import LogLimiter
+from hisparse_pd.protocol.kv_events import (
+    END_OF_REPLAY,
+    SEQ_BYTES,
+    BlockChange,
+    BlockChanges,
+    block_changes_decoder,
+    encode_seq,
+)
+from hisparse_pd.protocol.polling import Poller, Wakeup, burst
+
+log = logging.getLogger(__name__)
+
+REPLAY_SECS: Final = 10.0
+"""Time without a batch after which a replay is given up."""
+_MAX_BATCH_BYTES: Final = 8 << 20
+_MAX_WAITING: Final = 1_000
+"""Most batches that ZMQ keeps of a rank, and most that wait for the end of a replay."""
+_POLL_SECS: Final = 1.0
+
+S = TypeVar("S")
+
+
+class Feed(NamedTuple):
+    """The addresses at which one rank publishes."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+
+
+class KvEventSubscriber(Generic[S]):
+    """Follows sources, each of which is a rank. ``S`` is what names one.
+
+    The thread calls ``on_changes`` with a source and what it has published, and ``on_lost`` with a source of
+    which everything known is to be forgotten.
+    """
+
+    def __init__(
+        self, on_changes: Callable[[S, Sequence[BlockChange]], None], on_lost: Callable[[S], None]
+    ) -> None:
+        self._on_changes = on_changes
+        self._on_lost = on_lost
+        self._orders: queue.SimpleQueue[tuple[S, Feed | None]] = queue.SimpleQueue()
+        """Sources with their addresses, or None to leave them; the thread carries them out."""
+        self._streams: dict[S, _Stream] = {}
+        self._is_closing = False
+        self._wakeup = Wakeup()
+        self._poller = Poller()
+        self._poller.register(self._wakeup)
+        self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="kv event subscriber", daemon=True)
+        self._thread.start()
+
+    def follow(self, source: S, feed: Feed) -> None:
+        """Begin to follow a source, or begin anew."""
+        self._orders.put((source, feed))
+        self._wakeup.set()
+
+    def leave(self, source: S) -> None:
+        """Follow a source no longer."""
+        self._orders.put((source, None))
+        self._wakeup.set()
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._wakeup.set()
+        self._thread.join()
+        self._wakeup.close()
+
+    # --- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._poller.wait(_POLL_SECS)
+            self._wakeup.clear()
+            self._carry_out_orders()
+            for source, stream in self._streams.items():
+                for changes in stream.receive():
+                    if changes is None:
+                        self._on_lost(source)
+                    else:
+                        self._on_changes(source, changes.events)
+        self._context.destroy(linger=0)
+
+    def _carry_out_orders(self) -> None:
+        while not self._orders.empty():
+            source, feed = self._orders.get()
+            if (stream := self._streams.pop(source, None)) is not None:
+                stream.close()
+                self._on_lost(source)
+            if feed is None:
+                continue
+            try:
+                self._streams[source] = _Stream(self._context, self._poller, feed)
+            except zmq.ZMQError as error:
+                log.warning("cannot follow the KV events at %s: %s", feed.endpoint, error)
+
+
+class _Stream:
+    """What one rank publishes: its sockets, and which number comes next."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: Poller, feed: Feed) -> None:
+        """Raises ZMQError for an address that cannot be used."""
+        self._context = context
+        self._poller = poller
+        self._feed = feed
+        self._order = Order()
+        self._logged = LogLimiter()
+        self._replay: _Channel | None = None
+        self._replay_until = 0.0
+        self._sub = self._connect(zmq.SUB, feed.endpoint)
+        self._sub.socket.subscribe(feed.topic.encode())
+        self._ask_again(0)
+
+    def receive(self) -> list[BlockChanges | None]:
+        """Return what is new, in order; None where all that was known is lost."""
+        found: list[BlockChanges | None] = []
+        replay = self._replay
+        if replay is not None:
+            for frames in burst(replay.socket):
+                self._replay_until = time.monotonic() + REPLAY_SECS
+                if len(frames) == 3 and frames[1] == END_OF_REPLAY:
+                    found += self._end_replay()
+                    break
+                if len(frames) == 3 and (batch := self._decoded(*frames[1:])):
+                    found += self._order.replayed(*batch)
+            else:
+                if time.monotonic() > self._replay_until:
+                    found += self._end_replay()
+        for frames in burst(self._sub.socket):
+            if len(frames) == 3 and (batch := self._decoded(*frames[1:])):
+                found += self._order.published(*batch)
+        if (first := self._order.take_gap()) is not None:
+            found += self._ask_again(first)
+        return found
+
+    def close(self) -> None:
+        self._disconnect(self._sub)
+        if self._replay is not None:
+            self._disconnect(self._replay)
+
+    def _ask_again(self, first: int) -> list[BlockChanges | None]:
+        """Ask for what was published from ``first`` on. Returns what is new if nobody can be asked."""
+        if self._feed.replay_endpoint is None:
+            return self._order.end_replay()
+        # A socket of its own for each replay: what comes late of an earlier one is nobody's.
+        self._replay = self._connect(zmq.DEALER, self._feed.replay_endpoint)
+        self._replay.socket.send_multipart([b"", encode_seq(first)], zmq.NOBLOCK)
+        self._replay_until = time.monotonic() + REPLAY_SECS
+        return []
+
+    def _end_replay(self) -> list[BlockChanges | None]:
+        if self._replay is not None:
+            self._disconnect(self._replay)
+            self._replay = None
+        return self._order.end_replay()
+
+    def _decoded(self, seq: bytes, payload: bytes) -> tuple[int, BlockChanges] | None:
+        try:
+            if len(seq) != SEQ_BYTES:
+                raise msgspec.DecodeError(f"a number of {len(seq)} bytes")
+            return int.from_bytes(seq, "big"), block_changes_decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            if self._logged.permits():
+                log.warning("dropped malformed KV events from %s: %s", self._feed.endpoint, error)
+            return None
+
+    def _connect(self, kind: int, endpoint: str) -> _Channel:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
+        sock.setsockopt(zmq.RCVHWM, _MAX_WAITING)
+        sock.setsockopt(zmq.IPV6, "[" in endpoint)
+        try:
+            sock.connect(endpoint)
+        except zmq.ZMQError:
+            sock.close()
+            raise
+        channel = _Channel(sock)
+        self._poller.register(channel)
+        return channel
+
+    def _disconnect(self, channel: _Channel) -> None:
+        self._poller.unregister(channel)
+        channel.socket.close()
+
+
+class _Channel:
+    """A socket as a ``Poller`` takes it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+
+
+class Order:
+    """The order of one rank's batches. It begins in a replay from number 0, and knows no sockets.
+
+    Each method returns what is new: batches in the order of their numbers, and None where all that was known
+    before is lost.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._last_ts = 0.0
+        self._is_replaying = True
+        self._gap: int | None = None
+        self._waiting: deque[tuple[int, BlockChanges]] = deque(maxlen=_MAX_WAITING)
+        """What was published during a replay; what has no room is one more gap."""
+
+    def take_gap(self) -> int | None:
+        """Return the first number to ask for again, once for each gap."""
+        gap, self._gap = self._gap, None
+        return gap
+
+    def published(self, seq: int, changes: BlockChanges) -> list[BlockChanges | None]:
+        """Take in what the rank publishes."""
+        if self._is_replaying:
+            self._waiting.append((seq, changes))
+            return []
+        if seq == self._next:
+            return self._accept(seq, changes)
+        if seq < self._next and changes.ts <= self._last_ts:  # a replay had it, too
+            return []
+        found: list[BlockChanges | None] = []
+        if seq < self._next:  # the rank has started anew, and counts from 0
+            self._next = 0
+            found.append(None)
+        self._is_replaying, self._gap = True, self._next
+        self._waiting.append((seq, changes))
+        return found
+
+    def replayed(self, seq: int, changes: BlockChanges) -> list[BlockChanges | None]:
+        """Take in a batch of the replay."""
+        if seq < self._next:
+            return []
+        lost: list[BlockChanges | None] = [] if seq == self._next else [None]
+        return lost + self._accept(seq, changes)
+
+    def end_replay(self) -> list[BlockChanges | None]:
+        """Go on with what was published meanwhile: the replay is complete, or does not come."""
+        self._is_replaying = False
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        found: list[BlockChanges | None] = []
+        for seq, changes in waiting:
+            if seq < self._next or self._is_replaying:
+                found += self.published(seq, changes)
+            else:
+                found += self.replayed(seq, changes)  # what lies between can be had from nobody
+        return found
+
+    def _accept(self, seq: int, changes: BlockChanges) -> list[BlockChanges | None]:
+        self._next, self._last_ts = seq + 1, changes.ts
+        return [changes]
