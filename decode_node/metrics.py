@@ -91,6 +91,7 @@ class Metrics:
 
         gauges = {
             "num_running_reqs": num_running,
+            "num_resident_reqs": sum(request.is_resident for request in all_running),
             "num_paused_reqs": num_paused,
             "num_queue_reqs": num_queued,
             "num_transfer_queue_reqs": num_landing,

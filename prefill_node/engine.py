@@ -24,7 +24,7 @@ import torch
 
 from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.prefill_settings import PrefillSettings
-from hisparse_pd.base.vocabulary import StartError
+from hisparse_pd.base.vocabulary import VERSION, StartError
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
@@ -35,7 +35,8 @@ from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
 from hisparse_pd.prefill_node.host_pages import HostPages
-from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
+from hisparse_pd.prefill_node.memory import PrefillMemory, bytes_per_token, num_host_bytes
+from hisparse_pd.prefill_node.page_objects import PageObjects, namespace_of
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
 from hisparse_pd.prefill_node.request_life import PrefillLife
@@ -43,6 +44,7 @@ from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
 from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
 from hisparse_pd.prefill_node.sizing import MOST_GRAPH_REQUESTS, MOST_GRAPH_TOKENS, size_kv_pool
+from hisparse_pd.prefill_node.store_threads import StoreThreads
 from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
@@ -58,6 +60,7 @@ from hisparse_pd.protocol.messages import (
     ToPrefill,
 )
 from hisparse_pd.transfer.lane import Lane, Lanes
+from hisparse_pd.transfer.page_store import MooncakeStore
 from hisparse_pd.transfer.sender import Ready, Sender
 
 log = logging.getLogger(__name__)
@@ -144,6 +147,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             self._host_pages = HostPages(
                 self.memory, num_host_pages * settings.page_size, placement=self._placement
             )
+        self._store_threads = self._start_store() if settings.kv_store else None
         self.life = PrefillLife(
             pusher=self._pusher,
             limits=self._limits,
@@ -158,6 +162,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             # decode node's error. A decode node that was silent for this long is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
             host_pages=self._host_pages,
+            store_orders=self._store_threads,
             wrong_items=self.memory.wrong_items,
         )
         self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
@@ -187,7 +192,31 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         # kv_pool_tokens is 0, for a size yet to be chosen, only on a GPU, whose pool takes no main memory.
         num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
         num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
-        return num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
+        num_bytes = num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
+        if settings.kv_store:
+            num_bytes += settings.host_cache_tokens * bytes_per_token(spec) + settings.kv_store_bytes
+        return num_bytes
+
+    def _start_store(self) -> StoreThreads:
+        """Start the threads that talk to the cluster's store. They connect to it while the node serves."""
+        settings, spec = self._settings, self._spec
+        assert self._host_pages is not None, "settings that name a store have a host tier"
+        device = torch.device(settings.device)
+        arithmetic = (
+            *(VERSION, str(torch.__version__), str(spec.dtype)),
+            *(settings.attention_backend, str(settings.dp_size)),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        )
+        objects = PageObjects(self._host_pages, settings.page_size, namespace_of(self.geometry, arithmetic))
+        store = MooncakeStore(
+            settings.kv_store,
+            settings.reachable_host,
+            memory=objects.memory,
+            lent_bytes=settings.kv_store_bytes,
+            transport=self.transfer.transport,
+            allowed=self._allowed,
+        )
+        return StoreThreads(store, objects, self._wakeup.set)
 
     def _warm_up(self, device: torch.device) -> None:
         started = time.monotonic()
@@ -229,12 +258,13 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         is_quiet = self.sender.close(CLOSE_TIMEOUT_SECS)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now_secs)
+        is_store_quiet = self._store_threads is None or self._store_threads.close(CLOSE_TIMEOUT_SECS)
         self.control.close()
         self._wakeup.close()
         if is_quiet:  # else a write may still use what would be closed
             self.lanes.close()
             self.transfer.close()
-        if self._host_pages is not None:
+        if self._host_pages is not None and is_store_quiet:
             self._host_pages.close()
         log.info("stopped")
 
@@ -377,6 +407,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 pushes.extend(self._plan_pushes(batch))
             self._pusher.layer_written(pushes, layer, ready)
 
+        started_secs = time.monotonic()
         try:
             computed = self.runner.run(batch, layer_written, self._read_ahead)
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
@@ -384,6 +415,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 raise
             self._fail_batch(batch, error)
             return True
+        if (store := self.life.tier.store_tier) is not None:
+            store.note_computed(num_tokens, time.monotonic() - started_secs)
         self._commit(batch, computed)
         return True
 
@@ -474,6 +507,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             gauges['pool_total_tokens{pool="host"}'] = float(num_host_tokens)
             counters["host_stored_tokens_total"] = float(life.tier.num_stored_tokens)
             counters["host_fetched_tokens_total"] = float(life.tier.num_fetched_tokens)
+        if (store := life.tier.store_tier) is not None:
+            gauges |= store.gauges
+            counters |= store.counters
         lanes = tuple(
             PeerLane(peer.session, lane.kind, lane.reason)
             for peer in self.peers

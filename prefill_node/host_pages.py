@@ -64,9 +64,20 @@ class HostPages:
         log.info("host cache: %d tokens, %.2f GiB", num_slots, sum(sizes) / (1 << 30))
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is here of the tokens, [layers, num_slots, …] each: KV, indexer keys and, if there are
+        any, row checks."""
+        return tuple(here for _, here in self._pairs)
+
+    @property
     def kv(self) -> Tensor:
         """Items of KV, uint8 [num_kv_layers, num_slots, item_bytes]."""
         return self._pairs[0][1]
+
+    @property
+    def index(self) -> Tensor:
+        """Indexer keys, uint8 [num_index_groups, num_slots, index_item_bytes]."""
+        return self._pairs[1][1]
 
     @property
     def row_checks(self) -> Tensor | None:

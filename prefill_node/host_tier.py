@@ -11,6 +11,9 @@ begins or ends. Main memory gives up first what was used longest ago, as the dev
 
 Fetched rows are verified before anybody finds them. A wrong one is counted, its page in main memory is set
 aside, and the request computes from there on.
+
+Below it there may be the cluster's store (``store_tier.py``), which brings pages to main memory and gets
+those that were copied down. A page that came wrong from there is removed there, and not set aside here.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.host_pages import HostPages
+from hisparse_pd.prefill_node.store_tier import HOST_POOLS as HOST_POOLS
+from hisparse_pd.prefill_node.store_tier import StoreTier
 from hisparse_pd.protocol.messages import Room
 
 CACHE_POOLS: Final = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
 allocator of its own."""
-HOST_POOLS: Final = (PoolKind.HOST,)
-"""The pools of a prefix in main memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +89,7 @@ class HostTier:
     then nothing is ever stored or fetched.
 
     ``wrong_items``: returns the wrong rows among pages of the device's pool (``PrefillMemory.wrong_items``).
+    ``store``: the tier below, if there is one.
     """
 
     def __init__(
@@ -95,12 +99,14 @@ class HostTier:
         prefixes: PrefixTree,
         set_aside: SetAside,
         wrong_items: Callable[[PageRows, int], list[WrongItem]],
+        store: StoreTier | None = None,
     ) -> None:
         self._pages = pages
         self._pools = pools
         self._prefixes = prefixes
         self._set_aside = set_aside
         self._wrong_items = wrong_items
+        self.store_tier = store
         self._copies: list[_Copy] = []
         self._pins: dict[Room, _Pin] = {}
         self.num_stored_tokens = 0
@@ -110,16 +116,28 @@ class HostTier:
 
     @property
     def num_copies(self) -> int:
-        """Copies under way, each with a holding in Stage.LANDING."""
+        """Copies under way."""
         return len(self._copies)
 
+    @property
+    def num_landing(self) -> int:
+        """Holdings in Stage.LANDING: one of each copy, and those that the store reads into."""
+        return len(self._copies) + (0 if self.store_tier is None else self.store_tier.num_landing)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Holdings in Stage.QUARANTINED."""
+        return 0 if self.store_tier is None else self.store_tier.num_quarantined
+
     def users(self) -> Iterator[Prefix]:
-        """Yield the prefixes that copies and pins use, once for each use."""
+        """Yield the prefixes that copies, pins and the store use, once for each use."""
         for copy in self._copies:
             yield copy.source
             if copy.before is not None:
                 yield copy.before
         yield from (pin.prefix for pin in self._pins.values() if pin.prefix is not None)
+        if self.store_tier is not None:
+            yield from self.store_tier.users()
 
     # --- down ----------------------------------------------------------------------------------------
 
@@ -149,8 +167,9 @@ class HostTier:
     def fetch(
         self, room: Room, keys: Sequence[PageKey], num_pages: int, token_ids: bytes | None = None
     ) -> bool:
-        """Begin to copy up the pages of ``keys`` that main memory has and the device lacks. Returns whether
-        the request should wait, for this copy or for another one with its pages.
+        """Begin to copy up the pages of ``keys`` that main memory has and the device lacks, after those that
+        the store has were read. Returns whether the request should wait: for the store, for this copy, or for
+        another one with its pages.
 
         ``room``, ``num_pages``: the waiting request's, which needs so many pages on the device in all. For
         one that has no room there nothing is begun: it waits for pages in any case. ``token_ids``: see
@@ -161,6 +180,8 @@ class HostTier:
         if (pin := self._pins.get(room)) is not None:
             return not pin.has_arrived
         num_cached = self._num_found(keys, CACHE_POOLS)
+        if self.store_tier is not None and self.store_tier.fetch(room, keys, num_cached, token_ids):
+            return True
         num_stored = self._num_found(keys, HOST_POOLS)
         if num_stored <= num_cached:
             return False
@@ -193,6 +214,8 @@ class HostTier:
         pin = self._pins.pop(room, None)
         if pin is not None:
             self._let_go(pin.prefix)
+        if self.store_tier is not None:
+            self.store_tier.release(room)
 
     def unpin(self) -> bool:
         """Let go of all that has arrived, once no copy is under way. Returns whether anything was let go.
@@ -211,13 +234,19 @@ class HostTier:
     # --- copies --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Put the pages of copies that are over into the tree."""
+        """Put the pages of copies that are over into the tree, and those that the store has read."""
+        if self.store_tier is not None:
+            self.store_tier.poll()
         for copy in [copy for copy in self._copies if copy.is_over]:
             self._copies.remove(copy)
             if copy.kinds == HOST_POOLS:
                 # What was found wrong on the device may have been copied before or after it changed.
                 num_right = 0 if copy.source.is_dropped else copy.num_pages
-                self.num_stored_tokens += self._keep(copy, num_right) * self._pools.page_size
+                num_kept = self._keep(copy, num_right)
+                self.num_stored_tokens += num_kept * self._pools.page_size
+                if self.store_tier is not None and num_kept:
+                    first = end_of(copy.before)
+                    self.store_tier.put(copy.keys[: first + num_kept], first)
             else:
                 num_kept = self._keep(copy, self._num_right_pages(copy))
                 self.num_fetched_tokens += num_kept * self._pools.page_size
@@ -240,6 +269,8 @@ class HostTier:
         holding = self._pools.reserve(room, SlotCounts.of(kinds, (len(keys) - first) * page_size))
         (from_kind,), (to_kind,) = source.kinds, kinds
         assert self._pages is not None
+        if self.store_tier is not None and kinds == HOST_POOLS:
+            self.store_tier.forget(extents_to_pages(holding[to_kind], page_size))
         src = slice_extents(source.extents(from_kind), first * page_size, len(keys) * page_size)
         copy = self._pages.copy_down if kinds == HOST_POOLS else self._pages.copy_up
         is_behind = copy(src, holding[to_kind])
@@ -257,18 +288,28 @@ class HostTier:
 
     def _num_right_pages(self, copy: _Copy) -> int:
         """Verify the rows that were copied up. Returns the number of pages before the first with a wrong row,
-        whose page in main memory is set aside."""
+        whose page in main memory is set aside, or removed from the store if it came from there."""
         page_size = self._pools.page_size
         first = end_of(copy.before) * page_size
         page_ids = extents_to_pages(copy.holding[PoolKind.DEVICE], page_size)
         rows = rows_of_pages(page_ids, page_size, first, len(copy.keys) * page_size)
         num_right = copy.num_pages
         host = copy.source.extents(PoolKind.HOST)
+        wrong_in_store: dict[PageKey, None] = {}
         for item in self._wrong_items(rows, page_size):
             at = item.position
-            slot = slice_extents(host, at, at + 1)[0].start
-            self._set_aside.record_wrong_row("host", PoolKind.HOST, item._replace(slot=slot))
+            item = item._replace(slot=slice_extents(host, at, at + 1)[0].start)
+            if self.store_tier is not None and self.store_tier.is_unverified(item.slot // page_size):
+                self._set_aside.drop_wrong_row("store", PoolKind.HOST, item)
+                wrong_in_store[copy.keys[at // page_size]] = None
+            else:
+                self._set_aside.record_wrong_row("host", PoolKind.HOST, item)
             num_right = min(num_right, (at - first) // page_size)
+        if self.store_tier is not None:
+            right = slice_extents(host, first, first + num_right * page_size)
+            self.store_tier.forget(extents_to_pages(right, page_size))
+            if wrong_in_store:
+                self.store_tier.remove(tuple(wrong_in_store))
         return num_right
 
     def _pin_arrived(self, copy: _Copy, num_kept: int) -> None:

@@ -40,6 +40,7 @@ from hisparse_pd.prefill_node.requests import (
     PrefillState,
 )
 from hisparse_pd.prefill_node.scheduler import Running, StepLimits, Waiting
+from hisparse_pd.prefill_node.store_tier import Orders, StoreTier
 from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -90,13 +91,14 @@ class PrefillLife:
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
         host_pages: HostPages | None = None,
+        store_orders: Orders | None = None,
         wrong_items: Callable[[PageRows, int], list[WrongItem]] = lambda rows, page_size: [],
     ) -> None:
         """``max_queued``: most requests that wait. ``tell_peer`` sends a message without waiting and returns
         whether it is on its way. ``room_timeout_secs``: how long a decode node waits for anything about a
         room; this node keeps the request ``grace_secs`` longer, so that clients get the decode node's
-        error. ``host_pages``: main memory below the prefix cache, if there is any; ``wrong_items``: see
-        ``HostTier``."""
+        error. ``host_pages``: main memory below the prefix cache, if there is any; ``store_orders``: what
+        carries out orders to the store below it, if there is one; ``wrong_items``: see ``HostTier``."""
         self.requests = PrefillRequests()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -114,8 +116,11 @@ class PrefillLife:
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         """Pages in which a wrong row was found: nobody gets them again."""
-        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items)
-        """What main memory keeps of prompts that were computed."""
+        store = None
+        if store_orders is not None:
+            store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside)
+        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items, store)
+        """What main memory and the store keep of prompts that were computed."""
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -235,8 +240,8 @@ class PrefillLife:
 
     def candidates(self) -> Iterator[Waiting]:
         """Yield the waiting requests in order of arrival, without those whose decode node has too many bytes
-        pending, and those whose pages are on their way up from main memory. Cached prefixes of earlier
-        candidates count as pending, because admission sends them."""
+        pending, and those whose pages are on their way up from the store or main memory. Cached prefixes of
+        earlier candidates count as pending, because admission sends them."""
         num_bytes_pending: dict[str, int] = {}
         for request in self.waiting():
             session = request.peer.session
@@ -486,9 +491,10 @@ class PrefillLife:
         request."""
         self.pools.check_integrity(
             {
-                Stage.LANDING: self.tier.num_copies,
+                Stage.LANDING: self.tier.num_landing,
                 Stage.RUNNING: self.requests.count(PrefillState.COMPUTING, PrefillState.SENDING),
                 Stage.ENDING: self.requests.count(PrefillState.DRAINING),
+                Stage.QUARANTINED: self.tier.num_quarantined,
                 Stage.HELD: len(self.prefixes),
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }

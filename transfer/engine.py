@@ -90,7 +90,7 @@ class TransferEngine:
     def _start_mooncake(self, host: str, *, needs_network: bool) -> Any:
         """Return a started engine of Mooncake, or what replaces it. Raises TransferSetupError."""
         transport = self.transport
-        with _environment(_mooncake_settings(transport, host)):
+        with mooncake_environment(transport, host):
             try:
                 mooncake = new_mooncake_engine()
             except TransferSetupError as error:
@@ -261,8 +261,9 @@ def _mooncake_settings(transport: Transport, host: str) -> dict[str, str | None]
 
 
 @contextmanager
-def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these environment variables, or remove those that are None, and restore them at the end."""
+def mooncake_environment(transport: Transport, host: str) -> Iterator[None]:
+    """Set the environment in which Mooncake starts on ``transport``, and restore it at the end."""
+    values = _mooncake_settings(transport, host)
     with _environment_lock:
         before = {name: os.environ.get(name) for name in values}
         _set_environment(values)

@@ -57,8 +57,8 @@ class DecodeSettings(NodeSettings, TracedSettings):
     )
     device_buffer_size: TokensOrFree = Field(
         0,
-        description="maximum size of a request's hot buffer, in tokens; 0: 4096, or what the drafts of a "
-        "step need",
+        description="bound on the entries of a request's hot buffer, in tokens; 0: 4096, or what the drafts "
+        "of a step need, and more while device memory is free",
     )
     host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
     device_pool_tokens: TokensOrFree = Field(

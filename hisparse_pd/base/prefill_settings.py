@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from hisparse_pd.base.node_settings import NodeSettings
-from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree, TokensOrZero
+from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree, TokensOrZero, check_address
 
 
 class PrefillSettings(NodeSettings):
@@ -29,6 +29,25 @@ class PrefillSettings(NodeSettings):
         description="token slots of each rank in main memory, where the prefix cache keeps what the KV pool "
         "has no room for; 0: none",
     )
+
+    kv_store: str = Field(
+        "",
+        description="HOST:PORT of the master of a Mooncake Store (mooncake_master), which keeps the pages of "
+        "the host tier for all prefill nodes; needs --host-cache-tokens; default: none",
+        title="HOST:PORT",
+    )
+    kv_store_gib: float = Field(
+        4.0,
+        ge=0,
+        le=1 << 20,
+        description="main memory that each rank lends to --kv-store, in GiB (Mooncake's "
+        "global_segment_size); 0: none, if others lend some",
+    )
+
+    @property
+    def kv_store_bytes(self) -> int:
+        """Bytes that each rank lends to the store."""
+        return round(self.kv_store_gib * (1 << 30))
 
     @property
     def num_draft_layers(self) -> int | None:
@@ -73,5 +92,17 @@ class PrefillSettings(NodeSettings):
             raise ValueError(
                 f"host_cache_tokens {self.host_cache_tokens} keeps what the prefix cache has, which "
                 "disable_prefix_cache turns off; leave out one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _store_is_below_a_host_tier(self) -> Self:
+        if not self.kv_store:
+            return self
+        check_address("kv_store", self.kv_store)
+        if not self.host_cache_tokens:
+            raise ValueError(
+                f"kv_store {self.kv_store} keeps what the host tier has, and there is none; give "
+                "host_cache_tokens, too"
             )
         return self

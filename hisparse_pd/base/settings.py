@@ -31,6 +31,13 @@ SecsOrZero = Annotated[float, Field(ge=0, le=86400)]
 TransferProtocol = Literal["tcp", "rdma", "auto"]
 
 
+def check_address(name: str, address: str) -> None:
+    """Raise ValueError unless ``address``, the value of the setting ``name``, is HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+        raise ValueError(f"{name} {address!r}: expected HOST:PORT with a port in 1 to {MAX_PORT}")
+
+
 def _checked_networks(entries: tuple[str, ...]) -> tuple[str, ...]:
     PeerList.parse(entries)
     return entries

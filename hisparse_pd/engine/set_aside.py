@@ -24,13 +24,13 @@ from hisparse_pd.kernels.row_check import WrongItem
 log = logging.getLogger(__name__)
 
 WRONG_ROW_KINDS: Final = {
-    "prefill": ("cached", "host", "scrub"),
+    "prefill": ("cached", "host", "store", "scrub"),
     "decode": ("landing", "page-in", "newest", "scrub"),
 }
 """Labels of ``kv_rows_corrupt_total``: when a wrong row is found. cached: before a forward reads it again.
-host: when it has come back from main memory. landing: when its request begins. page-in: when a step pages it
-in. newest: when a step pages in a row that this node wrote. scrub: in an idle turn, while no request is
-live."""
+host: when it has come back from main memory. store: the same, of a page that the cluster's store gave.
+landing: when its request begins. page-in: when a step pages it in. newest: when a step pages in a row that
+this node wrote. scrub: in an idle turn, while no request is live."""
 
 MAX_PAGES_SHOWN: Final = 256
 """Most pages that are listed in statistics, which are sent twice a second."""
@@ -82,6 +82,19 @@ class SetAside:
         page = SetAsidePage(pool, start, num_slots, is_in_use=True, error=error, at=time.time())
         self._pages.setdefault((pool, start), page)
         return error
+
+    def drop_wrong_row(self, kind: str, pool: PoolKind, item: WrongItem) -> None:
+        """Count a wrong row that came wrong from elsewhere, and drop every prefix that has its page. The
+        memory is not to blame, so the page is free again once nobody uses it."""
+        where = f"layer {item.layer}, position {item.position}, in slot {item.slot} of the {pool} pool"
+        checks = f"its check is {item.actual:#010x}, expected {item.expected:#010x}"
+        self.count_wrong(kind, f"the KV of {where} is not what was written ({kind}): {checks}")
+        self._prefixes.drop(pool, item.slot)
+
+    def count_wrong(self, kind: str, error: str) -> None:
+        """Count what was found wrong before it was in any page, as one row. ``kind``: as above."""
+        log.error("%s", error)
+        self.num_found[kind] += 1
 
     def give_back(self, pool: PoolKind, start: int) -> None:
         """Return the page to the pools, because an operator says that it is good."""

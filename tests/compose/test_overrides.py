@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(7200)]
     "files",
     [
         ("docker-compose.yml", "compose.gpu.yml"),
+        ("docker-compose.yml", "compose.store.yml"),
         ("compose.rdma.yml",),
         ("compose.rdma.yml", "compose.gpu.yml"),
         ("docker-compose.yml", "compose.scale.yml", "compose.gpu.yml", "compose.monitoring.yml"),

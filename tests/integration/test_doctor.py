@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hisparse_pd.commands.doctor.bandwidth import MESSAGE_BYTES
 from tests.integration.harness import REPO
+from tests.mooncake_master import Master
 
 TIMEOUT_SECS = 120.0
 COMMAND = [sys.executable, "-m", "hisparse_pd", "doctor", "--json"]
@@ -59,3 +61,21 @@ def test_two_machines_measure_each_other() -> None:
     finally:
         serving.kill()
         serving.communicate()
+
+
+@pytest.mark.slow
+def test_a_store(tmp_path: Path) -> None:
+    """An object is written, read and removed; without a master the remedy says what to start."""
+    master = Master(tmp_path)
+    try:
+        status, report = doctor("--kv-store", master.address)
+        assert (status, report["ok"]) == (0, True), report
+        (check,) = [check for check in report["checks"] if check["name"] == f"store {master.address}"]
+        assert check["found"] == "an object was written, read and removed over tcp"
+    finally:
+        master.kill()
+    status, report = doctor("--kv-store", master.address)
+    assert (status, report["ok"]) == (1, False)
+    (check,) = [check for check in report["checks"] if check["status"] == "fail"]
+    assert check["found"].startswith(f"no answer from the store at {master.address}")
+    assert check["remedy"].startswith("start mooncake_master there")

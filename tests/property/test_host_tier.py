@@ -1,10 +1,14 @@
-"""The host tier against a plain model: copies take any time, requests come, begin and end in any order."""
+"""The host tier against a plain model: copies take any time, requests come, begin and end in any order.
+
+Below it there is a store in half of the histories, whose answers take any time, too, and may fail or lie.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -20,6 +24,8 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
+from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
+from hisparse_pd.prefill_node.store_tier import FIRST_WAIT_SECS, QUARANTINE_SECS, StoreTier
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.event_follower import TreeFollower
 from tests.property.examples import num_examples
@@ -107,6 +113,7 @@ class Request:
 class Tier(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.now = 0.0
         self.memory = Memory()
         totals = SlotCounts(host=self.memory.num_slots, device=NUM_DEVICE_PAGES * PAGE_SIZE)
         self.pools = Pools(totals, PAGE_SIZE)
@@ -114,10 +121,15 @@ class Tier(RuleBasedStateMachine):
         self.follower = TreeFollower(self.prefixes, PAGE_SIZE)
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         pages: Any = self.memory
-        self.tier = HostTier(pages, self.pools, self.prefixes, self.set_aside, self.memory.wrong_items)
+        self.tier = HostTier(
+            pages, self.pools, self.prefixes, self.set_aside, self.memory.wrong_items, self._store_tier()
+        )
         self.waiting: list[Request] = []
         self.computing: list[Request] = []
         self.num_rooms = 0
+
+    def _store_tier(self) -> StoreTier | None:
+        return None
 
     # --- what the node does --------------------------------------------------------------------------
 
@@ -182,6 +194,9 @@ class Tier(RuleBasedStateMachine):
     @rule(pages=prompts)
     def serve(self, pages: tuple[int, ...]) -> None:
         """Serve a request at once, with its copies, if nothing holds it back."""
+        self._serve(pages)
+
+    def _serve(self, pages: tuple[int, ...]) -> None:
         self.arrive(pages)
         request = self.waiting[-1]
         for _ in range(2):
@@ -237,8 +252,9 @@ class Tier(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_twice(self) -> None:
         expected = {
-            Stage.LANDING: self.tier.num_copies,
+            Stage.LANDING: self.tier.num_landing,
             Stage.RUNNING: len(self.computing),
+            Stage.QUARANTINED: self.tier.num_quarantined,
             Stage.HELD: len(self.prefixes),
             Stage.SET_ASIDE: self.pools.num_set_aside,
         }
@@ -267,10 +283,11 @@ class Tier(RuleBasedStateMachine):
             for request in list(self.computing):
                 self._end(request)
             if self.waiting:
-                for request in list(self.waiting):  # those behind one that waits go ahead of it
+                for request in list(self.waiting):  # those behind one that waits go ahead
                     self._begin(request)
                 if not self.computing and not self.memory.events:
                     self.tier.unpin()  # as the engine does when nothing can be computed
+                self.now += FIRST_WAIT_SECS  # for the store, which says nothing more
         assert not self.waiting, "a request waits for ever"
 
 
@@ -278,6 +295,205 @@ Tier.TestCase.settings = settings(
     derandomize=True, max_examples=num_examples(60, 300), stateful_step_count=40
 )
 TestHostTier = Tier.TestCase
+
+
+class Store:
+    """The store, and the orders that it has not answered yet. What an object has is the key of a page, or
+    WRONG."""
+
+    object_bytes = 1
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.objects: dict[bytes, bytes] = {}
+        self.orders: list[Order] = []
+        self.over: list[Order] = []
+        self.landing_late: list[int] = []
+        """Pages in which bytes of a failed read may still land."""
+
+    def submit(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def poll(self) -> list[Order]:
+        over, self.over = self.over, []
+        return over
+
+    def end(self, order: Order, *, error: str = "") -> None:
+        order.error = error
+        self.orders.remove(order)
+        self.over.append(order)
+
+
+class TierOnStore(Tier):
+    """The same node with a store below it."""
+
+    def _store_tier(self) -> StoreTier:
+        self.store = Store(self.memory)
+        self.store_tier = StoreTier(self.store, self.pools, self.prefixes, self.set_aside, lambda: self.now)
+        return self.store_tier
+
+    def _serve(self, pages: tuple[int, ...]) -> None:
+        """Serve a request without asking the store: its prompt is computed too soon."""
+        with patch.object(self.store_tier, "_wait_secs", lambda num_pages: 0.0):
+            super()._serve(pages)
+
+    @rule(pages=prompts)
+    def begin_to_read(self, pages: tuple[int, ...]) -> None:
+        """A request arrives for what another node has computed, and the store begins to give it."""
+        self.another_node_computes(pages)
+        self.store_tier._paused_until = 0.0  # earlier errors are forgotten
+        self.arrive(pages)
+        self._begin(self.waiting[-1])
+        for order in [order for order in self.store.orders if isinstance(order, LookUp)]:
+            self._answer(order, None)
+        self.tier.poll()
+
+    @rule()
+    @precondition(lambda self: self.waiting)
+    def give_up(self) -> None:
+        """The store is too slow for those who wait."""
+        self.now += FIRST_WAIT_SECS
+        for request in list(self.waiting):
+            self._begin(request)
+
+    @rule(secs=st.sampled_from([*[0.1, FIRST_WAIT_SECS] * 3, QUARANTINE_SECS]))
+    def time_passes(self, secs: float) -> None:
+        self.now += secs
+        if secs == QUARANTINE_SECS:  # what lands late has landed by then
+            self.store.landing_late.clear()
+
+    @rule(data=st.data(), is_well=st.sampled_from([True, True, True, False]))
+    @precondition(lambda self: self.store.orders)
+    def answer(self, data: st.DataObject, is_well: bool) -> None:
+        order = data.draw(st.sampled_from(self.store.orders), "order")
+        self._answer(order, None if is_well else data)
+
+    def _answer(self, order: Order, data: st.DataObject | None) -> None:
+        """Carry out an order to its end. ``data`` chooses what goes wrong, if anything is to."""
+        error = "" if data is None or data.draw(st.booleans(), "only pages go wrong") else "lost"
+        match order:
+            case LookUp() if not error:
+                exist = [key in self.store.objects for key in order.keys]
+                order.num_found = exist.index(False) if False in exist else len(exist)
+            case Get():
+                while order.num_right < len(order.keys) and not order.is_cancelled:
+                    if data is not None and data.draw(st.booleans(), "this page goes wrong"):
+                        order.wrong = "" if error else data.draw(st.sampled_from(["", "a lie"]), "wrong")
+                        break
+                    if not self._read_page(order):
+                        break
+                if error:
+                    self._fail_read(order)
+            case Put():
+                for key, page in zip(order.keys, order.page_ids, strict=True):
+                    assert self.memory.host[page] in (key, WRONG), "it changed before it was written"
+                    if error or (data is not None and data.draw(st.booleans(), "the store is full")):
+                        order.num_full += not error
+                        break
+                    order.num_put += key not in self.store.objects
+                    self.store.objects.setdefault(key, self.memory.host[page])
+            case Remove() if not error:
+                for key in order.keys:
+                    self.store.objects.pop(key, None)
+        self.store.end(order, error=error)
+
+    def _read_page(self, order: Get) -> bool:
+        """Read the next page of an order. Returns whether the store has it."""
+        key, page = order.keys[order.num_right], order.page_ids[order.num_right]
+        if key not in self.store.objects:
+            return False
+        self.memory.host[page] = self.store.objects[key]
+        order.num_right += 1
+        return True
+
+    @rule(data=st.data())
+    @precondition(lambda self: self._reads)
+    def read_a_page(self, data: st.DataObject) -> None:
+        """A page of an order arrives, or a part of it, and the order goes on."""
+        order = data.draw(st.sampled_from(self._reads), "order")
+        if order.num_right == len(order.keys):
+            return
+        if data.draw(st.booleans(), "all of the page"):
+            self._read_page(order)
+        else:
+            self.memory.host[order.page_ids[order.num_right]] = b"a part"
+
+    def _fail_read(self, order: Get) -> None:
+        order.may_still_land = True
+        self.store.landing_late += order.page_ids[order.num_right :]
+
+    @rule(pages=prompts)
+    def fail_to_read(self, pages: tuple[int, ...]) -> None:
+        self.begin_to_read(pages)
+        for order in self._reads:
+            self._fail_read(order)
+            self.store.end(order, error="lost")
+        self.tier.poll()
+
+    @property
+    def _reads(self) -> list[Get]:
+        return [order for order in self.store.orders if isinstance(order, Get)]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.store.landing_late)
+    def bytes_land_late(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.store.landing_late), "page")
+        self.memory.host[page] = b"late"
+
+    @rule(data=st.data(), is_lost=st.booleans())
+    @precondition(lambda self: self.store.objects)
+    def the_store_changes(self, data: st.DataObject, is_lost: bool) -> None:
+        """An object is evicted, or becomes wrong."""
+        key = data.draw(st.sampled_from(sorted(self.store.objects)), "key")
+        if is_lost:
+            del self.store.objects[key]
+        else:
+            self.store.objects[key] = WRONG
+
+    @rule(pages=prompts)
+    def another_node_computes(self, pages: tuple[int, ...]) -> None:
+        self.store.objects.update((key, key) for key in keys_of(pages))
+
+    @rule(pages=prompts)
+    def serve_from_store(self, pages: tuple[int, ...]) -> None:
+        """Serve a request at once, with all that the store says, if nothing holds it back."""
+        self.arrive(pages)
+        request = self.waiting[-1]
+        for _ in range(4):
+            if request in self.waiting:
+                self._begin(request)
+                self._answer_all()
+        if request in self.computing:
+            self._finish(request)
+            self._answer_all()
+
+    def _answer_all(self) -> None:
+        while self.store.orders:
+            self._answer(self.store.orders[0], None)
+        self._end_all_copies()
+
+    @invariant()
+    def reads_own_their_slots(self) -> None:
+        num_over = sum(isinstance(order, Get) for order in self.store.over)
+        assert self.store_tier.num_landing == len(self._reads) + num_over
+
+    def teardown(self) -> None:
+        """All requests end while the store says nothing more, and then nothing is left of them."""
+        super().teardown()
+        self.now += QUARANTINE_SECS
+        for _ in range(3):  # a page that comes down at last is written through
+            self._answer_all()
+        self.now += QUARANTINE_SECS
+        self.tier.poll()
+        assert self.store_tier.num_landing + self.store_tier.num_quarantined == 0
+        assert self.store_tier.num_queued_pages == 0
+        self.nothing_is_lost_or_twice()
+
+
+TierOnStore.TestCase.settings = settings(
+    derandomize=True, max_examples=num_examples(80, 400), stateful_step_count=40
+)
+TestStoreTier = TierOnStore.TestCase
 
 
 def test_pages_behind_one_that_is_found_wrong_during_their_copy_are_not_kept() -> None:
@@ -295,3 +511,18 @@ def test_pages_behind_one_that_is_found_wrong_during_their_copy_are_not_kept() -
     machine.nothing_is_lost_or_twice()
     assert machine.prefixes.find(request.keys, HOST_POOLS) is None
     assert machine.pools.free.host == machine.memory.num_slots - PAGE_SIZE, "all but the page set aside"
+
+
+def test_pages_behind_one_that_is_found_wrong_while_they_are_read_are_not_kept() -> None:
+    machine = TierOnStore()
+    machine._serve((0, 0, 0))
+    machine.begin_to_read((0, 0, 0, 0, 1))
+    (order,) = machine._reads
+    assert len(order.keys) == 2, "main memory has three pages of the prompt"
+    (stored,) = [run for run in machine.prefixes if run.kinds == HOST_POOLS and run.start_page == 0]
+    slot = stored.holding[PoolKind.HOST][0].start
+    machine.set_aside.record_wrong_row("scrub", PoolKind.HOST, WrongItem(0, 0, slot, 0, 1))
+    machine._answer_all()
+    machine.nothing_is_lost_or_twice()
+    assert machine.prefixes.find(order.keys, HOST_POOLS) is None
+    assert machine.store_tier.num_landing == 0

@@ -43,7 +43,7 @@ GROUPS = ("core", "serving", "commands")
 """Folders of ``hisparse_pd`` that have several packages."""
 
 OWNERS: dict[str, tuple[str, ...]] = {
-    "mooncake": ("transfer/engine.py", "hisparse_pd/commands/doctor/checks.py"),
+    "mooncake": ("transfer/engine.py", "transfer/page_store.py", "hisparse_pd/commands/doctor/checks.py"),
     "llguidance": ("hisparse_pd/core/grammar/",),
     "cupy": ("kernels/", "hisparse_pd/core/memory/"),
     "cuda": ("kernels/", "hisparse_pd/core/memory/"),

@@ -86,6 +86,12 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
         ({"control_port": "30000"}, "ports up to 30000, and port 30000 is among them"),
         ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the highest port is 65535"),
         ({"kv_pool_tokens": "10"}, "kv_pool_tokens 10 must be at least page_size 64"),
+        ({"host_cache_tokens": "10"}, "host_cache_tokens 10 must be 0 or at least page_size 64"),
+        ({"kv_store": "store:50051"}, "there is none; give host_cache_tokens, too"),
+        (
+            {"kv_store": "store", "host_cache_tokens": "640"},
+            "kv_store 'store': expected HOST:PORT with a port in 1 to 65535",
+        ),
     ],
 )
 def test_rules_over_two_fields_are_checked_before_the_model_is_loaded(

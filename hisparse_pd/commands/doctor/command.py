@@ -53,6 +53,7 @@ from hisparse_pd.commands.doctor.checks import (
 from hisparse_pd.commands.doctor.lane import check_lane, check_shared_pages
 from hisparse_pd.commands.doctor.numa import check_numa
 from hisparse_pd.commands.doctor.settings import DoctorSettings
+from hisparse_pd.commands.doctor.store import check_store
 from hisparse_pd.core.memory.machine import Machine, show_bytes
 from hisparse_pd.serving.http import descriptors
 from hisparse_pd.transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
@@ -140,6 +141,8 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         check_address(host),
         transport_check,
     ]
+    if settings.kv_store and transport is not None and mooncake_check.status is Status.OK:
+        checks.append(check_store(settings, transport))
     rates: list[Rate] = []
     if settings.peer and transport is not None and mooncake_check.status is Status.OK:
         peer_check, rates = check_peer(settings, transport)

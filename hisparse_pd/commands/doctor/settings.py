@@ -9,7 +9,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from hisparse_pd.base.settings import Port, Secs, TransportSettings
+from hisparse_pd.base.settings import Port, Secs, TransportSettings, check_address
 
 
 class DoctorSettings(TransportSettings):
@@ -19,6 +19,12 @@ class DoctorSettings(TransportSettings):
         0.0, ge=0, le=1 << 20, description="main memory that the node is to register, in GiB; 0: not checked"
     )
 
+    kv_store: str = Field(
+        "",
+        description="HOST:PORT of the master of the prefill nodes' Mooncake Store, in which an object is "
+        "written, read and removed; default: none",
+        title="HOST:PORT",
+    )
     serve: bool = Field(
         False, description="make no checks, but let the doctor of another machine write to this one"
     )
@@ -29,6 +35,12 @@ class DoctorSettings(TransportSettings):
     peer_timeout_secs: Secs = Field(
         10.0, description="maximum time to wait for an answer from --peer, in seconds"
     )
+
+    @model_validator(mode="after")
+    def _store_is_an_address(self) -> Self:
+        if self.kv_store:
+            check_address("--kv-store", self.kv_store)
+        return self
 
     @model_validator(mode="after")
     def _peer_is_an_address(self) -> Self:

@@ -126,6 +126,8 @@ def test_tokens_equal_the_oracle_while_residents_come_and_go(
         answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
         node.begin_together(answers)
         node.turn_until(lambda: len(residents(node)) == len(LONG))
+        with node.without_steps():
+            node.turn_until(lambda: node.stats and node.stats.gauges["num_resident_reqs"] == len(LONG))
         answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[:8])]
         with node.without_steps():
             node.turn_until(lambda: exchanges.num_pages_left)

@@ -187,6 +187,20 @@ def test_all_machines_of_a_node_are_started_alike(objects: list[Object]) -> None
             assert other == first | {"containers": [{key: own[key] for key in own.keys() - of_http}]}
 
 
+def test_the_store_has_a_port_at_its_name_and_as_few_rights_as_the_services() -> None:
+    text = (BASE.parent / "components" / "store" / "store.yaml").read_text()
+    service, *deployments = yaml.safe_load_all(text)
+    address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert f"--master_server_address={address}" in text
+    assert f"--rpc_port={service['spec']['ports'][0]['port']}" in text
+    assert f'kv-store = "{address}"' in (BASE.parent / "components/store/kustomization.yaml").read_text()
+    for deployment in deployments:
+        pod = deployment["spec"]["template"]["spec"]
+        security = pod["containers"][0]["securityContext"]
+        assert (security["readOnlyRootFilesystem"], security["capabilities"]["drop"]) == (True, ["ALL"])
+        assert (pod["securityContext"]["runAsNonRoot"], pod["automountServiceAccountToken"]) == (True, False)
+
+
 def test_keys_are_never_committed() -> None:
     assert "*" in (BASE / "secrets" / ".gitignore").read_text().splitlines()
 

@@ -1,0 +1,464 @@
+"""The cluster's store below the host tier: what any prefill node has computed, and what outlives a restart.
+
+``HostTier`` calls ``put`` for pages that it has copied to main memory, ``fetch`` for a waiting request before
+it looks for copies of its own, and ``poll`` in each turn of the loop. The store's threads
+(``store_threads.py``) write pages through, look up what main memory lacks of a prompt, and read what is found
+into main memory, where the host tier then finds it like any other page.
+
+The store owes nothing. A request waits for it as long as computing the same tokens would take, and then
+goes on with what has arrived. After an error or a late answer the store is left alone for a while, each time
+twice as long, and what cannot be put is dropped.
+
+``StoreTier`` owns the slots that the store reads into (Stage.LANDING), those that it may still write to after
+an error (Stage.QUARANTINED), the prefixes that it writes from, and which pages nobody has verified since they
+came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, assert_never
+
+from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix import Kinds, Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
+from hisparse_pd.protocol.messages import Extent, Room
+
+HOST_POOLS: Final[Kinds] = (PoolKind.HOST,)
+"""The pools of a prefix in main memory."""
+MAX_WAITS: Final = 64
+"""Most requests that wait for the store; the prompts of others are not looked up."""
+WRITE_SHARE: Final = 4
+READ_SHARE: Final = 2
+"""One in so many pages of main memory may wait to be written to the store, and to be read from it."""
+FIRST_WAIT_SECS: Final = 1.0
+"""Longest wait for the store before this node has computed anything."""
+LEAST_WAIT_SECS: Final = 0.02
+"""A prompt that is computed sooner than this is not looked up: the answer would hardly come in time."""
+LONGEST_WAIT_SECS: Final = 30.0
+"""Longest wait for an answer, however long computing would take."""
+SHARE_OF_EARLIER: Final = 0.8
+"""What an earlier forward counts against the one after it, in the time that computing takes."""
+FIRST_PAUSE_SECS: Final = 1.0
+LONGEST_PAUSE_SECS: Final = 60.0
+"""Time for which the store is left alone after the first error or late answer, and after many."""
+QUARANTINE_SECS: Final = 60.0
+"""Time after a failed read in which its slots are not used: twice Mooncake's longest timeout."""
+OPERATIONS: Final = ("look_up", "get", "put", "full", "remove")
+"""Labels of ``store_failures_total``; full: a page for which the store had no space."""
+
+
+class Orders(Protocol):
+    """What carries out orders to the store; ``StoreThreads`` does."""
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of a page in the store."""
+
+    def submit(self, order: Order) -> None:
+        """Take an order, without waiting."""
+
+    def poll(self) -> list[Order]:
+        """Return the orders that are over since the last call."""
+
+
+@dataclass(eq=False, slots=True)
+class _Landing:
+    """Pages on their way from the store to main memory: those of ``keys`` behind ``num_before``."""
+
+    keys: Sequence[PageKey]
+    num_before: int
+    """Pages of ``keys`` that main memory has; it grows as pages arrive."""
+    order: Get
+    holding: Holding
+    """The slots of the pages that have not arrived."""
+    before: Prefix | None
+    """What main memory has, in use until the order is over."""
+    token_ids: bytes | None
+    """See ``PrefixTree.hold``."""
+    num_taken: int = 0
+    """Pages of the order that have gone from the holding to the tree."""
+    is_lost: bool = False
+    """Whether what is still to come can no longer be found, because the pages before it are gone."""
+
+    def brings(self, keys: Sequence[PageKey], number: int) -> bool:
+        """Whether page ``number`` of ``keys`` is among the pages."""
+        return self.num_before <= number < len(self.keys) and self.keys[number] == keys[number]
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """A waiting request whose prompt is looked up, once."""
+
+    keys: Sequence[PageKey]
+    num_before: int
+    """Pages that main memory had when the store was asked for those behind them."""
+    num_cached: int
+    """Pages that the device had then."""
+    deadline_secs: float
+    look_up: LookUp | None
+    """The question, until it is answered."""
+    token_ids: bytes | None
+    """See ``PrefixTree.hold``."""
+    landing: _Landing | None = None
+    """What it waits for then: its own pages or those of another request, with the same keys."""
+    is_over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Writing:
+    order: Put
+    source: Prefix
+    """The pages that are written, in use until then."""
+
+
+class StoreTier:
+    """The store of one engine, which shares it with others. Times are those of ``clock``."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        pools: Pools,
+        prefixes: PrefixTree,
+        set_aside: SetAside,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._orders = orders
+        self._pools = pools
+        self._prefixes = prefixes
+        self._set_aside = set_aside
+        self._clock = clock
+        self._waits: dict[Room, _Wait] = {}
+        """Waiting requests that were looked up; each is looked up once."""
+        self._landings: list[_Landing] = []
+        self._writings: list[_Writing] = []
+        self._quarantined: list[tuple[float, Holding]] = []
+        """Slots of failed reads, and when they are free."""
+        self._unverified: set[int] = set()
+        """Pages of main memory that came from the store, until the host tier has verified their rows."""
+        self._num_computed_tokens = self._computed_secs = 0.0
+        """Tokens of forwards and the time that they took, of which earlier ones count less."""
+        self._paused_until = self._pause_secs = 0.0
+        self.is_connected = False
+        """Whether the last order went well."""
+        self.num_put_tokens = 0
+        self.num_got_tokens = 0
+        self.num_late = 0
+        """Requests that stopped waiting for the store."""
+        self.num_dropped_pages = 0
+        """Pages that were not written, because too many waited or the store was left alone."""
+        self.num_failures: Counter[str] = Counter()
+        """Orders that ended in an error, by operation (``OPERATIONS``)."""
+        self._orders.submit(LookUp(()))  # connects
+
+    # --- what others need to know ----------------------------------------------------------------------
+
+    @property
+    def num_landing(self) -> int:
+        """Holdings in Stage.LANDING."""
+        return len(self._landings)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Holdings in Stage.QUARANTINED."""
+        return len(self._quarantined)
+
+    @property
+    def num_queued_pages(self) -> int:
+        """Pages that wait to be written, or are being written."""
+        return sum(len(writing.order.keys) for writing in self._writings)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Metrics that go up and down, by name."""
+        return {
+            "store_connected": float(self.is_connected),
+            "store_queued_pages": float(self.num_queued_pages),
+            "store_waiting_reqs": float(self._num_waits),
+        }
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Monotone metrics, by name."""
+        page_bytes = self._orders.object_bytes / self._pools.page_size
+        counters = {
+            "store_put_tokens_total": float(self.num_put_tokens),
+            "store_got_tokens_total": float(self.num_got_tokens),
+            'store_bytes_total{direction="put"}': self.num_put_tokens * page_bytes,
+            'store_bytes_total{direction="get"}': self.num_got_tokens * page_bytes,
+            "store_late_total": float(self.num_late),
+            "store_dropped_pages_total": float(self.num_dropped_pages),
+        }
+        for operation in OPERATIONS:
+            name = f'store_failures_total{{operation="{operation}"}}'
+            counters[name] = float(self.num_failures[operation])
+        return counters
+
+    @property
+    def _num_waits(self) -> int:
+        return sum(not wait.is_over for wait in self._waits.values())
+
+    def users(self) -> Iterator[Prefix]:
+        """Yield the prefixes that reads and writes use, once for each use."""
+        yield from (landing.before for landing in self._landings if landing.before is not None)
+        yield from (writing.source for writing in self._writings)
+
+    def note_computed(self, num_tokens: int, secs: float) -> None:
+        """Note how long a forward took: a measure for how long the store is waited for."""
+        self._num_computed_tokens = SHARE_OF_EARLIER * self._num_computed_tokens + num_tokens
+        self._computed_secs = SHARE_OF_EARLIER * self._computed_secs + secs
+
+    # --- to the store ----------------------------------------------------------------------------------
+
+    def put(self, keys: Sequence[PageKey], num_before: int) -> None:
+        """Write the pages of ``keys`` behind ``num_before``, which main memory has, as far as the bound of
+        waiting pages allows. The others are dropped."""
+        num_pages = 0
+        if not self._is_paused:
+            most = self._num_usable // WRITE_SHARE - self.num_queued_pages
+            num_pages = min(len(keys) - num_before, most)
+        num_pages = max(num_pages, 0)
+        self.num_dropped_pages += len(keys) - num_before - num_pages
+        if num_pages == 0:
+            return
+        keys = keys[: num_before + num_pages]
+        source = self._prefixes.use(keys, HOST_POOLS)
+        order = Put(keys[num_before:], self._page_ids(source.extents(PoolKind.HOST), num_before, len(keys)))
+        self._writings.append(_Writing(order, source))
+        self._orders.submit(order)
+
+    # --- from the store --------------------------------------------------------------------------------
+
+    def fetch(
+        self, room: Room, keys: Sequence[PageKey], num_cached: int, token_ids: bytes | None = None
+    ) -> bool:
+        """Look a waiting request's prompt up, if the store may have more of it than the device and main
+        memory. Returns whether the request should wait for the store.
+
+        ``num_cached``: pages of ``keys`` that the device has. ``token_ids``: see ``PrefixTree.hold``.
+        """
+        wait = self._waits.get(room)
+        if wait is None:
+            wait = self._begin_wait(room, keys, num_cached, token_ids)
+        if wait is None or wait.is_over:
+            return False
+        if self._clock() >= wait.deadline_secs:
+            self.num_late += 1
+            self._pause()
+            self._end_wait(wait)
+            return False
+        return True
+
+    def release(self, room: Room) -> None:
+        """Forget a request, which begins or ends. What is being read for it is read no further."""
+        wait = self._waits.pop(room, None)
+        if wait is not None:
+            self._end_wait(wait)
+
+    def _begin_wait(
+        self, room: Room, keys: Sequence[PageKey], num_cached: int, token_ids: bytes | None
+    ) -> _Wait | None:
+        if self._is_paused or self._num_waits >= MAX_WAITS:
+            return None
+        num_stored = self._num_stored(keys)
+        num_missing = len(keys) - max(num_cached, num_stored)
+        wait_secs = self._wait_secs(num_missing)
+        if num_missing <= 0 or wait_secs < LEAST_WAIT_SECS:
+            return None
+        order = LookUp(keys[num_stored:])
+        deadline_secs = self._clock() + wait_secs
+        wait = self._waits[room] = _Wait(keys, num_stored, num_cached, deadline_secs, order, token_ids)
+        self._orders.submit(order)
+        return wait
+
+    def _end_wait(self, wait: _Wait) -> None:
+        """End a wait, and cancel what is read for it unless another request waits for the same."""
+        wait.is_over, wait.look_up, landing = True, None, wait.landing
+        wait.landing = None
+        if landing is not None and all(other.landing is not landing for other in self._waits.values()):
+            landing.order.is_cancelled = True
+
+    def _wait_secs(self, num_pages: int) -> float:
+        """Return how long to wait for so many pages: the time that computing them would take."""
+        if not self._num_computed_tokens:
+            return FIRST_WAIT_SECS
+        num_tokens = num_pages * self._pools.page_size
+        return min(num_tokens * self._computed_secs / self._num_computed_tokens, LONGEST_WAIT_SECS)
+
+    # --- answers ---------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in what the store's threads have done."""
+        for order in self._orders.poll():
+            self.is_connected = not order.error
+            if order.error:
+                self._pause()
+            match order:
+                case LookUp():
+                    self._looked_up(order)
+                case Get():
+                    self._read(order)
+                case Put():
+                    self._written(order)
+                case Remove():
+                    self.num_failures["remove"] += bool(order.error)
+                case _:
+                    assert_never(order)
+        for landing in self._landings:
+            self._take_arrived(landing)
+        now = self._clock()
+        for entry in [entry for entry in self._quarantined if entry[0] <= now]:
+            self._quarantined.remove(entry)
+            self._pools.release(entry[1])
+
+    def _looked_up(self, order: LookUp) -> None:
+        self.num_failures["look_up"] += bool(order.error)
+        for room, wait in self._waits.items():
+            if wait.look_up is order:
+                wait.look_up = None
+                if order.error or not self._begin_read(room, wait, order.num_found):
+                    self._end_wait(wait)
+                    self._resume(order)
+
+    def _begin_read(self, room: Room, wait: _Wait, num_found: int) -> bool:
+        """Begin to read what the store has of a waiting request's prompt, as far as main memory has room.
+        Returns whether the request waits for that, or for another one's pages."""
+        keys, page_size = wait.keys, self._pools.page_size
+        num_stored, end = self._num_stored(keys), wait.num_before + num_found
+        if num_stored < wait.num_before or end <= max(num_stored, wait.num_cached):
+            return False
+        wait.deadline_secs = self._clock() + self._wait_secs(end - num_stored)
+        wait.landing = next((each for each in self._landings if each.brings(keys, num_stored)), None)
+        if wait.landing is not None:
+            return True
+        num_reading = sum(landing.holding.num_slots(PoolKind.HOST) for landing in self._landings) // page_size
+        num_pages = min(end - num_stored, self._num_usable // READ_SHARE - num_reading)
+        before = self._prefixes.use(keys[:num_stored], HOST_POOLS) if num_stored else None
+        self._prefixes.make_room(SlotCounts(host=max(num_pages, 0) * page_size))
+        num_pages = min(num_pages, self._pools.free.host // page_size)
+        if num_pages <= 0:
+            self._let_go(before)
+            return False
+        holding = self._pools.reserve(room, SlotCounts(host=num_pages * page_size))
+        page_ids = extents_to_pages(holding[PoolKind.HOST], page_size)
+        self.forget(page_ids)
+        keys = keys[: num_stored + num_pages]
+        order = Get(keys[num_stored:], page_ids)
+        wait.landing = _Landing(keys, num_stored, order, holding, before, wait.token_ids)
+        self._landings.append(wait.landing)
+        self._orders.submit(wait.landing.order)
+        return True
+
+    def _take_arrived(self, landing: _Landing) -> None:
+        """Put the pages that have arrived since the last time into the tree."""
+        num_right = landing.order.num_right  # read once: the thread counts on
+        num_new = num_right - landing.num_taken
+        if landing.is_lost or num_new == 0:
+            return
+        end = landing.num_before + num_new
+        page_ids = self._page_ids(landing.holding[PoolKind.HOST], 0, num_new)
+        is_dropped = landing.before is not None and landing.before.is_dropped
+        if is_dropped or end > self._prefixes.hold(
+            landing.holding,
+            landing.keys[:end],
+            HOST_POOLS,
+            landing.num_before,
+            token_ids=landing.token_ids,
+        ):
+            landing.is_lost = landing.order.is_cancelled = True
+            return
+        self._unverified.update(page_ids)
+        before = landing.before
+        landing.before = self._prefixes.use(landing.keys[:end], HOST_POOLS)
+        self._let_go(before)
+        landing.num_before, landing.num_taken = end, num_right
+        self.num_got_tokens += num_new * self._pools.page_size
+
+    def _read(self, order: Get) -> None:
+        """Account for a read that is over."""
+        self.num_failures["get"] += bool(order.error)
+        (landing,) = [landing for landing in self._landings if landing.order is order]
+        self._take_arrived(landing)
+        self._landings.remove(landing)
+        self._let_go(landing.before)
+        if order.may_still_land:
+            self._pools.move(landing.holding, Stage.QUARANTINED)
+            self._quarantined.append((self._clock() + QUARANTINE_SECS, landing.holding))
+        else:
+            self._pools.release(landing.holding)
+        if order.wrong:
+            key = order.keys[order.num_right]
+            self._set_aside.count_wrong("store", f"the store's object of page {key.hex()}: {order.wrong}")
+            self.remove((key,))
+        for wait in self._waits.values():
+            if wait.landing is landing:
+                self._end_wait(wait)
+                self._resume(order)
+
+    def _written(self, order: Put) -> None:
+        """Account for a write that is over."""
+        self.num_failures["put"] += bool(order.error)
+        self.num_failures["full"] += bool(order.num_full)
+        self.num_put_tokens += order.num_put * self._pools.page_size
+        (writing,) = [writing for writing in self._writings if writing.order is order]
+        self._writings.remove(writing)
+        self._prefixes.let_go(writing.source)
+
+    # --- wrong pages -----------------------------------------------------------------------------------
+
+    def is_unverified(self, page_id: int) -> bool:
+        """Whether a page of main memory came from the store and was not verified since."""
+        return page_id in self._unverified
+
+    def forget(self, page_ids: Sequence[int]) -> None:
+        """Note that pages of main memory have been verified, or are to be written anew."""
+        self._unverified.difference_update(page_ids)
+
+    def remove(self, keys: Sequence[PageKey]) -> None:
+        """Remove the objects of pages that are not what was written."""
+        self._orders.submit(Remove(keys))
+
+    # --- pauses ----------------------------------------------------------------------------------------
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._clock() < self._paused_until
+
+    def _pause(self) -> None:
+        """Leave the store alone, for twice as long as the last time."""
+        if not self._is_paused:
+            self._pause_secs = min(max(2 * self._pause_secs, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
+            self._paused_until = self._clock() + self._pause_secs
+
+    def _resume(self, order: LookUp | Get) -> None:
+        """Forget earlier pauses if the order, for which a request has waited, came without an error."""
+        if not order.error:
+            self._paused_until = self._pause_secs = 0.0
+
+    # --- pools and tree --------------------------------------------------------------------------------
+
+    @property
+    def _num_usable(self) -> int:
+        """Pages of main memory that are not set aside."""
+        num_pages = self._pools.totals.host // self._pools.page_size
+        return num_pages - self._set_aside.num_pages(PoolKind.HOST)
+
+    def _num_stored(self, keys: Sequence[PageKey]) -> int:
+        found = self._prefixes.find(keys, HOST_POOLS)
+        return 0 if found is None else found.num_pages
+
+    def _page_ids(self, extents: Sequence[Extent], start: int, stop: int) -> list[int]:
+        """Return the pages of the slots ``extents`` from page ``start`` to page ``stop``."""
+        page_size = self._pools.page_size
+        return extents_to_pages(slice_extents(extents, start * page_size, stop * page_size), page_size)
+
+    def _let_go(self, prefix: Prefix | None) -> None:
+        if prefix is not None:
+            self._prefixes.let_go(prefix)
