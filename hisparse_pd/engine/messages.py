@@ -196,7 +196,8 @@ class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
 class CachedTokens(Struct, frozen=True):
     """Cached tokens of a prompt, by the tier that spared computing them.
 
-    ``device``, ``host``: the prefill node's tiers; what another request brought up counts as on the device.
+    ``device``, ``host``: the prefill node's tiers. What another request brought up counts as on the device,
+    and what the store had as in main memory.
     ``decode``: what the decode node had of a prompt that no prefill node was asked for.
     """
 
