@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.block_fp8 import dequantize
+from hisparse_pd.kernels.int4 import Int4Matrices
 from hisparse_pd.kernels.routing_tables import RoutingTables
 
 TILE_ROWS: Final = (16, 32, 64)
@@ -28,6 +29,9 @@ FEW_TILE_ROWS: Final = 64
 cost next to nothing beside reading the weights, and a row is added up in the same order in any tile."""
 MANY_TILE_ROWS: Final = 128
 """Rows of a tile in these products if an expert has twice as many rows or more on average."""
+INT4_TILE_ROWS: Final = (16, 32, 64, 128)
+"""Sizes of a tile for products with weights in four bits. Tokens are the operand of which tensor cores take
+as few as 8 rows; at 64 they take as long as the weights' bytes need."""
 FEW_ROWS: Final = 2048
 """Most rows that a GPU plans in one launch; larger plans take several."""
 
@@ -46,6 +50,16 @@ class ExpertMatrices:
     scales: Tensor | None
     ue8m0: bool = False
 
+    @property
+    def takes_rounded(self) -> bool:
+        """Whether activations are rounded to fp8 where the device does so (``rounds``)."""
+        return self.scales is not None
+
+    @property
+    def num_outputs(self) -> int:
+        """The rows of all of an expert's matrices."""
+        return self.values.shape[1] * self.values.shape[2]
+
     def of(self, expert: int, dtype: torch.dtype) -> Tensor:
         """Return the matrices of one expert in ``dtype``, [num_matrices, rows, columns]."""
         if self.scales is None:
@@ -53,13 +67,13 @@ class ExpertMatrices:
         return dequantize(self.values[expert], self.scales[expert], dtype)
 
 
-def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
+def rounds(hidden: Tensor, matrices: ExpertMatrices | Int4Matrices) -> bool:
     """Return whether activations are rounded to fp8 before products with ``matrices``.
 
-    They are if they are bfloat16 on a GPU and the matrices are fp8. float32 and CPUs are used for exact
-    products (``hisparse_pd.core.model.loader.keeps_fp8``).
+    They are if they are bfloat16 on a GPU, and the matrices are fp8 or of a checkpoint that says so. float32
+    and CPUs are used for exact products (``hisparse_pd.core.model.loader.keeps_fp8``).
     """
-    return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
+    return matrices.takes_rounded and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -91,15 +105,23 @@ class Routing:
         *,
         is_rounded: bool = False,
         in_bfloat16: bool = False,
+        in_int4: bool = False,
     ) -> Routing:
         """Return the plan for ``expert_ids``, int [num_tokens, top_k], and ``weights``. Never waits for a
         device.
 
         ``is_rounded``: the result of ``rounds`` for the tokens and the experts' matrices. ``in_bfloat16``:
-        both are bfloat16. Padding has the id ``num_experts``: its rows come after those of all experts.
+        both are bfloat16. ``in_int4``: the matrices are in four bits. Padding has the id ``num_experts``: its
+        rows come after those of all experts.
         """
         num_rows, top_k = expert_ids.numel(), expert_ids.shape[1]
-        tile_rows = _tile_rows(num_rows, num_experts, are_wide=is_rounded or in_bfloat16)
+        if in_int4:
+            tile_rows = _tile_rows(num_rows, num_experts, INT4_TILE_ROWS)
+        elif is_rounded or in_bfloat16:
+            has_many = num_rows >= 2 * MANY_TILE_ROWS * num_experts
+            tile_rows = MANY_TILE_ROWS if has_many else FEW_TILE_ROWS
+        else:
+            tile_rows = _tile_rows(num_rows, num_experts, TILE_ROWS)
         num_tiles = most_tiles(num_rows, num_experts, tile_rows)
         if expert_ids.device.type == "cuda" and 0 < num_rows <= FEW_ROWS:
             from hisparse_pd.kernels.triton_routing import plan_triton
@@ -110,16 +132,12 @@ class Routing:
         return cls(*tables, weights.float().flatten(), top_k, tile_rows, is_rounded)
 
 
-def _tile_rows(num_rows: int, num_experts: int, *, are_wide: bool) -> int:
-    """Return the rows of a tile. ``are_wide``: tensor cores take FEW_TILE_ROWS rows of these products at
-    once."""
-    if are_wide:
-        has_many = num_rows >= 2 * MANY_TILE_ROWS * num_experts
-        return MANY_TILE_ROWS if has_many else FEW_TILE_ROWS
+def _tile_rows(num_rows: int, num_experts: int, sizes: tuple[int, ...]) -> int:
+    """Return the rows of a tile, one of ``sizes``, which ascend."""
     # An expert's weights are read once for each of its tiles, so a tile has at least twice the rows of an
     # average expert: most experts then have one tile. Larger tiles would only have more padding.
-    large_enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-    return min(large_enough, default=TILE_ROWS[-1])
+    large_enough = [rows for rows in sizes if rows * num_experts >= 2 * num_rows]
+    return min(large_enough, default=sizes[-1])
 
 
 def _sorted_tables(expert_ids: Tensor, num_experts: int, tile_rows: int, num_tiles: int) -> RoutingTables:

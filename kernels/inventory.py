@@ -13,8 +13,15 @@ from hisparse_pd.kernels import flashmla
 from hisparse_pd.kernels.attention import TORCH, AttentionBackend
 
 
-def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8_matrices: bool) -> str:
-    """Return the line of the log. ``has_fp8_matrices``: whether fp8 weights stay in fp8 for products."""
+def kernels_in_use(
+    device: torch.device,
+    attention: AttentionBackend,
+    *,
+    has_fp8_matrices: bool,
+    has_int4_experts: bool = False,
+) -> str:
+    """Return the line of the log. ``has_fp8_matrices``: whether fp8 weights stay in fp8 for products;
+    ``has_int4_experts``: whether routed experts are in four bits."""
     torch_release = f"torch {torch.__version__}"
     why = f" ({attention.reason})" if attention.reason else ""
     if device.type != "cuda":
@@ -29,7 +36,7 @@ def kernels_in_use(device: torch.device, attention: AttentionBackend, *, has_fp8
         f"attention {attention.name} by {attention_by}{why}",
         f"indexer ours, {triton_release}",
         f"swap-in and top-k ours, CUDA C by cupy {installed('cupy-cuda13x')}",
-        f"routed experts ours, {triton_release}",
+        f"routed experts ours{' in four bits' if has_int4_experts else ''}, {triton_release}",
         f"dense products of few rows and in parts ours, others torch's{dense}",
     )
     return "; ".join(parts)

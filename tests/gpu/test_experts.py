@@ -112,7 +112,7 @@ def test_many_rows_have_the_bits_of_few(ue8m0: bool, monkeypatch: pytest.MonkeyP
         gate_up_here, down_here = (
             replace(each, values=each.values[experts_here], scales=each.scales[experts_here], ue8m0=ue8m0)
             for each in (experts.gate_up, experts.down)
-            if each.scales is not None
+            if isinstance(each, ExpertMatrices) and each.scales is not None
         )
         return triton_experts.run_experts_triton(
             hidden[tokens], routing, gate_up_here, down_here, experts_here.start

@@ -35,10 +35,11 @@ PROMPT = 2300
 
 
 class Node:
-    """An fp8 model, a prompt's KV, and the logits of steps over copies of it."""
+    """An fp8 model, also with experts in four bits, a prompt's KV, and the logits of steps over copies of
+    it."""
 
-    def __init__(self, path: Path) -> None:
-        write_synthetic(path, SHAPE, 0, DEVICE, in_fp8=True)
+    def __init__(self, path: Path, *, in_int4: bool = False) -> None:
+        write_synthetic(path, SHAPE, 0, DEVICE, in_fp8=True, in_int4=in_int4)
         parser = argparse.ArgumentParser()
         decode_step.add_node_options(parser)
         self.arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3"])
@@ -139,6 +140,28 @@ class Node:
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
     return Node(tmp_path_factory.mktemp("same_bits"))
+
+
+@pytest.fixture(scope="module")
+def int4_node(tmp_path_factory: pytest.TempPathFactory) -> Node:
+    return Node(tmp_path_factory.mktemp("same_bits_int4"), in_int4=True)
+
+
+@pytest.mark.parametrize(("batch", "num_drafts"), [(2, 0), (24, 0), (65, 0), (128, 0), (16, NUM_DRAFTS)])
+def test_a_step_with_experts_in_four_bits(int4_node: Node, batch: int, num_drafts: int) -> None:
+    int4_node.check(int4_node.first_logits(Mode.HISPARSE, batch, num_drafts=num_drafts))
+
+
+@torch.inference_mode()
+def test_a_prompt_with_experts_in_four_bits(int4_node: Node) -> None:
+    expected = int4_node.prefilled([[(0, 0, PROMPT)]])
+    for forwards_of in (
+        [[(0, start, min(start + 512, PROMPT))] for start in range(0, PROMPT, 512)],
+        [[(0, 0, PROMPT - 70)], [(0, PROMPT - 70, PROMPT)]],
+        [[(1, 0, 500), (0, 0, PROMPT), (2, 0, 77)]],
+    ):
+        for found, of_whole in zip(int4_node.prefilled(forwards_of), expected, strict=True):
+            assert torch.equal(found, of_whole)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 16, 24, 64, 65, 128])

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.int4_checkpoints import FORMS, write_int4_checkpoint
 from tests.integration.harness import (
     DEVICE,
     FLAGS,
@@ -39,6 +40,7 @@ from tests.integration.harness import (
 )
 from tests.oracle_beside import Oracle
 from tests.waiting import WAIT_SECS
+from tools.checkpoints.make_tiny import LIKELY_DRAFTS
 
 NUM_NEW_TOKENS = 5
 NUM_CONCURRENT = 12
@@ -265,22 +267,30 @@ def test_each_rank_of_a_node_has_its_numbers(nodes: Deployment) -> None:
 
 @pytest.mark.I5
 @pytest.mark.slow
-def test_experts_in_fp8_are_those_of_the_weights_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["fp8", "compressed beside fp8", "awq", "gptq"])
+def test_experts_in_few_bits_are_those_of_the_weights_in_float32(tmp_path: Path, key: str) -> None:
+    """Those of an MTP layer, too."""
     most = 3 if DEVICE == "cpu" else torch.cuda.device_count()
-    in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, "v32")
+    if key == "fp8":
+        checkpoint, in_float32 = write_fp8_checkpoint(tmp_path, "v32", LIKELY_DRAFTS)
+    else:
+        checkpoint, in_float32 = write_int4_checkpoint(tmp_path, "v32", FORMS[key], LIKELY_DRAFTS)
     prompts = [
         [(7 * n * n + length) % 95 + 32 for n in range(length)] for length in (1, 31, 64, 65, 200, 700)
     ]
     with (
         closing(Oracle(in_float32, prompts, 24)) as oracle,
         deployment(
-            in_fp8,
+            checkpoint,
             tmp_path,
             prefill_options=["--dp-size", str(min(2, most)), "--chunked-prefill-size", "256"],
-            decode_options=["--dp-size", str(min(3, most)), "--device-buffer-size", "128"],
+            decode_options=[
+                *("--dp-size", str(min(3, most)), "--device-buffer-size", "128"),
+                *("--speculative-num-steps", "2"),
+            ],
         ) as pair,
     ):
-        for hisparse in (True, False):
+        for hisparse in (True, False, "auto"):
             params = {"max_new_tokens": 24}
             samples = generated(pair.url, input_ids=prompts, hisparse=hisparse, params=params)
             assert [sample["output_ids"] for sample in samples] == oracle.tokens

@@ -99,7 +99,7 @@ KINDS = {
     "top-k": "^topk$",
     "collectives": "nccl|ranks_gather|ranks_sum",
     "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",
-    "experts": "^_product_kernel|choose_kernel|narrow_kernel|plan_kernel",
+    "experts": "^_(int4_)?product_kernel|^_round_tokens|choose_kernel|narrow_kernel|plan_kernel",
     "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
 """Kinds of kernels, each with the pattern by which it is found in their lower-case names; the first that
@@ -718,6 +718,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "item_bytes": spec.item_bytes,
         "index_format": spec.index_format,
         "weights_are_fp8": spec.weights_are_fp8,
+        "experts_are_int4": spec.int4 is not None,
         "load_secs": load_secs,
         "memory_gb": used.gb,
         "planned_weights_gb": None if spec.weights_are_dummy else planned_weights(arguments.model_path),

@@ -22,9 +22,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from hisparse_pd.core.model.dummy_weights import draw
-from hisparse_pd.core.model.loader import SCALES
+from hisparse_pd.core.model.dummy_weights import INT4_SCALES, draw
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.stored_formats import SCALES
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from tools.checkpoints.make_synthetic import CONSTANT, SHARED_QUERY, shared_query
 
@@ -61,10 +61,10 @@ class DummyLocality:
         """Draw a dummy weight for ``load_model``, changed as locality needs it."""
         draw(name, target)
         self.num_bytes += target.nbytes
-        is_scale = name.endswith(SCALES)
+        is_scale = name.endswith((SCALES, INT4_SCALES))
         match name.split(".")[-2]:  # the module that the weight belongs to
-            # What layers add. Of an fp8 matrix only the scales are multiplied.
-            case "o_proj" | "down_proj" | "wo" | "w2" if is_scale or target.dtype != FP8:
+            # What layers add. Of a matrix in fp8 or four bits only the scales are multiplied.
+            case "o_proj" | "down_proj" | "wo" | "w2" if is_scale or target.dtype not in (FP8, torch.int32):
                 target.mul_(LAYER_GAIN)
             case "embed_tokens" | "tok_embeddings":
                 target.mul_(math.sqrt(target.shape[1]))

@@ -3,7 +3,9 @@
     python -m tools.bench.kernels attention [--batch 1 8 32 64 128 256] [--kv-format bfloat16 fp8_e4m3]
     python -m tools.bench.kernels indexer [--batch 1 8 64 128] [--context 4096 32768 131072]
     python -m tools.bench.kernels prompts [--tokens 8192] [--first 0 8192 24576 122880]
-    python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
+    python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16 int4]
+    python -m tools.bench.kernels experts --rows 1 4 16 32 64 128 512 4096 --experts 32 64 256 \
+        --weights fp8 int4
     python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
@@ -19,7 +21,9 @@ reads and writes more than the cache holds, those of ``prompts`` and the passes 
 - prompts: fp8 attention, indexer logits and top-k of a prompt's tokens behind ``--first`` others. Attention
   and logits are measured with the kernel that reads the pool and with the one that reads unpacked items or
   keys, unpacking included. The logits of both must have the same bits.
-- experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights.
+- experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights. With ``--rows``
+  every expert has just so many rows. int4 has groups of 128; int4-zeros has zeros, as awq, and int4-fp8
+  activations in fp8.
 - swap-in: see ``tools/bench/swap_in.py``.
 - row-checks: the pass over a dense request's items in scattered pages, and the checks of new items.
 
@@ -31,6 +35,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -41,7 +46,9 @@ from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from hisparse_pd.kernels.attention_backends import choose_backend, choose_prompt_backend
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
+from hisparse_pd.kernels.fp8_rows import Activations
 from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.int4 import Int4Form, Int4Matrices
 from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from hisparse_pd.kernels.paged_indexer import IndexerScratch, UnpackedKeys
 from hisparse_pd.kernels.row_check import check_dense_row, row_checks_of, store_row_checks
@@ -66,6 +73,16 @@ COPY_BYTES: Final = 1 << 30
 PROMPT_ITEMS: Final = KvFormat(FP8_E4M3, RANK, ROPE)
 PROMPT_KEYS: Final = IndexKeyFormat(FP8_E4M3, INDEX_DIM)
 """Formats of the items and keys in ``prompts``."""
+WEIGHTS: Final[dict[str, torch.dtype | Int4Form]] = {
+    "fp8": FP8,
+    "bfloat16": torch.bfloat16,
+    "int4": Int4Form(128, has_zeros=False),
+    "int4-zeros": Int4Form(128, has_zeros=True),
+    "int4-fp8": Int4Form(128, has_zeros=False, rounds_tokens=True),
+}
+"""The formats of experts' weights, by the names of ``--weights``."""
+MANY_ROWS: Final = 512
+"""From so many rows an expert on, a graph of ``experts`` has one call: results take gigabytes."""
 Cells = Iterator[dict[str, Any]]
 
 
@@ -287,36 +304,78 @@ def _prompt_attention_us(request: _PromptRequest, selected: Tensor) -> dict[str,
 @torch.inference_mode()
 def experts(options: argparse.Namespace) -> Cells:
     num_weights = 3 * options.hidden * options.inner  # numbers of one expert's matrices
-    for weights in options.weights:
-        dtype = FP8 if weights == "fp8" else torch.bfloat16
-        routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))
-        for matrices in (routed.gate_up, routed.down):
-            for values in matrices.values:  # random, since a product's time does not depend on them
-                values.copy_(torch.randn(values.shape, device=HOME) / 64)
-            if matrices.scales is not None:
-                matrices.scales.fill_(1.0)
-        for num_tokens in options.tokens:
-            # Half the calls are enough: each reads more weights than an L2 cache holds.
-            inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
-            num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
-            us = graph_us([partial(routed, *call) for call in inputs])
-            num_bytes = num_read * num_weights * dtype.itemsize
+    for weights, num_experts in product(options.weights, options.experts):
+        routed, num_bytes = _drawn_experts(options, weights, num_experts)
+        for rows in options.rows:
+            call = _even(options, num_experts, rows)
+            num_calls = 1 if rows >= MANY_ROWS else NUM_CALLS // 2
+            us = graph_us([partial(_all_parts, routed, *call)] * num_calls)
+            num_products = rows * num_experts * num_weights
             yield {
                 "weights": weights,
-                "tokens": num_tokens,
+                "experts": num_experts,
+                "rows": rows,
                 "us": us,
                 "TB/s": num_bytes / us["median"] / 1e6,
+                "TFLOP/s": 2 * num_products / us["median"] / 1e6,
+            }
+        for num_tokens in [] if options.rows else options.tokens:
+            # Half the calls are enough: each reads more weights than an L2 cache holds.
+            inputs = [_routed(options, num_experts, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
+            num_read = sum(expert_ids.unique().numel() for _, expert_ids, _ in inputs) / len(inputs)
+            us = graph_us([partial(routed, *call) for call in inputs])
+            yield {
+                "weights": weights,
+                "experts": num_experts,
+                "tokens": num_tokens,
+                "us": us,
+                "TB/s": num_bytes * num_read / num_experts / us["median"] / 1e6,
                 "TFLOP/s": 2 * num_tokens * options.top_k * num_weights / us["median"] / 1e6,
             }
         del routed
         torch.cuda.empty_cache()
 
 
-def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn_experts(options: argparse.Namespace, weights: str, num_experts: int) -> tuple[RoutedExperts, int]:
+    """Return experts with random weights, on whose values no time depends, and the weights' bytes."""
+    home = torch.device(HOME)
+    routed = RoutedExperts(num_experts, options.hidden, options.inner, WEIGHTS[weights], home)
+    num_bytes = 0
+    for matrices in (routed.gate_up, routed.down):
+        if isinstance(matrices, Int4Matrices):
+            matrices.values.view(torch.uint8).random_(0, 256)
+            matrices.scales.fill_(1 / 64)
+            if matrices.zeros is not None:
+                matrices.zeros.random_(0, 16)
+                num_bytes += matrices.zeros.nbytes
+        else:
+            for values in matrices.values:
+                values.copy_(torch.randn(values.shape, device=HOME) / 64)
+            if matrices.scales is not None:
+                matrices.scales.fill_(1.0)
+        num_bytes += matrices.values.nbytes + (0 if matrices.scales is None else matrices.scales.nbytes)
+    return routed, num_bytes
+
+
+def _all_parts(routed: RoutedExperts, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    return routed.parts(Activations(hidden), expert_ids, weights)
+
+
+def _even(options: argparse.Namespace, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, their experts and the experts' weights, with ``rows`` tokens for each expert."""
+    num_tokens = num_experts * rows // options.top_k
+    hidden = torch.randn((num_tokens, options.hidden), device=HOME).bfloat16()
+    expert_ids = torch.arange(num_tokens * options.top_k, device=HOME).view(num_tokens, -1) % num_experts
+    return hidden, expert_ids, torch.rand((num_tokens, options.top_k), device=HOME)
+
+
+def _routed(
+    options: argparse.Namespace, num_experts: int, num_tokens: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, their experts and the experts' weights."""
     generator = torch.Generator(HOME).manual_seed(seed)
     hidden = torch.randn((num_tokens, options.hidden), device=HOME, generator=generator).bfloat16()
-    scores = torch.rand((num_tokens, options.experts), device=HOME, generator=generator)
+    scores = torch.rand((num_tokens, num_experts), device=HOME, generator=generator)
     weights, expert_ids = scores.topk(options.top_k)
     return hidden, expert_ids, weights
 
@@ -399,8 +458,12 @@ def _parser() -> argparse.ArgumentParser:
     own.set_defaults(measure=prompts)
     own = names.add_parser("experts")
     own.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096])
-    own.add_argument("--weights", nargs="+", default=["fp8"], choices=("fp8", "bfloat16"))
-    for name, default in (("experts", 256), ("hidden", 7168), ("inner", 2048), ("top-k", 8)):
+    own.add_argument(
+        "--rows", type=int, nargs="+", default=[], help="rows of every expert, instead of --tokens"
+    )
+    own.add_argument("--weights", nargs="+", default=["fp8"], choices=tuple(WEIGHTS))
+    own.add_argument("--experts", type=int, nargs="+", default=[256])
+    for name, default in (("hidden", 7168), ("inner", 2048), ("top-k", 8)):
         own.add_argument(f"--{name}", type=int, default=default)
     own.set_defaults(measure=experts)
     own = names.add_parser("swap-in")

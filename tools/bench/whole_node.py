@@ -67,7 +67,6 @@ from tools.bench.rank_agreement import agreement_us
 from tools.bench.report import REPORT_WIDTH, make_console, table_of, write_json
 from tools.bench.step_memory import MemoryByPart, planned_pools
 from tools.checkpoints.make_synthetic import write_published
-from tools.checkpoints.quantize_fp8 import QUANTIZATION
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}
 """Tokens that a step yields, by its number of drafts, as docs/models.md assumes."""
@@ -311,7 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "deepseek_v32",
                 num_hidden_layers=arguments.layers,
                 num_nextn_predict_layers=1,
-                quantization_config=QUANTIZATION,
+                in_fp8=True,
+                in_int4=arguments.int4,
             )
         size = arguments.dp_size
         places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
@@ -340,6 +340,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, default=61, help="layers of DeepSeek-V3.2, where --model-path has no model"
     )
+    parser.add_argument("--int4", action="store_true", help="routed experts in four bits, all others in fp8")
     parser.add_argument("--dp-size", type=int, default=torch.cuda.device_count() or 2, help="number of ranks")
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[64, 8, 1, 32, 16], help="requests of each rank"

@@ -23,6 +23,9 @@ vocabulary, because equal tokens have equal keys.
 circle. Behind that share of them the model says the circle's next word, whatever came before. The layer has
 the model's embedding and head and says the same there; behind other words it hardly ever guesses right.
 
+``--int4`` writes the routed experts in four bits, as compressed-tensors does, in groups of 128, with
+``--fp8`` beside other matrices in fp8.
+
 ``--published MODEL_TYPE`` writes no weights, only what ``--load-format dummy`` needs: a whole model's
 configuration, by transformers' defaults for that type (``axk2``: A.X-K2-Light), and a tokenizer of its size.
 """
@@ -42,8 +45,10 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.families import FAMILIES
+from tools.checkpoints import quantize_int4
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS, byte_characters, save_tokenizer, write_config
 from tools.checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
+from tools.checkpoints.quantize_int4 import StoredForm
 
 MIN_PERIOD = 500
 """Period, in tokens, of the fastest RoPE pairs that take part in the drifting score."""
@@ -134,10 +139,12 @@ def write_synthetic(
     device: torch.device | str = "cpu",
     *,
     in_fp8: bool = False,
+    in_int4: bool = False,
 ) -> int:
     """Write config, bfloat16 weights (a file a layer) and tokenizer to ``out_dir``, made when missing.
 
-    ``in_fp8``: write in fp8 what ``tools.checkpoints.quantize_fp8`` would. The same ``seed`` gives the same
+    ``in_fp8``: write in fp8 what ``tools.checkpoints.quantize_fp8`` would; ``in_int4``: write routed experts
+    in four bits. The same ``seed`` gives the same
     weights on the same device type. Returns the bytes of the weights. Raises ValueError where ``out_dir``
     already has weights, which would be loaded with the new ones.
     """
@@ -145,7 +152,8 @@ def write_synthetic(
 
     if stale := sorted(out_dir.glob("*.safetensors")):
         raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
-    write_synthetic_config(out_dir, shape, in_fp8=in_fp8)
+    write_synthetic_config(out_dir, shape, in_fp8=in_fp8, in_int4=in_int4)
+    form = StoredForm(has_fp8=in_fp8)
     maker = _Maker(shape, seed, torch.device(device))
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -155,7 +163,9 @@ def write_synthetic(
         weights: dict[str, Tensor] = {}
         drawn = maker.ends() if number < 0 else maker.layer(number)
         for name, value in drawn.items():
-            if in_fp8 and is_quantized(name, value):
+            if in_int4 and quantize_int4.is_quantized(name, value, form):
+                weights |= quantize_int4.quantized(name, value, form)
+            elif in_fp8 and is_quantized(name, value):
                 weights |= quantized(name, value)
             else:
                 weights[name] = value.to(torch.bfloat16).cpu().contiguous()
@@ -167,24 +177,41 @@ def write_synthetic(
     return num_bytes
 
 
-def write_synthetic_config(out_dir: Path, shape: SyntheticShape, *, in_fp8: bool = False) -> None:
-    """Write only configuration and tokenizer to ``out_dir``, made when missing."""
-    write_config(out_dir, _config(shape) | ({"quantization_config": QUANTIZATION} if in_fp8 else {}))
+def write_synthetic_config(
+    out_dir: Path, shape: SyntheticShape, *, in_fp8: bool = False, in_int4: bool = False
+) -> None:
+    """Write only configuration and tokenizer to ``out_dir``, made when missing. Raises ValueError if a width
+    is no multiple of an int4 group."""
+    form = StoredForm(has_fp8=in_fp8)
+    for name in ("hidden_size", "expert_dim"):
+        if in_int4 and (size := getattr(shape, name)) % form.group_size:
+            raise ValueError(f"{name} is {size}; experts in int4 need a multiple of {form.group_size}")
+    write_config(out_dir, _config(shape) | _quantization(in_fp8=in_fp8, in_int4=in_int4))
     _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
 
 
-def write_published(out_dir: Path, model_type: str, *, in_fp8: bool = False, **changes: Any) -> None:
+def _quantization(*, in_fp8: bool, in_int4: bool) -> dict[str, Any]:
+    """Return what config.json has of the weights' format."""
+    if in_int4:
+        return {"quantization_config": quantize_int4.quantization_of(StoredForm(has_fp8=in_fp8))}
+    return {"quantization_config": QUANTIZATION} if in_fp8 else {}
+
+
+def write_published(
+    out_dir: Path, model_type: str, *, in_fp8: bool = False, in_int4: bool = False, **changes: Any
+) -> None:
     """Write the configuration of a published model and a tokenizer of its size to ``out_dir``, made when
     missing.
 
     The configuration is transformers' default for ``model_type``, in bfloat16, with ``changes`` of its text
-    part. No weights are written. ``in_fp8``: declare the weights that ``write_synthetic`` would write in fp8.
+    part. No weights are written. ``in_fp8``, ``in_int4``: declare the weights that ``write_synthetic`` would
+    write so.
     """
     from transformers import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[model_type]()
     text_type = type(whole.get_text_config())
-    format_of_all = {"dtype": "bfloat16", **({"quantization_config": QUANTIZATION} if in_fp8 else {})}
+    format_of_all = {"dtype": "bfloat16", **_quantization(in_fp8=in_fp8, in_int4=in_int4)}
     text_part = text_type(**changes).to_dict() | format_of_all
     has_other_parts = not isinstance(whole, text_type)  # such as a model that takes images
     written = write_config(out_dir, text_part, whole.to_dict() | format_of_all if has_other_parts else None)
@@ -432,6 +459,12 @@ def main(arguments: list[str] | None = None) -> None:
         help="write only configuration and tokenizer, with transformers' sizes for this model type",
     )
     parser.add_argument("--fp8", action="store_true", default=False, help="write matrices in fp8 with scales")
+    parser.add_argument(
+        "--int4",
+        action="store_true",
+        default=False,
+        help="write routed experts in four bits, in groups of 128",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--device", default="cpu", help="device that draws the weights, on which they depend (default: cpu)"
@@ -439,14 +472,17 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.published:
         layers = {"num_hidden_layers": options.num_layers} if "num_layers" in options else {}
-        write_published(options.out, options.published, in_fp8=options.fp8, **layers)
+        in_formats = {"in_fp8": options.fp8, "in_int4": options.int4}
+        write_published(options.out, options.published, **in_formats, **layers)
         print(f"wrote configuration and tokenizer of {options.published} to {options.out}")
         return
     started = time.monotonic()
     try:
         given = vars(options)
         shape = SyntheticShape(**{field: given[field] for field, _ in OPTIONS.values() if field in given})
-        num_bytes = write_synthetic(options.out, shape, options.seed, options.device, in_fp8=options.fp8)
+        num_bytes = write_synthetic(
+            options.out, shape, options.seed, options.device, in_fp8=options.fp8, in_int4=options.int4
+        )
     except ValueError as error:
         parser.error(str(error))
     print(f"wrote {num_bytes / 1e9:.2f} GB to {options.out} in {time.monotonic() - started:.1f} s")

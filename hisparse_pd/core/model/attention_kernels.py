@@ -97,7 +97,12 @@ class AttentionKernels:
         log.info(
             "kernels for %s items: %s",
             spec.kv_format,
-            kernels_in_use(device, attention, has_fp8_matrices=keeps_fp8(spec, device)),
+            kernels_in_use(
+                device,
+                attention,
+                has_fp8_matrices=keeps_fp8(spec, device),
+                has_int4_experts=spec.int4 is not None,
+            ),
         )
         scratch = None
         if device.type == "cuda":

@@ -15,6 +15,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.core.model.families import FAMILIES
+from hisparse_pd.core.model.int4_config import INT4_METHODS, Int4Config, int4_config_of, packed_name
 from hisparse_pd.core.model.stored_weights import WeightFile
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.kv_format import FORMAT_NAMES
@@ -107,14 +108,23 @@ def _check_experts(config: dict[str, Any], config_file: Path) -> None:
 
 
 def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
-    """Raise CheckpointError for weights in other formats than the model's dtype and fp8 in blocks."""
+    """Raise CheckpointError for weights in other formats than the model's dtype, fp8 in blocks, and four bits
+    in groups."""
     quantization = config.get("quantization_config")
     if not quantization:
         return
     if not isinstance(quantization, dict):
         raise CheckpointError(f"{config_file}: quantization_config is {quantization!r}; expected an object")
+    if (method := quantization.get("quant_method")) in INT4_METHODS:
+        int4_config_of(quantization, str(config_file))
+        return
+    if method != "fp8":
+        supported = ", ".join(repr(each) for each in ("fp8", *INT4_METHODS))
+        raise CheckpointError(
+            f"{config_file}: quantization_config: quant_method is {method!r}; supported are {supported}; "
+            "convert the checkpoint to bfloat16"
+        )
     expected: dict[str, tuple[object, ...]] = {
-        "quant_method": ("fp8",),
         "fmt": ("e4m3", None),
         "weight_block_size": ([BLOCK, BLOCK],),
         "scale_fmt": (UE8M0, None),
@@ -132,6 +142,22 @@ def positive_integer(config: dict[str, Any], path: Path, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{path / 'config.json'}: {key} is {value!r}; expected a positive integer")
     return value
+
+
+def int4_of(config: dict[str, Any], path: Path) -> Int4Config | None:
+    """Return the packing of weights in four bits; None where no weights are."""
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") not in INT4_METHODS:
+        return None
+    where = path / "config.json"
+    found = int4_config_of(quantization, str(where))
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if (size := positive_integer(config, path, key)) % found.group_size:
+            raise CheckpointError(
+                f"{where}: {key} is {size}; experts in four bits need a multiple of group_size "
+                f"{found.group_size}; quantize the checkpoint again with another group_size"
+            )
+    return found
 
 
 def index_groups_of(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
@@ -184,7 +210,8 @@ def num_draft_layers_of(
             f"model_path {path}: num_nextn_predict_layers is {declared!r}; expected a number"
         )
     name = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
-    is_there = declared > 0 and (files is None or any(name in file.tensors for file in files))
+    names = {name, *(packed_name(method, name.removesuffix(".weight")) for method in INT4_METHODS)}
+    is_there = declared > 0 and (files is None or any(names & file.tensors.keys() for file in files))
     if wanted and not is_there:
         raise CheckpointError(
             f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"

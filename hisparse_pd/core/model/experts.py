@@ -22,6 +22,7 @@ from hisparse_pd.kernels.block_fp8 import scales_shape
 from hisparse_pd.kernels.expert_routing import ExpertMatrices, Routing, rounds
 from hisparse_pd.kernels.experts import run_experts
 from hisparse_pd.kernels.fp8_rows import Activations
+from hisparse_pd.kernels.int4 import Int4Form, Int4Matrices
 
 
 class RoutedExperts(torch.nn.Module):
@@ -32,7 +33,7 @@ class RoutedExperts(torch.nn.Module):
         num_experts: int,
         hidden_size: int,
         inner_size: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | Int4Form,
         device: torch.device,
         ranks: RankGroup | None = None,
         *,
@@ -41,12 +42,14 @@ class RoutedExperts(torch.nn.Module):
     ) -> None:
         """The loader fills the weights.
 
-        ``dtype``: the weights' dtype; ``kernels.block_fp8.DTYPE`` has scales. ``ranks``: the ranks that share
-        the experts; None: this rank has all. ``ue8m0``: see ``kernels.fp8_rows``. ``has_room``: allocate one
-        more expert, which ``take_shared`` fills; only without ``ranks``.
+        ``dtype``: the weights' dtype, of which ``kernels.block_fp8.DTYPE`` has scales, or their form in four
+        bits, with which there is no ``has_room``. ``ranks``: the ranks that share the experts; None: this
+        rank has all. ``ue8m0``: see ``kernels.fp8_rows``. ``has_room``: allocate one more expert, which
+        ``take_shared`` fills; only without ``ranks``.
         """
         super().__init__()
         assert ranks is None or not has_room, "has_room and ranks: a shared expert among those of all ranks"
+        assert not (has_room and isinstance(dtype, Int4Form)), "has_room: shared experts are not in four bits"
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
         """The numbers of this rank's experts."""
         num_local = len(self.experts) + has_room
@@ -73,6 +76,8 @@ class RoutedExperts(torch.nn.Module):
 
         Returns False if there is no room for it, or its weights have another dtype or a bias.
         """
+        if isinstance(self.gate_up, Int4Matrices) or isinstance(self.down, Int4Matrices):
+            return False
         places = (
             (mlp.gate_proj, self.gate_up, 0),
             (mlp.up_proj, self.gate_up, 1),
@@ -118,7 +123,12 @@ class RoutedExperts(torch.nn.Module):
         is_rounded = rounds(x.dense, self.gate_up)
         in_bfloat16 = x.dense.dtype == torch.bfloat16 == self.gate_up.values.dtype and x.dense.is_cuda
         routing = Routing.plan(
-            expert_ids, weights, self._num_experts, is_rounded=is_rounded, in_bfloat16=in_bfloat16
+            expert_ids,
+            weights,
+            self._num_experts,
+            is_rounded=is_rounded,
+            in_bfloat16=in_bfloat16,
+            in_int4=isinstance(self.gate_up, Int4Matrices),
         )
         return run_experts(
             x.dense,
@@ -150,8 +160,10 @@ def _unpack(rows: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _empty(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, ue8m0: bool
-) -> ExpertMatrices:
+    shape: tuple[int, int, int, int], dtype: torch.dtype | Int4Form, device: torch.device, *, ue8m0: bool
+) -> ExpertMatrices | Int4Matrices:
+    if isinstance(dtype, Int4Form):
+        return Int4Matrices.empty(*shape, dtype, device)
     values = torch.empty(shape, dtype=dtype, device=device)
     if dtype != FP8:
         return ExpertMatrices(values, None)

@@ -3,14 +3,15 @@
 An engine of either node calls ``load_model`` once, at its start. transformers makes the modules without
 memory. Their tensors are allocated here, on the device. Then they are read and converted to the model's dtype
 (``weight_reader.py``), or dummy weights are drawn in place (``dummy_weights.py``). No weight for a GPU is
-ever whole in main memory. Routed experts become modules of our own, which keep the checkpoint's fp8; so do
-all other fp8 matrices if ``keeps_fp8``.
+ever whole in main memory. Routed experts become modules of our own, which keep the checkpoint's fp8 or four
+bits; so do all other fp8 matrices if ``keeps_fp8``. All other matrices in four bits are converted.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.core.model.block_linear import BlockLinear
 from hisparse_pd.core.model.dsa import DsaModel
-from hisparse_pd.core.model.dummy_weights import draw
+from hisparse_pd.core.model.dummy_weights import INT4_SCALES, INT4_VALUES, draw
 from hisparse_pd.core.model.experts import RoutedExperts
+from hisparse_pd.core.model.int4_config import packed_name
+from hisparse_pd.core.model.int4_weights import Int4Source
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.spec import ModelSpec
+from hisparse_pd.core.model.stored_formats import SCALES, WEIGHT, StoredFormats
 from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import (
     Placement,
@@ -38,10 +42,9 @@ from hisparse_pd.kernels.block_fp8 import scales_shape
 from hisparse_pd.kernels.block_linear import takes_device, takes_matrix
 from hisparse_pd.kernels.expert_routing import ExpertMatrices
 from hisparse_pd.kernels.fp8 import FP8_CAPABILITY
+from hisparse_pd.kernels.int4 import MIDDLE, Int4Form, Int4Matrices
 from hisparse_pd.kernels.row_math import RowLinear
 
-SCALES = "_scale_inv"
-"""Suffix of the name of an fp8 matrix's scales; the rest of the name is the matrix's."""
 ABSORBED = "kv_b_proj"
 """The matrix that MLA absorbs into queries and results, split by head. This needs it in the model's dtype."""
 HEAD_WEIGHTS = "weights_proj"
@@ -103,12 +106,14 @@ def _not_loaded(path: Path, error: Exception) -> CheckpointError:
 
 
 def _check_device(spec: ModelSpec, device: torch.device) -> None:
-    if device.type != "cuda" or not spec.weights_are_fp8:
+    rounds_tokens = spec.int4 is not None and spec.int4.rounds_tokens
+    if device.type != "cuda" or not (spec.weights_are_fp8 or rounds_tokens):
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         raise CheckpointError(
-            f"the weights are in fp8, which {device} cannot convert: it has compute capability "
+            f"the {'weights' if spec.weights_are_fp8 else 'activations'} are in fp8, which {device} cannot "
+            "convert: it has compute capability "
             f"{capability[0]}.{capability[1]}, not 8.9; convert the checkpoint to bfloat16"
         )
 
@@ -129,6 +134,7 @@ class Loader:
     ) -> None:
         self._path = path
         self._spec = spec
+        self._formats = StoredFormats(spec)
         self._device = device
         self._ranks = ranks
         self._keeps_fp8 = keeps_fp8
@@ -220,10 +226,10 @@ class Loader:
             parent, _, last = name.rpartition(".")
             if not isinstance(module, torch.nn.Linear) or last in NEVER_IN_FP8:
                 continue
-            stored = files.get(self._spec.family.stored_name(f"{name}.weight"))
+            stored = files.get(self._formats.name(f"{name}{WEIGHT}"))
             is_fp8 = stored is not None and stored.dtype == FP8
             if self._spec.weights_are_dummy:
-                is_fp8 = last not in PUBLISHED_DENSE
+                is_fp8 = last not in PUBLISHED_DENSE and self._formats.is_declared_fp8(name)
             if is_fp8 and takes_matrix(module.out_features, module.in_features):
                 with torch.device("meta"):
                     linear = BlockLinear(
@@ -243,7 +249,7 @@ class Loader:
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
-            self._plan(files, self._spec.family.stored_name(name), state[name])
+            self._plan(files, self._formats.name(name), state[name])
         return state
 
     def _plan(self, files: WeightFiles, name: str, target: Tensor) -> None:
@@ -254,10 +260,17 @@ class Loader:
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)
             return
-        stored = self._find(files, name, target.shape)
+        int4, module = self._spec.int4, name.removesuffix(WEIGHT)
+        if int4 is not None and files.get(name) is None and files.get(packed_name(int4.method, module)):
+            source = Int4Source.find(
+                int4, module, target.shape[0], target.shape[1], partial(self._find, files)
+            )
+            self._placements.append(source.dense_placement(target))
+            return
+        stored = self._find_weight(files, name, target.shape)
         scales = None
         if stored.dtype == FP8 and target.dtype != FP8:
-            scales = self._find(files, name + SCALES, scales_shape(*target.shape))
+            scales = self._find(files, self._formats.scales_of(name), scales_shape(*target.shape))
         self._placements.append(Placement(stored, target, scales))
 
     def _routed_experts(self, files: WeightFiles, layer: int, module: Any, mlp: Any) -> RoutedExperts:
@@ -274,7 +287,7 @@ class Loader:
             raise CheckpointError(
                 f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
             )
-        dtype = FP8 if self._spec.weights_are_fp8 else self._spec.dtype
+        dtype = self._formats.experts_dtype(files, layer)
         routed = RoutedExperts(
             num_experts,
             hidden_size,
@@ -283,7 +296,10 @@ class Loader:
             self._device,
             self._ranks,
             ue8m0=self._spec.scales_are_ue8m0,
-            has_room=shared_has_form and self._ranks is None and self._device.type == "cuda",
+            has_room=shared_has_form
+            and self._ranks is None
+            and self._device.type == "cuda"
+            and not isinstance(dtype, Int4Form),
         )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
@@ -292,8 +308,32 @@ class Loader:
             self._plan_expert_matrix(files, f"{prefix}.down_proj.weight", routed.down, place, number=0)
         return routed
 
+    def _plan_int4_matrix(
+        self, files: WeightFiles, module: str, matrices: Int4Matrices, place: int, number: int
+    ) -> None:
+        """Plan to fill one of an expert's matrices in four bits, as ``_plan_expert_matrix`` does."""
+        int4 = self._spec.int4
+        assert int4 is not None, "matrices in four bits without their configuration"
+        if not self._spec.weights_are_dummy:
+            source = Int4Source.find(
+                int4, module, matrices.rows, matrices.columns, partial(self._find, files)
+            )
+            self._placements += source.placements(matrices, place, number)
+            return
+        scales = matrices.scales[place, number]
+        self._draw_weight(f"{module}{INT4_VALUES}", matrices.values[place, number])
+        self._draw_weight(f"{module}{INT4_SCALES}", scales)
+        scales *= int4.group_size**-0.5
+        if matrices.zeros is not None:
+            matrices.zeros[place, number].fill_(MIDDLE)
+
     def _plan_expert_matrix(
-        self, files: WeightFiles, name: str, matrices: ExpertMatrices, place: int, number: int
+        self,
+        files: WeightFiles,
+        name: str,
+        matrices: ExpertMatrices | Int4Matrices,
+        place: int,
+        number: int,
     ) -> None:
         """Plan to fill one of an expert's matrices, without conversion from or to fp8, and its scales.
 
@@ -301,13 +341,16 @@ class Loader:
         matrix's number among those of one expert in ``matrices``.
         """
         name = self._spec.family.stored_name(name)
+        if isinstance(matrices, Int4Matrices):
+            self._plan_int4_matrix(files, name.removesuffix(WEIGHT), matrices, place, number)
+            return
         target = matrices.values[place, number]
         if self._spec.weights_are_dummy:
             self._draw_weight(name, target)
             if matrices.scales is not None:
                 self._draw_weight(name + SCALES, matrices.scales[place, number])
             return
-        stored = self._find(files, name, target.shape)
+        stored = self._find_weight(files, name, target.shape)
         if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):
             raise CheckpointError(
                 f"model_path {self._path}: {name} is in {stored.dtype}; with the quantization_config of "
@@ -316,7 +359,15 @@ class Loader:
         self._placements.append(Placement(stored, target))
         if matrices.scales is not None:
             scales = matrices.scales[place, number]
-            self._placements.append(Placement(self._find(files, name + SCALES, scales.shape), scales))
+            stored_scales = self._find(files, self._formats.scales_of(name), scales.shape)
+            self._placements.append(Placement(stored_scales, scales))
+
+    def _find_weight(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:
+        """Do ``_find`` for weights that are not packed."""
+        stored = self._find(files, name, shape)
+        if not stored.dtype.is_floating_point:
+            raise CheckpointError(f"model_path {self._path}: {name} is in {stored.dtype}; expected floats")
+        return stored
 
     def _find(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:
         stored = files.get(name)

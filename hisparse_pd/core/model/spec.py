@@ -22,12 +22,14 @@ from hisparse_pd.core.model.checkpoint_config import (
     eos_token_ids_of,
     fingerprinted,
     index_groups_of,
+    int4_of,
     kv_source_layers_of,
     num_draft_layers_of,
     positive_integer,
     read_config,
 )
 from hisparse_pd.core.model.families import FAMILIES, Family
+from hisparse_pd.core.model.int4_config import Int4Config
 from hisparse_pd.core.model.layer_sharing import (
     fill_schedule,
     hot_groups,
@@ -78,7 +80,8 @@ class ModelSpec:
     index_format: str
     """Format of indexer keys in the pools: a name of ``kernels.kv_format``."""
     weights_are_fp8: bool
-    """Whether the checkpoint's matrices are in fp8 with a scale for each block (``kernels.block_fp8``)."""
+    """Whether the checkpoint's matrices are in fp8 with a scale for each block (``kernels.block_fp8``); if it
+    has ``int4``, whether some of them are."""
     fingerprint: str
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
     kv_source_layers: tuple[int, ...] = ()
@@ -89,6 +92,8 @@ class ModelSpec:
     """Whether the MTP layer was trained to reuse the first draft's selection for a request's later drafts."""
     scales_are_ue8m0: bool = False
     """Whether the scales of activations that are rounded to fp8 are powers of two."""
+    int4: Int4Config | None = None
+    """How weights in four bits are packed, and which modules have them; None where no weights are."""
     weights_are_dummy: bool = False
     """Whether weights are drawn instead of read (``hisparse_pd.core.model.dummy_weights``)."""
     has_row_checks: bool = False
@@ -235,6 +240,7 @@ def load_spec(
     compute_dtype = compute_dtype_of(config, dtype, device)
     kv_format = cache_format_of("kv_cache_dtype", kv_cache_dtype, str(compute_dtype).removeprefix("torch."))
     quantization = config.get("quantization_config") or {}
+    int4 = int4_of(config, path)
     spec = ModelSpec(
         model_type=config["model_type"],
         num_layers=num_layers,
@@ -252,7 +258,7 @@ def load_spec(
         dtype=compute_dtype,
         kv_format=kv_format,
         index_format=cache_format_of("indexer_cache_dtype", indexer_cache_dtype, kv_format),
-        weights_are_fp8=bool(quantization),
+        weights_are_fp8=bool(quantization) if int4 is None else int4.has_fp8,
         fingerprint=fingerprint_of(
             fingerprinted(config) | ({"load_format": DUMMY} if is_dummy else {}), files
         ),
@@ -260,6 +266,7 @@ def load_spec(
         num_draft_layers=num_draft_layers,
         shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),
         scales_are_ue8m0=quantization.get("scale_fmt") == UE8M0,
+        int4=int4,
         weights_are_dummy=is_dummy,
         has_row_checks=has_row_checks,
     )

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 PIECE_BYTES = 16 << 20
-"""Maximum bytes of a piece, unless one row, or with scales one row of blocks, is larger."""
+"""Maximum bytes of a piece, unless one row, with scales one row of blocks, or a tensor that is converted as a
+whole is larger."""
 SAMPLE_BYTES = 64 << 10
 """Bytes at each end of a tensor that ``is_same`` compares."""
 REPORT_INTERVAL_SECS = 0.5
@@ -46,7 +47,9 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
 }
+"""The dtypes that are read. Weights in four bits are packed into int32."""
 
 
 @dataclass(frozen=True)
@@ -162,22 +165,28 @@ class Placement:
     """A tensor of the checkpoint, and the memory of its shape that it fills, on any device and in any dtype.
 
     With ``scales``, the tensor is in fp8, and ``target`` gets its values times the scales of their blocks.
+    With ``convert``, ``target`` may have another shape: it gets what ``convert`` makes, on its device, of the
+    whole tensor and of those ``beside`` it.
     """
 
     stored: StoredTensor
     target: Tensor
     scales: StoredTensor | None = None
+    convert: Callable[..., Tensor] | None = None
+    beside: tuple[StoredTensor, ...] = ()
 
     @property
     def is_direct(self) -> bool:
         """Whether the file's bytes can be read straight into the target."""
         target = self.target
-        is_unconverted = self.scales is None and target.dtype == self.stored.dtype
+        is_unconverted = self.scales is None and self.convert is None and target.dtype == self.stored.dtype
         return is_unconverted and target.device.type == "cpu" and target.is_contiguous()
 
     @property
     def rows_per_piece(self) -> int:
         stored = self.stored
+        if self.convert is not None:
+            return stored.num_rows
         rows = max(1, PIECE_BYTES * stored.num_rows // max(1, stored.num_bytes))
         return rows if self.scales is None else max(BLOCK, rows // BLOCK * BLOCK)
 
@@ -204,7 +213,14 @@ class _Piece:
     def target(self) -> Tensor:
         """The rows of the placement's target that the piece fills."""
         target = self.placement.target
-        return target[self.first_row : self.first_row + self.num_rows] if target.ndim else target
+        is_whole = not target.ndim or self.placement.convert is not None
+        return target if is_whole else target[self.first_row : self.first_row + self.num_rows]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its rows in the file."""
+        stored = self.placement.stored
+        return (self.num_rows, *stored.shape[1:]) if stored.shape else ()
 
 
 def read_weights(
@@ -271,6 +287,8 @@ class Reading:
             (piece.num_bytes for piece in _pieces(in_order) if piece.is_staged), default=0
         )
         self._lock = threading.Lock()
+        self._converting = threading.Lock()
+        """Held by the thread that converts a whole tensor, which takes several times its memory."""
 
     def stop(self) -> None:
         """Let every thread end after its current piece."""
@@ -291,7 +309,7 @@ class Reading:
                 else:
                     if copied is not None:
                         copied.synchronize()
-                    copied = _read_through(piece, buffer)
+                    copied = _read_through(piece, buffer, self._converting)
                 with self._lock:
                     self.done_bytes += piece.num_bytes
         except BaseException:
@@ -313,24 +331,36 @@ def _pieces(placements: Sequence[Placement]) -> Iterator[_Piece]:
             yield _Piece(placement, first, min(step, num_rows - first))
 
 
-def _read_through(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
+def _read_through(piece: _Piece, buffer: Tensor, converting: threading.Lock) -> torch.cuda.Event | None:
     """Read a piece into ``buffer``, and convert and copy it to its target. Returns the event after which the
     buffer can be reused, or None if it is free at once."""
     placement, target = piece.placement, piece.target
     stored = placement.stored
-    staged = buffer[: piece.num_bytes].view(stored.dtype).view(target.shape)
+    staged = buffer[: piece.num_bytes].view(stored.dtype).view(piece.shape)
     stored.read(piece.first_row, staged)
-    if placement.scales is not None:
+    if placement.convert is not None:
+        others = [_whole(each).to(target.device) for each in placement.beside]
+        with converting:
+            target.copy_(placement.convert(staged.to(target.device, non_blocking=True), *others))
+    elif placement.scales is not None:
         scales = _scales(placement.scales, piece).to(target.device)
         staged = dequantize(staged.to(target.device, non_blocking=True), scales, target.dtype)
     elif stored.dtype != target.dtype:
         # Convert on the target's device: copy_ would convert on the CPU, into memory of torch's own.
         staged = staged.to(target.device, non_blocking=True)
-    target.copy_(staged, non_blocking=True)
+    if placement.convert is None:
+        target.copy_(staged, non_blocking=True)
     if target.device.type != "cuda":
         return None
     copied: torch.cuda.Event = torch.cuda.current_stream(target.device).record_event()
     return copied
+
+
+def _whole(stored: StoredTensor) -> Tensor:
+    """Read a whole tensor."""
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    stored.read(0, tensor)
+    return tensor
 
 
 def _scales(stored: StoredTensor, piece: _Piece) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.kernels.indexer import index_topk
+from hisparse_pd.kernels.int4 import Int4Matrices
 from tests.unit.model.loading import load_ours
 from tools.checkpoints.files import NUM_BYTES, SPECIAL_TOKENS
 from tools.checkpoints.make_synthetic import SyntheticShape, main, write_synthetic
@@ -187,6 +188,24 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
     assert float(difference.abs().max()) < 0.08 * float(wanted.gate_up.of(1, torch.float32).abs().max())
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_experts_in_four_bits_are_those_of_the_configuration(tmp_path: Path, in_fp8: bool) -> None:
+    shape = replace(SMALL, expert_size=128)
+    write_synthetic(tmp_path / "plain", shape, seed=3)
+    write_synthetic(tmp_path / "int4", shape, seed=3, in_fp8=in_fp8, in_int4=True)
+    spec = load_spec(tmp_path / "int4", "float32")
+    assert spec.weights_are_fp8 == in_fp8
+    plain = load_ours(tmp_path / "plain", load_spec(tmp_path / "plain"), 1)[0].model.layers[1].mlp
+    ours = load_ours(tmp_path / "int4", spec, 1)[0].model.layers[1].mlp
+    assert isinstance(ours.experts.down, Int4Matrices)
+    found, expected = (mlp.experts.down.of(1, torch.float32) for mlp in (ours, plain))
+    assert 0 < (found - expected).norm() < 0.15 * expected.norm()
+    shared, of_plain = ours.shared_experts.up_proj.weight, plain.shared_experts.up_proj.weight
+    assert torch.equal(shared, of_plain) != in_fp8
+    with pytest.raises(ValueError, match="expert_dim is 100; experts in int4 need a multiple of 128"):
+        write_synthetic(tmp_path / "odd", replace(SMALL, expert_size=100), in_int4=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.7])
 def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Path, share: float) -> None:
@@ -225,11 +244,12 @@ def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Pat
 
 @pytest.mark.slow
 def test_published_sizes_come_without_weights(tmp_path: Path) -> None:
-    main(["--out", str(tmp_path), "--published", "axk2"])
+    main(["--out", str(tmp_path), "--published", "axk2", "--int4"])
     assert not list(tmp_path.glob("*.safetensors"))
     spec = load_spec(tmp_path, load_format="dummy")
     assert (spec.model_type, spec.num_layers, spec.context_length) == ("axk2", 48, 131072)
     assert not spec.weights_are_fp8
+    assert spec.int4 is not None
     assert (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.index_num_heads) == (128, 32, 16)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == spec.vocab_size == 163840
 

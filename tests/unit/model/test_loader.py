@@ -17,6 +17,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
+from hisparse_pd.core.model.stored_formats import SCALES
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.kernels.block_linear import takes_matrix
@@ -125,9 +126,9 @@ def test_what_stays_in_fp8(
     of_linears = {name for name, tensor in stored.items() if tensor.dtype == FP8 and ".experts." not in name}
     expected = {name for name in of_linears if "kv_b_proj" not in name and takes(*stored[name].shape)}
     assert takes_all == (expected == {name for name in of_linears if "kv_b_proj" not in name})
-    assert {name.removesuffix(loader.SCALES) for name in found if name.endswith(loader.SCALES)} == expected
+    assert {name.removesuffix(SCALES) for name in found if name.endswith(SCALES)} == expected
     for name in expected:
-        for kept in (name, f"{name}{loader.SCALES}"):
+        for kept in (name, f"{name}{SCALES}"):
             assert found[kept].dtype == stored[kept].dtype
             assert torch.equal(found[kept].float(), stored[kept].float()), kept
     for name, tensor in load_ours(in_fp8, spec, 1)[0].state_dict().items():
@@ -190,7 +191,7 @@ def test_an_expert_in_another_format_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method is 'gptq'; supported is 'fp8'"),
+        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'; supported are 'fp8', 'compressed-tensors'"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
         ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; supported is \[128, 128\]"),
         ({"weight_block_size": None}, r"weight_block_size is None; supported is \[128, 128\]"),
