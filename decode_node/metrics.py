@@ -13,7 +13,7 @@ from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.swap_counts import SwapCounts
-from hisparse_pd.engine.messages import EngineStats, PeerLane
+from hisparse_pd.engine.messages import CachedTokens, EngineStats, PeerLane
 
 
 class Metrics:
@@ -25,6 +25,8 @@ class Metrics:
         for mode in Mode:
             self.add("requests_total", 0, mode=mode)
             self.add("generation_tokens_total", 0, mode=mode)
+        for tier in CachedTokens().by_tier():
+            self.add("cached_tier_tokens_total", 0, tier=tier)
         for name in (
             *("retractions", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"),
             *("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"),

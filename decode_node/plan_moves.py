@@ -96,6 +96,8 @@ class PlanMoves:
         """Move a request to RUNNING, and begin to fill its row. All its KV is here but what its steps
         compute: that of the last token, and of a short tail."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
+        for tier, num_tokens in request.cached_tokens.by_tier().items():
+            self.metrics.add("cached_tier_tokens_total", num_tokens, tier=tier)
         self.metrics.add("held_tokens_total", request.held_prefix_tokens)
         self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.phases.end(now)

@@ -25,7 +25,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKey
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.request_states import IllegalMove, RequestState, RunStage
 from hisparse_pd.decode_node.swap_counts import SwapCounts
-from hisparse_pd.engine.messages import RequestStats, pack_token_ids, unpack_token_ids
+from hisparse_pd.engine.messages import CachedTokens, RequestStats, pack_token_ids, unpack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Extent, Room, RoomDone, first_stepped
 from hisparse_pd.protocol.prompt_scores import WantedScores
@@ -379,6 +379,13 @@ class Request:
         return self.prompt_keys.with_output(pack_token_ids(self.output_token_ids))[:num_pages]
 
     @property
+    def cached_tokens(self) -> CachedTokens:
+        """The prompt's tokens that were not computed for this request, once its KV is here."""
+        if self.delivery is None:  # without a prefill node nothing was cached but what is held
+            return CachedTokens(decode=self.held_prefix_tokens)
+        return CachedTokens.of_room(self.delivery)
+
+    @property
     def all_token_ids(self) -> bytes:
         """The packed ids of its prompt, if that is still whole, and of its output."""
         return self.prompt + pack_token_ids(self.output_token_ids)
@@ -393,17 +400,15 @@ class Request:
         """Return the figures of the request so far, for its client."""
         swap_ins = self.earlier_counters.plus(self.row_counters)
         delivery = self.delivery
-        if delivery is None:  # without a prefill node nothing was cached but what is held
-            delivery = RoomDone(self.room, 0, self.held_prefix_tokens, 0.0)
         return RequestStats(
             mode=self.mode,
-            num_cached_tokens=delivery.num_cached_tokens,
+            cached=self.cached_tokens,
             num_held_tokens=self.held_prefix_tokens,
             hits=swap_ins.hits,
             misses=swap_ins.misses,
             evictions=swap_ins.evictions,
-            transfer_bytes=delivery.num_bytes,
-            transfer_secs=delivery.transfer_secs,
+            transfer_bytes=0 if delivery is None else delivery.num_bytes,
+            transfer_secs=0.0 if delivery is None else delivery.transfer_secs,
             num_retractions=self.num_retractions,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,

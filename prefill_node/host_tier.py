@@ -75,7 +75,11 @@ class _Pin:
 
     num_pages: int
     """Pages that its whole prompt needs on the device."""
+    first_page: int
+    """The first page of its prompt that the copy brings."""
     has_arrived: bool = False
+    num_arrived_pages: int = 0
+    """Pages that the copy has brought, whether they are still there or not."""
     prefix: Prefix | None = None
     """What it finds there once the copy has arrived, in use."""
 
@@ -196,8 +200,14 @@ class HostTier:
         source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(need)
         self._begin(room, CACHE_POOLS, keys[:num_stored], source, before, token_ids)
-        self._pins[room] = _Pin(num_pages)
+        self._pins[room] = _Pin(num_pages, end_of(before))
         return True
+
+    def num_fetched_pages(self, room: Room, num_pages: int) -> int:
+        """Return how many of the first ``num_pages`` pages of a request's prompt, which are on the device,
+        were copied up for it."""
+        pin = self._pins.get(room)
+        return 0 if pin is None else min(max(0, num_pages - pin.first_page), pin.num_arrived_pages)
 
     def release(self, room: Room) -> None:
         """Let go of what was fetched for a request, which begins or ends."""
@@ -240,7 +250,7 @@ class HostTier:
             else:
                 num_kept = self._keep(copy, self._num_right_pages(copy))
                 self.num_fetched_tokens += num_kept * self._pools.page_size
-                self._pin_arrived(copy)
+                self._pin_arrived(copy, num_kept)
             self._pools.release(copy.holding)
             self._let_go(copy.source)
             self._let_go(copy.before)
@@ -302,10 +312,12 @@ class HostTier:
                 self.store_tier.remove(tuple(wrong_in_store))
         return num_right
 
-    def _pin_arrived(self, copy: _Copy) -> None:
-        """Keep what the copy's request now finds on the device, if it still waits."""
+    def _pin_arrived(self, copy: _Copy, num_kept: int) -> None:
+        """Keep what the copy's request now finds on the device, if it still waits. ``num_kept``: pages of the
+        copy that are right."""
         if (pin := self._pins.get(copy.room)) is not None:
             pin.has_arrived = True
+            pin.num_arrived_pages = num_kept
             pin.prefix = self._use(copy.keys[: self._num_found(copy.keys, CACHE_POOLS)], CACHE_POOLS)
 
     def _is_coming(self, keys: Sequence[PageKey], number: int, kinds: Kinds) -> bool:

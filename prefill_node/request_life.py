@@ -45,6 +45,7 @@ from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
     Bootstrap,
+    FetchedTokens,
     PrefillTimes,
     Room,
     RoomDone,
@@ -275,12 +276,14 @@ class PrefillLife:
         """Move the requests of a plan from QUEUED to COMPUTING: reserve all their pages and an aux slot each.
         All cached prefixes are in use before the first page is reserved, because that may evict unused
         ones."""
+        page_size = self._limits.page_size
         for request in requests:
             keys = request.reusable_keys(self._limits.page_size)
             if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
                 request.prefix = self.prefixes.use(keys[: found.num_pages], CACHE_POOLS)
+                num_fetched_pages = self.tier.num_fetched_pages(request.room, found.num_pages)
+                request.fetched = FetchedTokens(host=num_fetched_pages * page_size)
             self.tier.release(request.room)
-        page_size = self._limits.page_size
         for request in requests:
             num_cached_pages = 0 if request.prefix is None else request.prefix.end_page
             num_new_pages = self._limits.pages_for(request.num_computed_tokens) - num_cached_pages
@@ -375,6 +378,7 @@ class PrefillLife:
             request.num_cached_tokens,
             request.transfer_secs,
             PrefillTimes(*map(request.phases.secs, PREFILL_PHASES)),
+            request.fetched,
         )
         request.delivery = Delivery(request.peer.node_id, request.bootstrap.attempt, done)
         self._tell_peer(request.peer, done)

@@ -21,7 +21,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
 from hisparse_pd.prefill_node.registrations import Peer
-from hisparse_pd.protocol.messages import Bootstrap, Room, RoomDone, first_stepped
+from hisparse_pd.protocol.messages import Bootstrap, FetchedTokens, Room, RoomDone, first_stepped
 
 MAX_ENDED_REQUESTS = 65_536
 """Most ended requests that are remembered, to answer late messages. The oldest are forgotten first."""
@@ -92,6 +92,8 @@ class PrefillRequest:
     # Progress.
     num_cached_tokens: int = 0
     """Leading positions whose KV came from the cache."""
+    fetched: FetchedTokens = field(default_factory=FetchedTokens)
+    """Those of them that lower tiers had, by tier."""
     num_ready_tokens: int = 0
     """Leading positions whose KV is in the pool, computed or cached."""
     num_writes_pending: int = 0

@@ -314,12 +314,19 @@ class PrefillTimes(Struct, frozen=True, array_like=True):
     transfer_secs: Secs
 
 
+class FetchedTokens(Struct, frozen=True, array_like=True):
+    """Cached tokens that the prefill node brought to its device for a room, by the tier that had them."""
+
+    host: Count = 0
+
+
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     """All bytes of the room, the aux record included, are in the decode node's memory.
 
     ``num_cached_tokens``: leading tokens of the prompt whose KV the prefill node had cached.
     ``transfer_secs``: the transport's time for the room, most of it while the prompt was computed.
     ``times``: None from a node that does not say.
+    ``fetched``: those of ``num_cached_tokens`` that were not on its device when the room came.
     """
 
     room: RoomField
@@ -327,6 +334,7 @@ class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     num_cached_tokens: Count
     transfer_secs: Secs
     times: PrefillTimes | None = None
+    fetched: FetchedTokens = FetchedTokens()
 
 
 class RoomFailed(Struct, frozen=True, array_like=True, tag=5):

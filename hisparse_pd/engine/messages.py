@@ -10,11 +10,13 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 from msgspec.msgpack import Encoder
+from msgspec.structs import asdict
 
 from hisparse_pd.base.vocabulary import (
     FinishReason,
@@ -28,7 +30,7 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.phases import Phase
 from hisparse_pd.protocol.decoding import TypedDecoder
-from hisparse_pd.protocol.messages import TOKEN_BYTES, PrefillTimes
+from hisparse_pd.protocol.messages import TOKEN_BYTES, PrefillTimes, RoomDone
 from hisparse_pd.protocol.prompt_scores import WantedScores
 
 # --- front to engine -------------------------------------------------------------------------------
@@ -191,11 +193,41 @@ class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     prefill: PrefillTimes | None = None
 
 
+class CachedTokens(Struct, frozen=True):
+    """Cached tokens of a prompt, by the tier that spared computing them.
+
+    ``device``, ``host``: the prefill node's tiers. What another request brought up counts as on the device,
+    and what the store had as in main memory.
+    ``decode``: what the decode node had of a prompt that no prefill node was asked for.
+    """
+
+    device: int = 0
+    host: int = 0
+    decode: int = 0
+
+    @classmethod
+    def of_room(cls, done: RoomDone) -> Self:
+        """Return those of a prefill node's RoomDone. It cannot have fetched more than it had cached."""
+        host = min(done.fetched.host, done.num_cached_tokens)
+        return cls(device=done.num_cached_tokens - host, host=host)
+
+    def by_tier(self) -> dict[str, int]:
+        return asdict(self)
+
+    def first(self, num_tokens: int) -> CachedTokens:
+        """Return those of the prompt's first ``num_tokens`` tokens; the device's come before the host's."""
+        counts = {}
+        for tier, count in self.by_tier().items():
+            counts[tier] = min(count, num_tokens)
+            num_tokens -= counts[tier]
+        return CachedTokens(**counts)
+
+
 class RequestStats(Struct, frozen=True):
     """What happened to one request."""
 
     mode: Mode
-    num_cached_tokens: int = 0
+    cached: CachedTokens = CachedTokens()
     num_held_tokens: int = 0
     """Prompt tokens whose KV the decode node held, so that no prefill node sent it."""
     hits: int = 0
@@ -209,6 +241,10 @@ class RequestStats(Struct, frozen=True):
     """Drafts that steps have verified."""
     num_accepted: int = 0
     """Drafts of ``num_drafted`` that the model drew as well."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached.by_tier().values())
 
 
 class PromptScores(Struct, frozen=True, tag="prompt_scores"):

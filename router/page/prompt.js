@@ -115,6 +115,12 @@ async function* pieces(stream) {
 
 const address = (url) => url?.replace(/^https?:\/\//, "") ?? "–";
 
+// The tiers that had cached tokens, such as "448 device · 64 host".
+function cached({ cached_tokens: total = 0, cached_tokens_details: tiers = {} }) {
+  const found = Object.entries(tiers).filter(([, tokens]) => tokens);
+  return found.map(([tier, tokens]) => `${number(tokens)} ${tier}`).join(" · ") || number(total);
+}
+
 function showUsage(usage, finish, times, headers) {
   const { mode, hits = 0, misses = 0 } = usage.hisparse ?? {};
   const selected = hits + misses;
@@ -125,7 +131,7 @@ function showUsage(usage, finish, times, headers) {
   const rows = [
     ["served as", mode ?? "–"],
     ["prompt tokens", number(usage.prompt_tokens)],
-    ["of them cached", number(usage.prompt_tokens_details?.cached_tokens ?? 0)],
+    ["of them cached", cached(usage.prompt_tokens_details ?? {})],
     ["completion tokens", number(tokens)],
     ["drafts accepted", accepted + rejected ? `${number(accepted)} of ${number(accepted + rejected)}` : "–"],
     ["tokens a step", tokens > accepted ? (tokens / (tokens - accepted)).toFixed(2) : "–"],

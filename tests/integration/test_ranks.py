@@ -54,9 +54,9 @@ PREFILL = (
     "--chunked-prefill-size",
     "230",
     "--kv-pool-tokens",
-    "8192",
+    "2048",
     "--host-cache-tokens",
-    "4096",
+    "8192",
 )
 DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "2048")
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
@@ -214,6 +214,41 @@ def test_what_a_rank_has_cached_is_found_again(nodes: Deployment) -> None:
             answer = generated(nodes.url, text=prompt, params={"max_new_tokens": 2})
             num_cached = answer["meta_info"]["cached_tokens"]
             assert (num_cached > 0) is (num_before > 0), (prompt, num_before)
+
+
+def test_an_answer_says_which_tier_had_its_prompt(nodes: Deployment) -> None:
+    """The same prompt is computed, then taken from each tier. A room's number chooses the prefill node's
+    rank."""
+    (prefill,), (decode,) = nodes.prefill, nodes.decode
+    nodes.flush_prefix_caches()
+    token_ids = [32 + number * number % 91 for number in range(450)]
+    others = [[32 + (seed + number * number) % 90 for number in range(450)] for seed in range(1, 6)]
+
+    def tiers(prompt: list[int]) -> dict[str, int]:
+        room = NUM_RANKS * (1000 + next(ROOMS))
+        params = {"max_new_tokens": 1}
+        answer = generate_by(prefill, decode, room, input_ids=prompt, params=params)
+        assert answer.status_code == 200, answer.text
+        meta = answer.json()["meta_info"]
+        assert sum(meta["cached_tokens_details"].values()) == meta["cached_tokens"]
+        found: dict[str, int] = meta["cached_tokens_details"]
+        return found
+
+    def flush_decode_node() -> None:
+        httpx.post(decode.url + "/flush_cache", timeout=WAIT_SECS).raise_for_status()
+
+    assert tiers(token_ids) == {"device": 0, "host": 0, "decode": 0}
+    assert tiers(token_ids) == {"device": 0, "host": 0, "decode": 448}
+    flush_decode_node()
+    assert tiers(token_ids) == {"device": 448, "host": 0, "decode": 0}
+    for other in others:
+        tiers(other)
+    flush_decode_node()
+    found = tiers(token_ids)
+    assert found["host"] > 0, "the others took its pages on the device"
+    assert sum(found.values()) == 448
+    counter = 'hisparse_pd:cached_tier_tokens_total{tier="host"}'
+    wait_until(lambda: decode.metrics()[counter] > 0, "the engine's report")
 
 
 def test_each_rank_of_a_node_has_its_numbers(nodes: Deployment) -> None:

@@ -19,6 +19,7 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     Abort,
+    CachedTokens,
     EngineLoading,
     EngineReady,
     EngineStats,
@@ -70,7 +71,7 @@ from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREF
 pytestmark = pytest.mark.I7
 
 _SAMPLING = SamplingParams(8, temperature=0.5, seed=-1, stop_token_ids=(1, 2), num_logprobs=2)
-_STATS = RequestStats(Mode.HISPARSE, 1, 2, 3, 4, 5, 6, 7)
+_STATS = RequestStats(Mode.HISPARSE, CachedTokens(1, 8, 9), 2, 3, 4, 5, 6, 7)
 _PHASES = (Phase("queue", 1.5, 2.5), Phase("prefill", 2.5, 3.5))
 TO_ENGINE = (
     GenerateGroup(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
-from hisparse_pd.engine.messages import Generate, PromptScores, RequestStats, Tokens
+from hisparse_pd.engine.messages import CachedTokens, Generate, PromptScores, RequestStats, Tokens
 from hisparse_pd.protocol.prompt_scores import score_dtype
 from hisparse_pd.serving.api import prompt_scores
 from hisparse_pd.serving.api.answering import streamed, whole_body
@@ -95,7 +95,9 @@ def messages_of(data: st.DataObject, num_logprobs: int | None) -> Iterator[Token
     token_ids = b"".join(data.draw(TEXTS))
     step = data.draw(st.sampled_from([1, 3, 1000]))
     logprob, other = data.draw(LOGPROBS), data.draw(st.integers(0, 255))
-    stats = RequestStats(Mode.DENSE, num_cached_tokens=1, num_drafted=data.draw(st.sampled_from([0, 4])))
+    stats = RequestStats(
+        Mode.DENSE, cached=CachedTokens(device=1), num_drafted=data.draw(st.sampled_from([0, 4]))
+    )
     for start in range(0, len(token_ids) + 1, step):
         part = tuple(token_ids[start : start + step])
         logprobs: tuple[TokenLogprob, ...] = ()

@@ -282,7 +282,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
 
     def add_number(name: str, default: int | None, least: int, explained: str) -> None:
-        add(name, type=_at_least(least), default=default, metavar="N", help=explained)
+        add(name, type=at_least(least), default=default, metavar="N", help=explained)
 
     clients, modes = [1, 2, 4, 8, 16], ["false", "true"]
     add("--url", default="http://127.0.0.1:8000/v1", help="endpoint, including /v1")
@@ -299,7 +299,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "-c",
         "--concurrency",
         nargs="+",
-        type=_at_least(1),
+        type=at_least(1),
         default=clients,
         metavar="N",
         help="numbers of clients",
@@ -336,7 +336,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     def number(word: str) -> int:
         if int(word) < least:
             raise argparse.ArgumentTypeError(f"{word} is below {least}, the least that it can be")

@@ -6,7 +6,7 @@ The demo, ``accuracy`` and ``streamed_load`` use it for answers of any endpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,6 +17,8 @@ class Served:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    """The same tokens by the tier that had them."""
     num_drafted: int = 0
     """Verified drafts, of which ``num_accepted`` were right."""
     num_accepted: int = 0
@@ -31,12 +33,14 @@ def served(usage: Mapping[str, Any]) -> Served:
     prompt, output, own = (
         usage.get(name) or {} for name in ("prompt_tokens_details", "completion_tokens_details", "hisparse")
     )
+    tiers = usage.get("cached_tokens_details") or prompt.get("cached_tokens_details") or {}
     num_accepted = usage.get("spec_accept_token_num") or output.get("accepted_prediction_tokens") or 0
     num_rejected = output.get("rejected_prediction_tokens") or 0
     return Served(
         num_prompt_tokens=usage.get("prompt_tokens", 0),
         num_output_tokens=usage.get("completion_tokens", 0),
         num_cached_tokens=usage.get("cached_tokens") or prompt.get("cached_tokens") or 0,
+        cached_by_tier={tier: count for tier, count in tiers.items() if isinstance(count, int)},
         num_drafted=usage.get("spec_draft_token_num") or num_accepted + num_rejected,
         num_accepted=num_accepted,
         mode=own.get("mode", ""),

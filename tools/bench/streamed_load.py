@@ -1,9 +1,10 @@
 """Puts load on an OpenAI-compatible endpoint by streamed ``/v1/completions``, and computes figures of the
 records.
 
-``tools.bench.serve`` makes the requests' bodies and has ``closed_loop`` send them; ``distribution`` and
-``full_load`` make figures of the records. Times are taken when bytes arrive, before they are parsed. A chunk
-may carry several tokens, so tokens are counted by the answer's usage, which requests ask for.
+``tools.bench.serve`` and ``replay`` make the requests' bodies and have ``closed_loop`` or ``open_loop`` send
+them; ``distribution`` and ``full_load`` make figures of the records. Times are taken when bytes arrive,
+before they are parsed. A chunk may carry several tokens, so tokens are counted by the answer's usage, which
+requests ask for.
 """
 
 from __future__ import annotations
@@ -121,6 +122,15 @@ class Client:
                 "--url, and --model where it lists none",
             ) from error
 
+    async def status(self) -> Any:
+        """Return the document of the router's /status. Raises EndpointError."""
+        url = f"{self._url.removesuffix('/v1')}/status"
+        try:
+            answer = await self._http.get(url, timeout=CONNECT_TIMEOUT_SECS)
+            return answer.raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EndpointError("status", f"{url}: {type(error).__name__}: {error}") from error
+
     async def send(self, content: bytes) -> Record:
         """Send one request with this body. Returns its record when it has ended or failed."""
         record = Record(time.perf_counter())
@@ -183,7 +193,7 @@ def _take(record: Record, data: bytes, arrived: float) -> bool:
 
 
 async def closed_loop(
-    client: Client, contents: Sequence[bytes], num_clients: int, on_done: Callable[[], None] = lambda: None
+    client: Client, contents: Iterable[bytes], num_clients: int, on_done: Callable[[], None] = lambda: None
 ) -> list[Record]:
     """Send a request for each body in ``contents``, each client the next one when its last one has ended.
     Returns their records in the order in which they started; ``on_done`` is called after each."""
@@ -197,6 +207,30 @@ async def closed_loop(
 
     await asyncio.gather(*(work() for _ in range(num_clients)))
     return sorted(records, key=lambda record: record.started)
+
+
+async def open_loop(
+    client: Client,
+    contents: Iterable[bytes],
+    starts_secs: Iterable[float],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Record]:
+    """Send a request for each body in ``contents`` at its time in ``starts_secs``, which only grow, in
+    seconds from now, whether others have ended or not. Returns their records in this order; ``on_done`` is
+    called after each."""
+    begun = time.perf_counter()
+
+    async def send(content: bytes) -> Record:
+        record = await client.send(content)
+        on_done()
+        return record
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for content, start_secs in zip(contents, starts_secs, strict=True):
+            await asyncio.sleep(begun + start_secs - time.perf_counter())
+            tasks.append(group.create_task(send(content)))
+    return [task.result() for task in tasks]
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:

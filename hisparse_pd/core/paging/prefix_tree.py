@@ -27,12 +27,13 @@ gives its token ids.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import has_slot
+from hisparse_pd.core.paging.idle_runs import IdleRuns
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Match, PageListener, Prefix, end_of
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -52,8 +53,8 @@ class PrefixTree:
         self._prefixes: dict[Prefix, None] = {}
         self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
         """The run that has each page. Where a page is in it, so are all pages before it: ``find`` bisects."""
-        self._idle: OrderedDict[Prefix, None] = OrderedDict()
-        """Prefixes without users, least recently used first; descendants come before their ancestors."""
+        self._idle = IdleRuns()
+        """Prefixes without users; descendants were touched before their ancestors."""
         self._num_idle_pages: Counter[Kinds] = Counter()
         """Pages of the prefixes in ``_idle``."""
         self._num_events = 0
@@ -196,8 +197,8 @@ class PrefixTree:
             missing_pages = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
             if max(missing_pages.values()) <= 0:
                 return
-            helpful = (run for run in self._idle if any(missing_pages[kind] > 0 for kind in run.kinds))
-            victim = next(helpful, None)  # without children: these would be idle, too, and come before it
+            helpful = {kind for kind, num_pages in missing_pages.items() if num_pages > 0}
+            victim = self._idle.oldest(helpful)  # without children: these would be idle, too, and older
             if victim is None:
                 return
             num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.kinds))
@@ -206,8 +207,7 @@ class PrefixTree:
 
     def flush(self) -> None:
         """Evict everything without users."""
-        while self._idle:
-            prefix = next(iter(self._idle))
+        while (prefix := self._idle.oldest()) is not None:
             self._evict(prefix, len(prefix.keys))
         if self.listener is not None and not self.num_tokens:
             self.listener.emptied()
@@ -293,17 +293,17 @@ class PrefixTree:
         was_idle, is_idle = not prefix.num_users, not num_users
         prefix.num_users = num_users
         if was_idle and not is_idle:
-            del self._idle[prefix]
+            self._idle.discard(prefix)
             self._num_idle_pages[prefix.kinds] -= len(prefix.keys)
         elif is_idle and not was_idle:
-            self._idle[prefix] = None
+            self._idle.touch(prefix)
             self._num_idle_pages[prefix.kinds] += len(prefix.keys)
 
     def _touch_chain(self, prefix: Prefix) -> None:
         """Make the idle runs of a chain the most recently used, in the order that ``_idle`` keeps."""
         for part in prefix.chain():
             if part in self._idle:
-                self._idle.move_to_end(part)
+                self._idle.touch(part)
 
     def _insert(self, prefix: Prefix) -> None:
         """Link a new prefix to its parent and index it. The count of idle pages is the caller's: pages of a
@@ -313,7 +313,7 @@ class PrefixTree:
         self._prefixes[prefix] = None
         self._by_key.setdefault(prefix.kinds, {}).update(dict.fromkeys(prefix.keys, prefix))
         if not prefix.num_users:
-            self._idle[prefix] = None
+            self._idle.touch(prefix)
 
     def _prefix_ending_with(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
         """Return the run that ends with the last page of ``keys``. A run that goes on behind this page is
@@ -360,7 +360,7 @@ class PrefixTree:
         if first.parent is not None:
             first.parent.children.remove(first)
             first.parent.children.add(second)
-        self._idle.pop(first, None)
+        self._idle.discard(first)
         del self._prefixes[first]
 
     def _evict(self, prefix: Prefix, num_pages: int) -> None:
@@ -375,7 +375,7 @@ class PrefixTree:
         if num_left:
             self._pools.trim(prefix.holding, num_left * self._pools.page_size)
             return
-        del self._idle[prefix]
+        self._idle.discard(prefix)
         del self._prefixes[prefix]
         self._pools.release(prefix.holding)
         if (parent := prefix.parent) is not None:

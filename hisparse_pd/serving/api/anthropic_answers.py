@@ -112,6 +112,7 @@ class MessagesDialect(BlockDialect):
             "cache_read_input_tokens": num_cached_tokens,
             "output_tokens": len(output.token_ids),
             "output_tokens_details": {"thinking_tokens": self._reading.num_reasoning_tokens},
+            "cached_tokens_details": output.cached_by_tier,
             "held_tokens": output.num_held_tokens,
             "hisparse": hisparse_usage([output]),
         }

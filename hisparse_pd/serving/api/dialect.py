@@ -85,6 +85,10 @@ def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = No
         "total_tokens": num_prompt_tokens + num_new_tokens,
         "prompt_tokens_details": {
             "cached_tokens": sum(output.num_cached_tokens for output in firsts),
+            "cached_tokens_details": {
+                tier: sum(output.cached_by_tier[tier] for output in firsts)
+                for tier in firsts[0].cached_by_tier
+            },
             "held_tokens": sum(output.num_held_tokens for output in firsts),
         },
         **({"completion_tokens_details": details} if details else {}),

@@ -73,6 +73,7 @@ class GenerateDialect(Dialect):
             "prompt_tokens": output.num_prompt_tokens,
             "completion_tokens": len(output.token_ids),
             "cached_tokens": output.num_cached_tokens,
+            "cached_tokens_details": output.cached_by_tier,
             "held_tokens": output.num_held_tokens,
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from hisparse_pd.base.vocabulary import FinishReason, TokenLogprob
-from hisparse_pd.engine.messages import RequestStats, Tokens, num_packed_tokens
+from hisparse_pd.engine.messages import CachedTokens, RequestStats, Tokens, num_packed_tokens
 from hisparse_pd.serving.api.detokenizer import Detokenizer, TokenBytes
 from hisparse_pd.serving.api.requests import SampleRequest
 
@@ -88,8 +88,14 @@ class SampleOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Cached tokens of the prompt. The engine's number may include output that was resumed."""
-        return min(self.stats.num_cached_tokens, self.num_prompt_tokens) if self.stats else 0
+        """Cached tokens of the prompt, without resumed output."""
+        return sum(self.cached_by_tier.values())
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Cached tokens of the prompt by tier. The engine's numbers may include output that was resumed."""
+        cached = self.stats.cached if self.stats else CachedTokens()
+        return cached.first(self.num_prompt_tokens).by_tier()
 
     @property
     def num_held_tokens(self) -> int:

@@ -164,6 +164,7 @@ class ResponsesDialect(BlockDialect):
             "input_tokens": output.num_prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": output.num_cached_tokens,
+                "cached_tokens_details": output.cached_by_tier,
                 "cache_write_tokens": 0,
                 "held_tokens": output.num_held_tokens,
             },

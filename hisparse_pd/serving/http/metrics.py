@@ -68,6 +68,7 @@ _HELP = {
     "swap_in_evictions_total": "hot-buffer entries that were replaced",
     "prompt_tokens_total": "prompt tokens",
     "cached_tokens_total": "prompt tokens found in the prefix cache",
+    "cached_tier_tokens_total": "prompt tokens that were not computed, by the tier that had their KV",
     "host_stored_tokens_total": "tokens of computed prompts that were copied to main memory",
     "host_fetched_tokens_total": "tokens that were copied back from main memory into the prefix cache",
     "store_connected": "1 if the store answered the last order without an error",

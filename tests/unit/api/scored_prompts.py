@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
-from hisparse_pd.engine.messages import FromEngine, Generate, PromptScores, RequestStats, Tokens
+from hisparse_pd.engine.messages import CachedTokens, FromEngine, Generate, PromptScores, RequestStats, Tokens
 from hisparse_pd.protocol.prompt_scores import score_dtype
 
 
@@ -33,5 +33,5 @@ def scores(generate: Generate) -> Iterable[FromEngine]:
     for number in range(1, generate.sampling.max_new_tokens + 1):
         logprobs = (TokenLogprob(ord("!"), -9.0),) if generate.sampling.num_logprobs is not None else ()
         finish = FinishReason.LENGTH if number == generate.sampling.max_new_tokens else None
-        stats = RequestStats(Mode.DENSE, num_cached_tokens=1)
+        stats = RequestStats(Mode.DENSE, cached=CachedTokens(device=1))
         yield Tokens(generate.request_id, (ord("!"),), logprobs, finish, stats=stats)

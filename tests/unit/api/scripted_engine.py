@@ -16,6 +16,7 @@ import msgspec
 from hisparse_pd.base.vocabulary import FinishReason, Mode, TokenLogprob
 from hisparse_pd.engine.messages import (
     Abort,
+    CachedTokens,
     EngineReady,
     EngineStats,
     FromEngine,
@@ -88,7 +89,7 @@ def say(
                 chunk,
                 logprobs,
                 FinishReason.LENGTH if is_last else None,
-                stats=RequestStats(mode, num_cached_tokens=2, num_held_tokens=1, hits=10, misses=4),
+                stats=RequestStats(mode, cached=CachedTokens(host=2), num_held_tokens=1, hits=10, misses=4),
             )
 
     return script

@@ -77,7 +77,12 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
             "truncation": "disabled",
             "usage": {
                 "input_tokens": generate.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0, "held_tokens": 1},
+                "input_tokens_details": {
+                    "cached_tokens": 2,
+                    "cached_tokens_details": {"device": 0, "host": 2, "decode": 0},
+                    "cache_write_tokens": 0,
+                    "held_tokens": 1,
+                },
                 "output_tokens": 3,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": generate.num_prompt_tokens + 3,

@@ -17,6 +17,7 @@ from hisparse_pd.base import tracing
 from hisparse_pd.base.tracing import Tracer
 from hisparse_pd.base.vocabulary import FinishReason, Mode, StartError
 from hisparse_pd.engine.messages import (
+    CachedTokens,
     FromEngine,
     Generate,
     RequestFailed,
@@ -53,7 +54,7 @@ def phases(*lasting: tuple[str, float], started_at: float) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-LANDED = RequestStats(Mode.HISPARSE, num_cached_tokens=64, num_held_tokens=32, transfer_bytes=4096)
+LANDED = RequestStats(Mode.HISPARSE, cached=CachedTokens(device=64), num_held_tokens=32, transfer_bytes=4096)
 OF_PREFILL_NODE = ("prefill_queue", "prefill", "transfer")
 
 

@@ -19,6 +19,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.runner import DeviceRunner, make_runner
 from hisparse_pd.decode_node.sizing import MAX_TAIL_STEPS
+from hisparse_pd.engine.messages import CachedTokens
 from tests.unit.decode_node.oracle import oracle_of
 from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,
@@ -132,7 +133,8 @@ def test_a_short_tail_needs_no_prefill_node(
         for prompt in PROMPTS[::4]:
             answer = node.ask(prompt, NUM_NEW, flag)
             assert answer.token_ids == expected[prompt]
-            assert answer.stats.num_held_tokens == answer.stats.num_cached_tokens == NUM_HELD
+            assert answer.stats.num_held_tokens == NUM_HELD
+            assert answer.stats.cached == CachedTokens(decode=NUM_HELD)
             assert answer.stats.transfer_bytes == 0
             assert answer.prefill == []
             assert answer.phases == ["queue", "landing", "first_step"]

@@ -81,10 +81,12 @@ def test_what_the_device_has_evicted_is_not_computed_again(engine: EngineThread,
     deliver(engine, peer, next_room(), tokens)
     evict_from_device(engine, peer, tokens)
     before = engine.life.tier.num_fetched_tokens
-    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
+    done = deliver(engine, peer, next_room(), tokens)
+    assert (done.num_cached_tokens, done.fetched.host) == (128, 128)
     assert engine.life.tier.num_fetched_tokens == before + 128
     longer = tokens[:120] + prompt(2, 50)
-    assert deliver(engine, peer, next_room(), longer).num_cached_tokens == 112, "it is on the device now"
+    done = deliver(engine, peer, next_room(), longer)
+    assert (done.num_cached_tokens, done.fetched.host) == (112, 0), "it is on the device now"
     assert engine.life.tier.num_fetched_tokens == before + 128
 
 
@@ -98,7 +100,8 @@ def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(
     num_cached = num_found(engine, tokens, CACHE_POOLS)
     assert 0 < num_cached < 128
     before = engine.life.tier.num_fetched_tokens
-    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
+    done = deliver(engine, peer, next_room(), tokens)
+    assert (done.num_cached_tokens, done.fetched.host) == (128, 128 - num_cached)
     assert engine.life.tier.num_fetched_tokens == before + 128 - num_cached
 
 
@@ -151,7 +154,8 @@ def test_a_row_that_changed_in_main_memory_is_computed_anew(engine: EngineThread
         pages = engine.engine._host_pages
         assert pages is not None
         pages.kv[1, slot, 7] ^= 4
-        assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 64
+        done = deliver(engine, peer, next_room(), tokens)
+        assert (done.num_cached_tokens, done.fetched.host) == (64, 64)
     assert engine.life.set_aside.num_found["host"] == 1
     (page,) = engine.life.set_aside.shown()
     assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)

@@ -7,7 +7,14 @@ import pytest
 from msgspec.structs import replace
 
 from hisparse_pd.protocol import messages
-from hisparse_pd.protocol.messages import MAX_PROMPT_TOKENS, Bootstrap, Registered, RoomDone
+from hisparse_pd.protocol.messages import (
+    MAX_PROMPT_TOKENS,
+    Bootstrap,
+    FetchedTokens,
+    PrefillTimes,
+    Registered,
+    RoomDone,
+)
 from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 
 
@@ -66,8 +73,12 @@ def test_a_message_with_fewer_or_further_fields_decodes(fields: list[Any], expec
             Registered(1, "inst", OLD_GEOMETRY),
         ),
         ("950403cd100040cb3fe0000000000000", RoomDone(3, 4096, 64, 0.5, times=None)),
+        (
+            "960403cd100040cb3fe000000000000093cb3fd0000000000000cb3fe0000000000000cb3ff0000000000000",
+            RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0), FetchedTokens(host=0)),
+        ),
     ],
-    ids=["no lanes, drafts, rotation, row checks or splits", "no times"],
+    ids=["no lanes, drafts, rotation, row checks or splits", "no times", "no fetched tokens"],
 )
 def test_golden_bytes_of_before_there_were_the_fields_decode(before: str, expected: Any) -> None:
     assert messages.to_decode_decoder.decode(bytes.fromhex(before)) == expected
