@@ -126,7 +126,7 @@ def use_free_slots(draft: PlanDraft) -> None:
     if spare <= 0:
         return
     share = _share_of(draft)
-    best, most_saved = None, -1.0
+    best, most_saved = None, 0.0
     for request in draft.running:
         if not request.hot_capacity or not request.has_next_step:
             continue
@@ -146,18 +146,15 @@ def use_free_slots(draft: PlanDraft) -> None:
 
 def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
     """Yield what a request with a hot buffer may get instead, each with the copies that it saves, as far as
-    these are more than those that fill it."""
+    these are more than those that fill it. One that misses nothing stays as it is."""
     num_missed = _num_missed(limits, request)
     larger = limits.max_capacity(request, share)
     if larger >= MIN_GROWTH * request.hot_capacity:
         # Misses halve with each doubling (docs/decisions.md).
         num_saved = num_missed * (1 - request.hot_capacity / larger)
-        if num_saved >= MIN_SAVED * request.hot_capacity:
+        if 0 < num_saved >= MIN_SAVED * request.hot_capacity:
             yield Exchange(request, larger), num_saved
-    # What its hot buffer holds as a whole is soon copied, and found with fewer looks in pages.
-    is_short = request.num_kv_tokens < request.hot_capacity
-    is_worth_it = num_missed >= MIN_SAVED * request.num_kv_tokens or is_short
-    if limits.keeps_residents and is_worth_it:
+    if limits.keeps_residents and 0 < num_missed >= MIN_SAVED * request.num_kv_tokens:
         yield Exchange(request, 0, num_page_slots=_resident_slots(limits, request)), num_missed
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.decode_node import hot_buffer_sizes, sizing
+from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -44,7 +44,9 @@ def automatic(
     most entries of a hot buffer; HOT_BUFFER is the full size."""
     patch.setattr(sizing, "DEFAULT_BUFFER", HOT_BUFFER)
     patch.setattr(sizing, "MOST_ENTRIES", largest)
-    patch.setattr(hot_buffer_sizes, "MIN_SAVED", 0.0)  # answers are short here
+    # Answers are short here.
+    patch.setattr(hot_buffer_sizes, "MIN_SAVED", 0.0)
+    patch.setattr(next_plan, "PLANS_BETWEEN", 0)
     settings = {"page_size": 16, "device_buffer_size": 0, **settings}
     return harness(checkpoint, ipc_dir, **settings)
 
