@@ -34,7 +34,7 @@ from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.store_tier import HOST_POOLS as HOST_POOLS
 from hisparse_pd.prefill_node.store_tier import StoreTier
-from hisparse_pd.protocol.messages import Room
+from hisparse_pd.protocol.messages import FetchedTokens, Room
 
 CACHE_POOLS: Final = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
@@ -203,11 +203,17 @@ class HostTier:
         self._pins[room] = _Pin(num_pages, end_of(before))
         return True
 
-    def num_fetched_pages(self, room: Room, num_pages: int) -> int:
-        """Return how many of the first ``num_pages`` pages of a request's prompt, which are on the device,
-        were copied up for it."""
+    def fetched(self, room: Room, num_pages: int) -> FetchedTokens:
+        """Return how many tokens of the first ``num_pages`` pages of a request's prompt, which are on the
+        device, were copied up for it, and how many of them the store had brought."""
         pin = self._pins.get(room)
-        return 0 if pin is None else min(max(0, num_pages - pin.first_page), pin.num_arrived_pages)
+        num_fetched = 0 if pin is None else min(max(0, num_pages - pin.first_page), pin.num_arrived_pages)
+        first_brought = None if self.store_tier is None else self.store_tier.first_brought(room)
+        num_brought = 0
+        if pin is not None and first_brought is not None:  # what the store brings comes behind all others
+            num_brought = min(num_fetched, max(0, pin.first_page + num_fetched - first_brought))
+        page_size = self._pools.page_size
+        return FetchedTokens((num_fetched - num_brought) * page_size, num_brought * page_size)
 
     def release(self, room: Room) -> None:
         """Let go of what was fetched for a request, which begins or ends."""

@@ -45,7 +45,6 @@ from hisparse_pd.protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
     Bootstrap,
-    FetchedTokens,
     PrefillTimes,
     Room,
     RoomDone,
@@ -281,8 +280,7 @@ class PrefillLife:
             keys = request.reusable_keys(self._limits.page_size)
             if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
                 request.prefix = self.prefixes.use(keys[: found.num_pages], CACHE_POOLS)
-                num_fetched_pages = self.tier.num_fetched_pages(request.room, found.num_pages)
-                request.fetched = FetchedTokens(host=num_fetched_pages * page_size)
+                request.fetched = self.tier.fetched(request.room, found.num_pages)
             self.tier.release(request.room)
         for request in requests:
             num_cached_pages = 0 if request.prefix is None else request.prefix.end_page

@@ -109,6 +109,8 @@ class _Wait:
     """See ``PrefixTree.hold``."""
     landing: _Landing | None = None
     """What it waits for then: its own pages or those of another request, with the same keys."""
+    first_brought: int | None = None
+    """Number of the first page that came while it waited; None if none has come."""
     is_over: bool = False
 
 
@@ -256,6 +258,12 @@ class StoreTier:
             return False
         return True
 
+    def first_brought(self, room: Room) -> int | None:
+        """Return the number of the first page of a request's prompt that the store brought while it waited;
+        None if it brought none."""
+        wait = self._waits.get(room)
+        return None if wait is None else wait.first_brought
+
     def release(self, room: Room) -> None:
         """Forget a request, which begins or ends. What is being read for it is read no further."""
         wait = self._waits.pop(room, None)
@@ -375,6 +383,9 @@ class StoreTier:
             landing.is_lost = landing.order.is_cancelled = True
             return
         self._unverified.update(page_ids)
+        for wait in self._waits.values():
+            if wait.landing is landing and wait.first_brought is None:
+                wait.first_brought = landing.num_before
         before = landing.before
         landing.before = self._prefixes.use(landing.keys[:end], HOST_POOLS)
         self._let_go(before)

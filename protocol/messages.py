@@ -315,9 +315,11 @@ class PrefillTimes(Struct, frozen=True, array_like=True):
 
 
 class FetchedTokens(Struct, frozen=True, array_like=True):
-    """Cached tokens that the prefill node brought to its device for a room, by the tier that had them."""
+    """Cached tokens that the prefill node brought to its device for a room, by the tier that had them.
+    ``storage``: the cluster's store, under SGLang's name."""
 
     host: Count = 0
+    storage: Count = 0
 
 
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):

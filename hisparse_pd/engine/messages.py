@@ -196,26 +196,29 @@ class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
 class CachedTokens(Struct, frozen=True):
     """Cached tokens of a prompt, by the tier that spared computing them.
 
-    ``device``, ``host``: the prefill node's tiers. What another request brought up counts as on the device,
-    and what the store had as in main memory.
+    ``device``, ``host``: the prefill node's tiers. What another request brought up counts as on the device.
+    ``storage``: the cluster's store; what it brought to main memory for another request counts as there.
     ``decode``: what the decode node had of a prompt that no prefill node was asked for.
     """
 
     device: int = 0
     host: int = 0
+    storage: int = 0
     decode: int = 0
 
     @classmethod
     def of_room(cls, done: RoomDone) -> Self:
         """Return those of a prefill node's RoomDone. It cannot have fetched more than it had cached."""
-        host = min(done.fetched.host, done.num_cached_tokens)
-        return cls(device=done.num_cached_tokens - host, host=host)
+        storage = min(done.fetched.storage, done.num_cached_tokens)
+        host = min(done.fetched.host, done.num_cached_tokens - storage)
+        return cls(device=done.num_cached_tokens - host - storage, host=host, storage=storage)
 
     def by_tier(self) -> dict[str, int]:
         return asdict(self)
 
     def first(self, num_tokens: int) -> CachedTokens:
-        """Return those of the prompt's first ``num_tokens`` tokens; the device's come before the host's."""
+        """Return those of the prompt's first ``num_tokens`` tokens; the device's come before the host's, and
+        the store's behind them."""
         counts = {}
         for tier, count in self.by_tier().items():
             counts[tier] = min(count, num_tokens)

@@ -9,29 +9,32 @@ from hisparse_pd.protocol.messages import FetchedTokens, RoomDone
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "num_fetched", "expected"),
+    ("num_cached", "fetched", "expected"),
     [
-        (128, 0, CachedTokens(device=128)),
-        (128, 48, CachedTokens(device=80, host=48)),
-        (128, 128, CachedTokens(host=128)),
-        (128, 500, CachedTokens(host=128)),
+        (128, FetchedTokens(), CachedTokens(device=128)),
+        (128, FetchedTokens(48), CachedTokens(device=80, host=48)),
+        (128, FetchedTokens(32, 16), CachedTokens(device=80, host=32, storage=16)),
+        (128, FetchedTokens(128), CachedTokens(host=128)),
+        (128, FetchedTokens(500), CachedTokens(host=128)),
+        (128, FetchedTokens(500, 100), CachedTokens(host=28, storage=100)),
+        (128, FetchedTokens(1, 500), CachedTokens(storage=128)),
     ],
 )
 def test_what_was_not_fetched_was_on_the_device(
-    num_cached: int, num_fetched: int, expected: CachedTokens
+    num_cached: int, fetched: FetchedTokens, expected: CachedTokens
 ) -> None:
-    done = RoomDone(1, 0, num_cached, 0.0, fetched=FetchedTokens(host=num_fetched))
+    done = RoomDone(1, 0, num_cached, 0.0, fetched=fetched)
     assert CachedTokens.of_room(done) == expected
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
     [
-        (200, CachedTokens(80, 48)),
+        (200, CachedTokens(80, 48, 16)),
         (128, CachedTokens(80, 48)),
         (100, CachedTokens(80, 20)),
         (70, CachedTokens(70, 0)),
     ],
 )
 def test_the_beginning_of_a_prompt_was_on_the_device(num_tokens: int, expected: CachedTokens) -> None:
-    assert CachedTokens(80, 48).first(num_tokens) == expected
+    assert CachedTokens(80, 48, 16).first(num_tokens) == expected

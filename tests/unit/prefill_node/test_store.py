@@ -24,6 +24,7 @@ from hisparse_pd.engine.messages import FlushCache, pack_token_ids
 from hisparse_pd.prefill_node.host_tier import HOST_POOLS
 from hisparse_pd.prefill_node.page_objects import LAYOUT, namespace_of
 from hisparse_pd.prefill_node.store_tier import QUARANTINE_SECS, StoreTier
+from hisparse_pd.protocol.messages import FetchedTokens
 from tests.unit.prefill_node.memory_store import MemoryStore
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -184,8 +185,24 @@ def test_the_beginning_is_here_and_the_rest_in_the_store(pair: tuple[Node, Node]
     tokens = prompt(4, 150)
     second.deliver(tokens[:70])
     first.deliver(tokens)
-    assert second.deliver(tokens) == 144
+    done = deliver(second.engine, second.peer, next_room(), tokens)
+    assert (done.num_cached_tokens, done.fetched) == (144, FetchedTokens(host=0, storage=144 - 64))
     assert second.tier.num_got_tokens == 144 - 64
+
+
+def test_the_beginning_is_in_main_memory_and_the_rest_in_the_store(
+    both: tuple[Node, Node], node: Node
+) -> None:
+    """The node's device has room for one of both prompts."""
+    tokens = prompt(7, 150)
+    node.deliver(tokens[:70])
+    both[0].begin_anew()
+    both[0].deliver(tokens)
+    node.deliver(prompt(8, 180))
+    done = deliver(node.engine, node.peer, next_room(), tokens)
+    assert (done.num_cached_tokens, done.fetched) == (144, FetchedTokens(host=64, storage=144 - 64))
+    node.engine.wait_until_idle()
+    both[0].begin_anew()
 
 
 def test_isolated_prompts_share_nothing_in_the_store(pair: tuple[Node, Node]) -> None:

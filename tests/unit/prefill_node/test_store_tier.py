@@ -170,3 +170,4 @@ def test_two_requests_for_the_same_pages_read_them_once() -> None:
     tier.answer(8, order=order)
     assert not tier.store.fetch(Room(2), keys, 0)
     assert tier.store.num_got_tokens == 8 * PAGE
+    assert (tier.store.first_brought(Room(1)), tier.store.first_brought(Room(2))) == (None, 0)

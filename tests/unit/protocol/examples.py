@@ -88,8 +88,8 @@ TO_DECODE = [
     (RegistrationRefused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),
     (
-        RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0), FetchedTokens(48)),
-        "970403cd100040cb3fe000000000000093cb3fd0000000000000cb3fe0000000000000cb3ff00000000000009130",
+        RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0), FetchedTokens(48, 16)),
+        "970403cd100040cb3fe000000000000093cb3fd0000000000000cb3fe0000000000000cb3ff0000000000000923010",
     ),
     (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
     (RoomQuiet(3, False), "930603c2"),
