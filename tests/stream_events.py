@@ -13,8 +13,8 @@ Json = dict[str, Any]
 
 EACH_TIME_ANEW = {"id", "item_id", "call_id", "created", "created_at", "completed_at", "e2e_latency"}
 _OF_SERVING = {
-    *("hisparse", "cached_tokens", "held_tokens", "cache_read_input_tokens", "input_tokens"),
-    *("completion_tokens_details", "spec_draft_token_num", "spec_accept_token_num"),
+    *("hisparse", "cached_tokens", "cached_tokens_details", "held_tokens", "cache_read_input_tokens"),
+    *("input_tokens", "completion_tokens_details", "spec_draft_token_num", "spec_accept_token_num"),
 }
 """Fields that say how an answer was served; they may differ between two equal answers."""
 
