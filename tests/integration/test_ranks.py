@@ -237,10 +237,10 @@ def test_an_answer_says_which_tier_had_its_prompt(nodes: Deployment) -> None:
     def flush_decode_node() -> None:
         httpx.post(decode.url + "/flush_cache", timeout=WAIT_SECS).raise_for_status()
 
-    assert tiers(token_ids) == {"device": 0, "host": 0, "decode": 0}
-    assert tiers(token_ids) == {"device": 0, "host": 0, "decode": 448}
+    assert tiers(token_ids) == {"device": 0, "host": 0, "storage": 0, "decode": 0}
+    assert tiers(token_ids) == {"device": 0, "host": 0, "storage": 0, "decode": 448}
     flush_decode_node()
-    assert tiers(token_ids) == {"device": 448, "host": 0, "decode": 0}
+    assert tiers(token_ids) == {"device": 448, "host": 0, "storage": 0, "decode": 0}
     for other in others:
         tiers(other)
     flush_decode_node()

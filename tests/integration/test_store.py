@@ -133,6 +133,7 @@ def start(
         yield begin
 
 
+@pytest.mark.slow
 def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
     start: Callable[[float], Node], master: Master
 ) -> None:

@@ -33,7 +33,7 @@ async def test_completion(tmp_path: Path) -> None:
             "total_tokens": 10,
             "prompt_tokens_details": {
                 "cached_tokens": 2,
-                "cached_tokens_details": {"device": 0, "host": 2, "decode": 0},
+                "cached_tokens_details": {"device": 0, "host": 2, "storage": 0, "decode": 0},
                 "held_tokens": 1,
             },
             "hisparse": {"mode": "hisparse", "hits": 10, "misses": 4},
@@ -211,7 +211,7 @@ async def test_generate(tmp_path: Path) -> None:
             "prompt_tokens": 5,
             "completion_tokens": 3,
             "cached_tokens": 2,
-            "cached_tokens_details": {"device": 0, "host": 2, "decode": 0},
+            "cached_tokens_details": {"device": 0, "host": 2, "storage": 0, "decode": 0},
             "held_tokens": 1,
             "hisparse": {"mode": "dense", "hits": 10, "misses": 4},
             "input_token_logprobs": [],

@@ -48,7 +48,7 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
                 "cache_read_input_tokens": 2,
                 "output_tokens": 3,
                 "output_tokens_details": {"thinking_tokens": 0},
-                "cached_tokens_details": {"device": 0, "host": 2, "decode": 0},
+                "cached_tokens_details": {"device": 0, "host": 2, "storage": 0, "decode": 0},
                 "held_tokens": 1,
                 "hisparse": {"mode": "dense", "hits": 10, "misses": 4},
             },

@@ -79,7 +79,7 @@ async def test_a_whole_answer(tmp_path: Path) -> None:
                 "input_tokens": generate.num_prompt_tokens,
                 "input_tokens_details": {
                     "cached_tokens": 2,
-                    "cached_tokens_details": {"device": 0, "host": 2, "decode": 0},
+                    "cached_tokens_details": {"device": 0, "host": 2, "storage": 0, "decode": 0},
                     "cache_write_tokens": 0,
                     "held_tokens": 1,
                 },

@@ -75,7 +75,10 @@ def check_experts(spec: ModelSpec, hf_model: Any, expected: dict[str, Tensor]) -
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("variant", "draft_gain", "num_layers"), [("glm", 1.0, 4), ("mistral", None, 5)])
+@pytest.mark.parametrize(
+    ("variant", "draft_gain", "num_layers"),
+    [("glm", 1.0, 4), pytest.param("mistral", None, 5, marks=pytest.mark.slow)],
+)
 def test_weights_are_what_the_formats_say(
     tmp_path: Path, variant: str, draft_gain: float | None, num_layers: int, form: StoredForm
 ) -> None:
@@ -92,7 +95,9 @@ def test_weights_are_what_the_formats_say(
 
 
 @pytest.mark.parametrize("form", [FORMS["compressed beside fp8"], FORMS["awq"]], ids=["compressed", "awq"])
-@pytest.mark.parametrize("variant", ["v32", "glm", "axk2", "mistral"])
+@pytest.mark.parametrize(
+    "variant", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "axk2", "mistral"))]
+)
 def test_tokens_are_transformers_with_the_weights_that_they_stand_for(
     tmp_path: Path, variant: str, form: StoredForm
 ) -> None:
