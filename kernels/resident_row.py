@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.checks import check_at_least, check_range, check_tensor
+from hisparse_pd.kernels.checks import check_range, check_tensor
 from hisparse_pd.kernels.hot_state import INTEGERS, HotBufferState, check_page_ids
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import replay_misses
@@ -62,18 +62,17 @@ class ResidentStart:
         page_size = state.page_size
         check_range("row", row, 0, state.num_rows)
         lists = {
-            "pages": (pages, k_dev.shape[1]),
-            "host_pages": (host_pages, k_host.shape[1]),
-            "lookup_pages": (lookup_pages, state.num_lookup_slots),
+            "pages": (pages, k_dev.shape[1], None),
+            "host_pages": (host_pages, k_host.shape[1], None),
+            "lookup_pages": (lookup_pages, state.num_lookup_slots, host_pages.shape[0]),
         }
-        for name, (tensor, num_slots) in lists.items():
-            check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))
+        for name, (tensor, num_slots, num_ids) in lists.items():
+            check_tensor(name, tensor, dtypes=INTEGERS, shape=(num_ids,), device=torch.device("cpu"))
             state.check_pages(name, 0, tensor)
             check_page_ids(name, tensor, num_slots // page_size)
         state.check_pages("index_pages", 0, index_pages)
-        num_pages = min(each.shape[0] for each in (pages, host_pages, lookup_pages, index_pages))
+        num_pages = min(each.shape[0] for each in (pages, host_pages, index_pages))
         check_range("num_tokens", num_tokens, 0, min(state.max_context, num_pages * page_size) + 1)
-        check_at_least("number of lookup_pages", lookup_pages.shape[0], host_pages.shape[0])
 
         self._state, self._row = state, row
         self._pages, self._host_pages = pages, host_pages
