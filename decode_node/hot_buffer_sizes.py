@@ -44,8 +44,8 @@ def _share_of(draft: PlanDraft) -> int:
         return limits.device_buffer_size
     num_slots, num_hisparse = limits.totals.device, 0
     for request in (*draft.running, *draft.landing):
-        num_slots -= request.num_device_slots if request.is_dense else 0
-        num_hisparse += not request.is_dense
+        num_slots -= request.num_device_slots if request.mode is Mode.DENSE else 0
+        num_hisparse += request.mode is Mode.HISPARSE
     for admission in draft.admissions.values():
         num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
         num_hisparse += admission.mode is Mode.HISPARSE
@@ -73,7 +73,7 @@ def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed:
     device slots are spare. Returns whether they are; if that cannot be reached, nothing shrinks."""
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    hisparse = (r for r in draft.running if not r.is_dense and r not in draft.exchanges)
+    hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
     for request in sorted(hisparse, key=_admission_order, reverse=True):
         if spare >= num_needed:
             break
@@ -126,7 +126,7 @@ def use_free_slots(draft: PlanDraft) -> None:
     if spare <= 0:
         return
     share = _share_of(draft)
-    best, most_saved = None, 0.0
+    best, slots, most_saved = None, SlotCounts(), 0.0
     for request in draft.running:
         if not request.hot_capacity or not request.has_next_step:
             continue
@@ -134,12 +134,8 @@ def use_free_slots(draft: PlanDraft) -> None:
             gain = limits.in_pages(exchange.num_device_slots) - request.num_device_slots
             saved = num_saved / max(limits.page_size, gain)
             if gain <= spare and saved > most_saved:
-                best, most_saved = exchange, saved
-    if best is None:
-        return
-    gain = limits.in_pages(best.num_device_slots) - best.request.num_device_slots
-    slots = SlotCounts(device=gain)
-    if draft.may_give(slots, draft.reserve):
+                best, slots, most_saved = exchange, SlotCounts(device=gain), saved
+    if best is not None and draft.may_give(slots, draft.reserve):
         draft.exchanges[best.request] = best
         draft.give(slots, draft.reserve)
 

@@ -340,11 +340,6 @@ class Request:
         return self.is_resident or (self.mode is Mode.DENSE and self.prefix is None)
 
     @property
-    def is_dense(self) -> bool:
-        """Whether its KV is in device pages alone. Known once it is admitted."""
-        return self.mode is Mode.DENSE
-
-    @property
     def is_resident(self) -> bool:
         """Whether it is hisparse and has no hot buffer but device pages for all of its tokens. Its items are
         in the host pool, too. Known once it is admitted."""

@@ -52,7 +52,7 @@ from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import Pools
 from hisparse_pd.kernels.swap_in_blocks import NUM_PLANNERS, BlockSplit, Workspace, round_up, workspace_of
-from hisparse_pd.kernels.warm_up import FilledLayer, WarmUp
+from hisparse_pd.kernels.warm_up import FILL_BLOCKS, FilledLayer, WarmUp
 
 MAIN_SOURCE = "swap_in.cu"
 
@@ -92,9 +92,6 @@ COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
 CHECK_BLOCKS_PER_SM = 8
 """Most blocks for each multiprocessor, in a launch that copies items and in one that checks them."""
-FILL_BLOCKS = 12
-"""Most blocks of a row's warm-up. Each takes a multiprocessor from concurrent steps, and so few already fill
-PCIe."""
 ANY_PAGE_SIZE = 64
 """Page size for kernels that read no pages: the usual one, for which the code is compiled anyway."""
 

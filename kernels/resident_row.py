@@ -18,11 +18,10 @@ from hisparse_pd.kernels.checks import check_range, check_tensor
 from hisparse_pd.kernels.hot_state import INTEGERS, HotBufferState, check_page_ids
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import replay_misses
+from hisparse_pd.kernels.warm_up import FILL_BLOCKS
 
 CHUNK_TOKENS: Final = 16384
 """Most positions of one copy: of V3.2's items 10.7 MB, 0.2 ms of PCIe."""
-COPY_BLOCKS: Final = 12
-"""Multiprocessors that a copy takes from steps beside it; so few already fill PCIe."""
 
 
 class _Copy(NamedTuple):
@@ -109,7 +108,7 @@ class ResidentStart:
             if num_copies and most_bytes is not None and num_bytes + self._num_bytes(copy) > most_bytes:
                 break
             replay_misses(
-                self._plan_of(copy), copy.layer, self._k_host, self._k_dev, COPY_BLOCKS, state=self._state
+                self._plan_of(copy), copy.layer, self._k_host, self._k_dev, FILL_BLOCKS, state=self._state
             )
             num_copies += 1
             num_bytes += self._num_bytes(copy)

@@ -17,6 +17,10 @@ import numpy.typing as npt
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import ABSENT
 
+FILL_BLOCKS = 12
+"""Most blocks of a launch that fills a row. Each takes a multiprocessor from concurrent steps, and so few
+already fill PCIe."""
+
 
 class FilledLayer(NamedTuple):
     """A KV layer into which ``swap_in.RowStart`` copies the items of warm positions. csrc/params.cuh has the
