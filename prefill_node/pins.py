@@ -33,8 +33,8 @@ class Pins:
         return bool(self._pins)
 
     def fits(self, room: Room, num_pages: int, num_usable: int) -> bool:
-        """Return whether a request whose prompt needs ``num_pages`` may be pinned: all pinned ones fit at once
-        into ``num_usable`` pages, so that none of them waits for pages that another one keeps."""
+        """Return whether a request whose prompt needs ``num_pages`` may be pinned: all pinned ones fit at
+        once into ``num_usable`` pages, so that none of them waits for pages that another one keeps."""
         others = sum(pin.num_pages for other, pin in self._pins.items() if other != room)
         return others + num_pages <= num_usable
 

@@ -2,10 +2,9 @@
 
 Both nodes' engines make one ``TransferEngine`` and register their pools with it; a prefill node's ``Lanes``
 write and read with it. Mooncake returns bare codes and does not check its caller. This module refuses own
-memory that is not registered (Mooncake reports success for it and moves nothing), enforces the chosen transport (Mooncake
-takes what it finds), keeps batches below the size at which Mooncake's queues overflow, and raises an
-exception for every code.
-"""
+memory that is not registered (Mooncake reports success for it and moves nothing), enforces the chosen
+transport (Mooncake takes what it finds), keeps batches below the size at which Mooncake's queues overflow,
+and raises an exception for every code. """
 
 from __future__ import annotations
 
@@ -25,15 +24,22 @@ from hisparse_pd.core.memory.machine import Machine
 from hisparse_pd.core.paging.extents import SlotArray, ranges_around
 from hisparse_pd.transfer.errors import TransferError as TransferError
 from hisparse_pd.transfer.errors import TransferSetupError as TransferSetupError
-from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Reads, Writes, as_descriptors, cut_long
+from hisparse_pd.transfer.plan import (
+    MAX_DESCRIPTOR_BYTES,
+    Descriptors,
+    Reads,
+    Writes,
+    as_descriptors,
+    cut_long,
+)
 from hisparse_pd.transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH_DESCRIPTORS = 512
 """Most descriptors in one call of Mooncake that writes. Over TCP it queues 1024 for each peer. Beyond that it
-fails the batch and, as seen with 0.3.13, the connections to the peer for good. Half leaves room for reads, and
-for descriptors that a failed batch left queued."""
+fails the batch and, as seen with 0.3.13, the connections to the peer for good. Half leaves room for reads,
+and for descriptors that a failed batch left queued."""
 MAX_READ_DESCRIPTORS = 128
 """Most descriptors in one call of Mooncake that reads."""
 
@@ -63,8 +69,8 @@ def quiet_mooncake_logs() -> None:
 
 
 class TransferEngine:
-    """One Mooncake engine. Any thread may call it, but two must not write to one session at once, nor read from
-    it, because they would overflow Mooncake's queue. A ``Sender`` has one thread for each session.
+    """One Mooncake engine. Any thread may call it, but two must not write to one session at once, nor read
+    from it, because they would overflow Mooncake's queue. A ``Sender`` has one thread for each session.
 
     ``host``: the address at which peers reach this engine, not a wildcard. ``transport``: the result of
     ``choose_transport``. Raises TransferSetupError.
@@ -165,9 +171,7 @@ class TransferEngine:
         self.check_destinations(columns := as_descriptors(reads))
         self._move(session, columns, "read", stop)
 
-    def _move(
-        self, session: str, columns: Descriptors, verb: str, stop: Callable[[], str] | None
-    ) -> None:
+    def _move(self, session: str, columns: Descriptors, verb: str, stop: Callable[[], str] | None) -> None:
         """Write or read, which ``verb`` says."""
         if not columns.lengths.size:
             return

@@ -223,7 +223,9 @@ class Mapping:
         to_here = self._starts_here[window] - self._starts[window]
         src, dst, lengths = part
         own = dst if is_read else src
-        part = Descriptors(src + to_here, dst, lengths) if is_read else Descriptors(src, dst + to_here, lengths)
+        part = (
+            Descriptors(src + to_here, dst, lengths) if is_read else Descriptors(src, dst + to_here, lengths)
+        )
 
         by_gpu = np.zeros(lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(own)
         copying: GpuCopy | None = None

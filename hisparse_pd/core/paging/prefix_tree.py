@@ -158,11 +158,10 @@ class PrefixTree:
 
         Where the tree has a page already, the holding's copy of it is freed. With ``keeps_copies`` the copy
         stays in the holding, because writes in flight still read it. ``token_ids``: the packed ids of all
-        pages of ``keys``, for the listener; None: it is not told of them. ``num_prefilled``: pages of ``keys``
-        before the first stepped one; None: none is stepped. Returns how many of ``keys`` are
-        held then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
-        PoolIntegrityError.
-        """
+        pages of ``keys``, for the listener; None: it is not told of them. ``num_prefilled``: pages of
+        ``keys`` before the first stepped one; None: none is stepped. Returns how many of ``keys`` are held
+        then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
+        PoolIntegrityError. """
         if len(keys) <= num_before:
             return len(keys)
         if not self._fit_one_more_run(keys, kinds):
