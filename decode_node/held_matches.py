@@ -30,7 +30,7 @@ class HeldMatches:
     """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
     ``remote``: prefixes of rooms whose KV is on its way, or that are in quarantine. Why nobody counts on
-    them: see ``reserve.py``. """
+    them: see ``reserve.py``."""
 
     def __init__(self, held: PrefixTree, remote: Iterable[Prefix], page_size: int) -> None:
         self._held = held

@@ -70,7 +70,7 @@ def plan_step(
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
     and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
     in quarantine. ``may_use_free``: whether to look for a request that makes use of free device slots, which
-    takes a look at all that run. """
+    takes a look at all that run."""
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     draft = PlanDraft(limits, free, running, landing, HeldMatches(held, remote, limits.page_size))
     no_longer_local: list[Request] = []

@@ -3,7 +3,7 @@
 ``PrefillLife.bootstrap`` calls ``BootstrapChecks.why_refused``. It checks, in this order, that the prompt
 suits the model, that positions lie in the prompt, that the pool could hold what this node is to compute
 (``num_computed_tokens``: all tokens but the last), that the landing zone can be written, and that what is
-held can be read. """
+held can be read."""
 
 from __future__ import annotations
 

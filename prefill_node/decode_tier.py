@@ -16,7 +16,7 @@ is not read from for PAUSE_SECS.
 
 ``DecodeTier`` owns the slots that are read into (Stage.LANDING), and those in which bytes may still land
 after an error (Stage.QUARANTINED). The decode node keeps the source in use until the room is delivered or
-quiet; what arrives after that is not taken. """
+quiet; what arrives after that is not taken."""
 
 from __future__ import annotations
 

@@ -175,6 +175,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 part_bytes=self.lanes.slice_bytes,
             ),
             which_held=settings.read_held,
+            clock=lambda: time.monotonic(),
             wrong_items=self.memory.wrong_items,
         )
         self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []

@@ -15,6 +15,7 @@ then, is told so by RoomFailed with ``quiet`` or by RoomQuiet.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -99,6 +100,7 @@ class PrefillLife:
         held_reads: Reads | None = None,
         read_memory: ReadMemory | None = None,
         which_held: HeldReads = "all",
+        clock: Callable[[], float] = time.monotonic,
         wrong_items: Callable[[PageRows, int], list[WrongItem]] = lambda rows, page_size: [],
     ) -> None:
         """``max_queued``: most requests that wait. ``tell_peer`` sends a message without waiting and returns
@@ -106,7 +108,8 @@ class PrefillLife:
         room; this node keeps the request ``grace_secs`` longer, so that clients get the decode node's
         error. ``host_pages``: main memory below the prefix cache, if there is any; ``store_orders``: what
         carries out orders to the store below it, if there is one; ``wrong_items``: see ``HostTier``.
-        ``held_reads``, ``read_memory``, ``which_held``: see ``DecodeTier``."""
+        ``held_reads``, ``read_memory``, ``which_held``: see ``DecodeTier``. ``clock``: that of
+        ``now_secs``."""
         self.requests = PrefillRequests()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -127,7 +130,7 @@ class PrefillLife:
         self.pace = Pace()
         store = None
         if store_orders is not None:
-            store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, pace=self.pace)
+            store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, clock, self.pace)
         self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items, store)
         """What main memory and the store keep of prompts that were computed."""
         self.decode_tier = DecodeTier(
@@ -139,6 +142,7 @@ class PrefillLife:
             self.set_aside,
             self.tier.pins,
             self.pace,
+            clock,
         )
         """What decode nodes hold of their requests' prompts."""
         self.pusher = pusher

@@ -4,7 +4,7 @@ Both nodes' engines make one ``TransferEngine`` and register their pools with it
 write and read with it. Mooncake returns bare codes and does not check its caller. This module refuses own
 memory that is not registered (Mooncake reports success for it and moves nothing), enforces the chosen
 transport (Mooncake takes what it finds), keeps batches below the size at which Mooncake's queues overflow,
-and raises an exception for every code. """
+and raises an exception for every code."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class PrefixTree:
         pages of ``keys``, for the listener; None: it is not told of them. ``num_prefilled``: pages of
         ``keys`` before the first stepped one; None: none is stepped. Returns how many of ``keys`` are held
         then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
-        PoolIntegrityError. """
+        PoolIntegrityError."""
         if len(keys) <= num_before:
             return len(keys)
         if not self._fit_one_more_run(keys, kinds):

@@ -1,8 +1,7 @@
 """Prompts that this node has nowhere come back from the decode node that holds them.
 
-Engines and decode nodes are real, on CPUs; a decode node holds what it got of an earlier prompt. Reads that take
-any time are those of ``tests/property/test_decode_tier.py``.
-"""
+Engines and decode nodes are real, on CPUs; a decode node holds what it got of an earlier prompt. Reads that
+take any time are those of ``tests/property/test_decode_tier.py``. """
 
 from __future__ import annotations
 
@@ -94,7 +93,12 @@ def next_turn(
 
 
 def deliver_turn(
-    engine: EngineThread, peer: DecodePeer, before: Bootstrap, tokens: Sequence[int], num_held: int, **changes: Any
+    engine: EngineThread,
+    peer: DecodePeer,
+    before: Bootstrap,
+    tokens: Sequence[int],
+    num_held: int,
+    **changes: Any,
 ) -> RoomDone:
     """Deliver a next turn, and compare all that is in the node's pools then with what is computed alone."""
     message = next_turn(peer, before, tokens, num_held, **changes)
