@@ -125,7 +125,7 @@ class SimSender:
     """In place of a ``Sender``: its queue, with slices and turns of a few ranges, and no threads.
 
     A slice is in flight from ``start`` to ``finish``, which only the test calls. ``reads``: whether its
-    batches are reads, whose sources may change once nobody wants them any more. """
+    batches are reads, whose sources may change once nobody wants them any more."""
 
     def __init__(self, clock: Callable[[], float], *, reads: bool = False) -> None:
         self._clock = clock
