@@ -127,9 +127,9 @@ class Transport:
         self.parts.setdefault(batch.room, deque()).append(Part(batch, moves))
 
     def cancel(self, room: Room) -> bool:
-        parts = self.parts[room]
+        parts = list(self.parts.get(room, ()))
         started = [part for part in parts if part.is_started]
-        for part in list(parts)[len(started) :]:
+        for part in parts[len(started) :]:
             self.end(part, error="cancelled")
         return bool(started)
 
@@ -247,11 +247,14 @@ class Reads(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.computing)
     def finish(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.computing), "request")
+        self._finish(data.draw(st.sampled_from(self.computing), "request"))
+
+    def _finish(self, request: Request) -> None:
         assert request.holding is not None
-        request.prefix = self.prefixes.share(
-            request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
-        )
+        if request.prefix is None or not request.prefix.is_dropped:  # else the node fails it
+            request.prefix = self.prefixes.share(
+                request.holding, request.keys, CACHE_POOLS, request.prefix, keeps_copies=True
+            )
         self._end(request)
 
     @rule(data=st.data())
@@ -281,10 +284,10 @@ class Reads(RuleBasedStateMachine):
 
     # --- what happens to reads -----------------------------------------------------------------------
 
-    @rule(data=st.data(), num_parts=st.integers(1, 3), error=st.sampled_from(["", "", "", "lost"]))
+    @rule(data=st.data(), num_parts=st.integers(1, 3), error=st.sampled_from(["", "", "", "lost", "unsaid"]))
     @precondition(lambda self: self.transport.parts)
     def end_parts(self, data: st.DataObject, num_parts: int, error: str) -> None:
-        """Parts of a room arrive, the last one perhaps in part."""
+        """Parts of a room arrive, the last one perhaps in part, which the transport may not say."""
         room = data.draw(st.sampled_from(sorted(self.transport.parts)), "room")
         for number in range(num_parts):
             if room in self.transport.parts:
@@ -295,8 +298,10 @@ class Reads(RuleBasedStateMachine):
         num_landed = len(part.moves) // 2 if error else len(part.moves)
         for from_, to in part.moves[:num_landed]:
             self.device[to] = self.held[from_]
-        if error:
+        if error == "lost":
             self.late += [to for _, to in part.moves]
+        if error == "unsaid":
+            error = ""
         self.transport.end(part, error=error, may_still_land=bool(error))
         if error and room in self.transport.parts:
             self.transport.cancel(room)
@@ -315,10 +320,60 @@ class Reads(RuleBasedStateMachine):
             self.tier.returned(completion)
         self.tier.poll()
 
-    @rule(data=st.data())
+    @rule()
     @precondition(lambda self: self.late)
-    def bytes_land_late(self, data: st.DataObject) -> None:
-        self.device[data.draw(st.sampled_from(self.late), "page")] = b"late"
+    def bytes_land_late(self) -> None:
+        self.device.update(dict.fromkeys(self.late, b"late"))
+
+    @rule(
+        pages=prompts,
+        what=st.sampled_from(["right", "damaged", "unsaid", "lost", "aborted", "late", "dropped"]),
+        number=st.integers(0, 2),
+    )
+    def read(self, pages: tuple[int, ...], what: str, number: int) -> None:
+        """Parts of a read arrive, in the course of which something happens."""
+        self.tier._paused_until.clear()
+        self.arrive(pages, 6)
+        request = self.waiting[-1]
+        self._begin(request)
+        for _ in range(number):
+            if request.room in self.transport.parts:
+                self._end_part(request.room)
+        self.poll()
+        if request.room not in self.transport.parts:
+            return
+        self.transport.parts[request.room][0].is_started = True
+        match what:
+            case "damaged":
+                self.held[request.held_pages[-1]] = WRONG
+            case "aborted":
+                self._end(request)
+            case "late":
+                self.now += LEAST_WAIT_SECS
+                self._begin(request)
+            case "dropped":
+                for run in [run for run in self.prefixes if not run.is_dropped and run.parent is None]:
+                    self.prefixes.drop(PoolKind.DEVICE, run.holding[PoolKind.DEVICE][0].start)
+        self._end_part(request.room, what if what in ("lost", "unsaid") else "")
+        self.poll()
+        if what == "lost":  # the bytes land when others could have the slots
+            self.now += PAUSE_SECS
+            self.poll()
+            for family in (3, 4):
+                self.arrive((family, *[5] * 5), 0)
+                other = self.waiting[-1]
+                self._begin(other)
+                if other in self.computing and self.late:
+                    self.bytes_land_late()
+                    self._finish(other)
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(not run.is_dropped for run in self.prefixes))
+    def drop(self, data: st.DataObject) -> None:
+        """A row of a page here is found wrong."""
+        runs = [run for run in self.prefixes if not run.is_dropped]
+        run = data.draw(st.sampled_from(runs), "run")
+        self.prefixes.drop(PoolKind.DEVICE, run.holding[PoolKind.DEVICE][0].start)
 
     @rule(data=st.data())
     @precondition(lambda self: any(request.held_pages for request in self.waiting))
@@ -351,7 +406,7 @@ class Reads(RuleBasedStateMachine):
     def pages_hold_what_their_keys_say(self) -> None:
         for run in self.prefixes:
             pages = extents_to_pages(run.holding[PoolKind.DEVICE], PAGE_SIZE)
-            assert [self.device[page] for page in pages] == run.keys
+            assert run.is_dropped or [self.device[page] for page in pages] == run.keys
 
     def teardown(self) -> None:
         """All requests come to their end, though reads may be over long after them."""
