@@ -5,7 +5,7 @@ decode node's pools once, and each thread that sends or reads then calls ``start
 memory gets an ``ipc_handle`` for each pool on a GPU. Main memory that both processes map is registered with
 CUDA in each of them. GPU memory, of the same or another GPU, is opened by its owner's handle (CUDA IPC). The
 GPU's copy engine copies long ranges, a kernel short ones (``csrc/lane_copy.cu``). cupy is imported, and the
-kernel compiled, on first use. """
+kernel compiled, on first use."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ class StuckReads:
         self.started, self.release = threading.Event(), threading.Event()
         self._lanes = engine.engine.lanes
         self._read = self._lanes.read
-        self._lanes.read = self.read  # type: ignore[method-assign]
+        self._lanes.read = self.read  # type: ignore[assignment, method-assign]
 
     def read(self, *args: Any) -> None:
         self.started.set()
