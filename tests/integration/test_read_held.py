@@ -92,7 +92,7 @@ def pair_of(
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("lane", ["auto", "off"])
+@pytest.mark.parametrize("lane", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_turn_behind_what_only_the_decode_node_holds(
     lane: str, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ from tests.unit.prefill_node.support import (
     prompt,
 )
 from tests.waiting import WAIT_SECS, wait_until
+from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = [pytest.mark.I1, pytest.mark.I5, pytest.mark.I9]
 
@@ -242,6 +243,22 @@ def test_all_tiers_together(tiny: Path, tmp_path: Path) -> None:
         land(peer, tokens[:20], keeps=False)
         done = deliver_turn(engine, peer, before, tokens[:146] + prompt(20, 20), num_held=144)
         assert (done.num_cached_tokens, done.fetched) == (144, FetchedTokens(host=48, decode=80))
+
+
+def test_a_draft_layer_is_read_with_the_others_or_nothing_is(tmp_path: Path) -> None:
+    """A decode node that does not draft has nothing of the layer that this node computes."""
+    write_checkpoint(tmp_path, "glm", draft_gain=1.0)
+    with (
+        engine_thread(tmp_path, tmp_path / "front") as engine,
+        decode_peer(engine, "drafts") as drafts,
+        decode_peer(engine, "plain", takes_drafts=False) as plain,
+    ):
+        for peer, num_read in ((drafts, 144), (plain, 0)):
+            peer.register()
+            tokens = prompt(25, 150)
+            before = held_elsewhere(engine, peer, tokens)
+            done = deliver_turn(engine, peer, before, tokens[:146] + prompt(26, 20), num_held=144)
+            assert (done.num_cached_tokens, done.fetched.decode) == (num_read, num_read)
 
 
 def test_requests_that_begin_alike_wait_for_one_read(engine: EngineThread, peer: DecodePeer) -> None:
