@@ -26,6 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.pools import Stage
+from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.decode_node.prefill_peers import LATE_MESSAGE_SECS
 from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
@@ -320,16 +321,24 @@ class BothEndsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.decode.front.tokens)
     @rule(
-        arrival=ARRIVALS,
         back=st.integers(0, 3),
-        num_turns=st.integers(1, 3),
-        fates=st.lists(FATES, max_size=3),
+        node=st.integers(0, NUM_PREFILL - 1),
+        family=st.integers(0, 2),
+        num_turns=st.integers(1, 4),
+        fates=st.lists(FATES, max_size=4),
     )
-    def go_on_elsewhere(self, arrival: Arrival, back: int, num_turns: int, fates: list[WriteFate]) -> None:
-        """A conversation goes on that its prefill node has nowhere any more."""
-        for node in self.world.prefill.values():
-            node.engine.life.prefixes.flush()
-        self.go_on(arrival, back, 6)
+    def go_on_elsewhere(
+        self, back: int, node: int, family: int, num_turns: int, fates: list[WriteFate]
+    ) -> None:
+        """A conversation goes on as before, but its prefill node has it nowhere any more."""
+        for prefill in self.world.prefill.values():
+            prefill.engine.life.prefixes.flush()
+        tokens = self.world.decode.front.tokens
+        before = list(tokens)[-1 - back % len(tokens)]
+        prompt = (*self.world.prompts[before], *tokens[before], *[family] * 9)[:26]
+        salt = "salt" if self.world.roots[before] == root_of("salt") else ""
+        flag = self.requests[before].hisparse or HisparseFlag.TRUE
+        self.request(Arrival(node, flag, salt=salt, prompt=prompt))
         self.work(num_turns, fates)
 
     @precondition(lambda self: self.world.late)
