@@ -2,7 +2,8 @@
 
 Each move has up to three parts, which one method does together: the books (``LiveRequests``), the memory and
 tables (``RequestTables``), and a message to the prefill node. Before each step ``StepLine`` calls
-``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a request has landed.
+``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a request has landed, and
+the engine ``start_fetched`` in each turn.
 """
 
 from __future__ import annotations
@@ -93,8 +94,18 @@ class PlanMoves:
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # the peer never got it
 
     def start(self, request: Request, now: float) -> None:
-        """Move a request to RUNNING, and begin to fill its row. All its KV is here but what its steps
+        """Start a request, once all of its held prefix is on the device. All its KV is here but what its steps
         compute: that of the last token, and of a short tail."""
+        if not self.requests.await_fetch(request, now + self.queue.room_timeout_secs):
+            self._run(request, now)
+
+    def start_fetched(self, now: float) -> None:
+        """Start the requests whose held prefixes have come from main memory."""
+        for request in self.requests.fetched():
+            self._run(request, now)
+
+    def _run(self, request: Request, now: float) -> None:
+        """Move a request to RUNNING, and begin to fill its row."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         for tier, num_tokens in request.cached_tokens.by_tier().items():
             self.metrics.add("cached_tier_tokens_total", num_tokens, tier=tier)

@@ -67,6 +67,8 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         settings.host_pool_tokens + device_pool_tokens, page_size
     )
     lookup_tokens = LOOKUPS_PER_HOST_TOKEN * settings.host_pool_tokens
+    if settings.keeps_idle_keys:  # most of the host pool may be idle, and running requests need index slots
+        lookup_tokens = LOOKUPS_PER_HOST_TOKEN * min(settings.host_pool_tokens, index_tokens)
     return Limits(
         totals=SlotCounts(
             host=settings.host_pool_tokens // page_size * page_size,
