@@ -131,7 +131,7 @@ class KeyPages:
 
 
 def _by_page(pool: Tensor, page_size: int) -> Tensor:
-    """Return a pool, [layers, slots, …], as [layers, pages, words of a page], in the widest words that fit."""
+    """Return a pool, [layers, slots, …], as [layers, pages, words], in the widest words that fit."""
     pages = pool.reshape(pool.shape[0], pool.shape[1] // page_size, -1)
     page_bytes = pages.shape[2] * pages.itemsize
     for word in (torch.int64, torch.int32):

@@ -231,8 +231,8 @@ class LiveRequests:
         is_dropped = request.prefix is not None and request.prefix.is_dropped
         if not request.may_share or is_dropped:
             return
-        # This comes before the tables are filled, since it may change which pages the request uses. Pages that
-        # others left meanwhile are of no use to it if they are not on the device.
+        # This comes before the tables are filled, since it may change which pages the request uses. Pages
+        # that others left meanwhile are of no use to it if they are not on the device.
         keys = request.kept_keys(request.first_stepped(self.pools.page_size))
         if self.held.is_up(keys, request.kv_pools):
             token_ids = request.prompt if self.publishes(request) else None
@@ -285,8 +285,8 @@ class LiveRequests:
     def release(self, request: Request, now: float) -> None:
         """Move a request from any state but RUNNING to ENDED: the one release path.
 
-        Slots of a LANDING request, to which its prefill node may still write, go to quarantine. The whole pages
-        of a sound request are held. Everything else is free at once. Pages that it shares stay held.
+        Slots of a LANDING request, to which its prefill node may still write, go to quarantine. The whole
+        pages of a sound request are held. Everything else is free at once. Pages that it shares stay held.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is not RequestState.ENDING:

@@ -94,8 +94,8 @@ class PlanMoves:
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # the peer never got it
 
     def start(self, request: Request, now: float) -> None:
-        """Start a request, once all of its held prefix is on the device. All its KV is here but what its steps
-        compute: that of the last token, and of a short tail."""
+        """Start a request, once all of its held prefix is on the device. All its KV is here but what its
+        steps compute: that of the last token, and of a short tail."""
         if not self.requests.await_fetch(request, now + self.queue.room_timeout_secs):
             self._run(request, now)
 

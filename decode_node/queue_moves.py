@@ -208,7 +208,8 @@ class QueueMoves:
                     self.ends.abort_at_peer(request, error)
                     self.ends.fail(request, 504, error, now)
                 case RequestState.FETCHING:
-                    error = f"its held prefix did not come from main memory within {self.room_timeout_secs:g} s"
+                    secs = self.room_timeout_secs
+                    error = f"the held prefix did not come from main memory within {secs:g} s"
                     self.ends.fail(request, 503, error, now)
                 case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     continue

@@ -1,4 +1,4 @@
-"""Copies between an index pool and main memory that take as long as a test wants, over bytes that are names."""
+"""Copies between an index pool and main memory that last as long as a test wants; bytes are names."""
 
 from __future__ import annotations
 

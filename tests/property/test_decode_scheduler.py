@@ -177,6 +177,14 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
         return local_modes(request, self.limits, num_held)
 
+    @precondition(lambda self: self.limits.totals.index < TOTALS.index)
+    @rule(families=st.lists(st.integers(0, 4), min_size=2, max_size=6))
+    def turns_of_conversations(self, families: list[int]) -> None:
+        """One after the other, so that held prefixes move down and are asked for again."""
+        for family in families:
+            self._arrive(HisparseFlag.TRUE, 17, 2, 2, PEERS[0], "", family, 1)
+            self.steps_and_deliveries(3)
+
     @precondition(lambda self: self.copies.under_way)
     @rule(most=st.integers(1, 4))
     def end_copies(self, most: int) -> None:

@@ -38,8 +38,8 @@ class Prefix:
     is_reported: bool = False
     """Whether the tree's listener has been told of its pages."""
     is_stored: bool = False
-    """Whether main memory, beside its slots of the host pool, has a copy of what it has in other pools: it may
-    move down, which gives those up."""
+    """Whether main memory, beside its slots of the host pool, has a copy of what it has in other pools: it
+    may move down, which gives those up."""
     is_arriving: bool = False
     """Whether it has moved up, and the copies that bring its bytes back are under way."""
 

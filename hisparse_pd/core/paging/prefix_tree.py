@@ -13,7 +13,7 @@ all of its bytes are there and no remote write can land in it.
 A request that uses a run is counted as a user of its whole chain. ``make_room`` evicts runs without users
 before a reservation fails, from the ends of the least recently used ones.
 
-A run with slots in the host pool may **move down**: it gives up its slots in all other pools, once main memory
+A run with slots in the host pool may move down: it gives up its slots in all other pools, once main memory
 has a copy of their bytes (``mark_stored``). It is found as before, and ``bring_up`` gives it slots again for
 whoever uses it; the bytes are the caller's, as all bytes are (``held_tier.py`` copies them). ``make_room``
 moves runs down where that helps, and evicts none there.

@@ -1,10 +1,9 @@
-"""Held prefixes whose indexer keys and row checks move to main memory and come back: books, bytes, an engine."""
+"""Held prefixes whose indexer keys and row checks move to main memory and back: books, bytes, an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ NUM_NEW = 12
 
 
 class Books:
-    """Live requests without an engine, of pages of 4 tokens; the index pool has 10 pages, the host pool 24."""
+    """Live requests without an engine, with pages of 4 tokens: 10 in the index pool, 24 in the host pool."""
 
     def __init__(self) -> None:
         totals = SlotCounts(host=96, device=64, index=40, lookup=96, aux=4, req_row=4)
@@ -57,11 +56,9 @@ class Books:
         request = make_request(self._num_rooms, len(prompt), prompt_keys=keys)
         land(self.rooms, request, Mode.HISPARSE, len(prompt) + 3)
         self.rooms.check_integrity()
-        for slot in extents_to_slots(request.owned[PoolKind.INDEX]).tolist():
-            self.copies.index[slot] = None
-        start, stop = request.held_prefix_tokens, len(prompt)
-        for position, slot in enumerate(extents_to_slots(request.extents(PoolKind.INDEX)).tolist()[start:stop]):
-            self.copies.index[slot] = prompt[: start + position + 1]
+        slots = extents_to_slots(request.extents(PoolKind.INDEX)).tolist()
+        for position in range(request.held_prefix_tokens, len(slots)):
+            self.copies.index[slots[position]] = prompt[: position + 1]
         return request
 
     def start(self, request: Request) -> bool:
@@ -76,9 +73,8 @@ class Books:
         """``prompt``: the request's, if all of its keys are to be there."""
         self.rooms.start(request)
         slots = extents_to_slots(request.extents(PoolKind.INDEX)).tolist()
-        assert [self.copies.index[slot] for slot, _ in zip(slots, prompt)] == [
-            prompt[: position + 1] for position in range(len(prompt))
-        ]
+        for position in range(len(prompt)):
+            assert self.copies.index[slots[position]] == prompt[: position + 1]
 
     def hold(self, prompt: Prompt) -> None:
         """The whole pages of a prompt are held and stored."""
