@@ -43,6 +43,7 @@ from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.sizing import (
     check_swap_in,
     drafts_without_room,
+    key_bytes,
     make_limits,
     max_hot_capacity,
     size_device_pool,
@@ -182,6 +183,12 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         # A device pool whose size is not known yet is on a GPU and takes no main memory.
         totals = make_limits(settings, spec, settings.device_pool_tokens).totals
         return num_host_bytes(spec, totals, settings.page_size, torch.device(settings.device))
+
+    @staticmethod
+    def other_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+        if not settings.keeps_idle_keys:
+            return 0
+        return settings.host_pool_tokens // settings.page_size * settings.page_size * key_bytes(spec)
 
     def _ready(self) -> EngineReady:
         return EngineReady(

@@ -17,7 +17,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hisparse_pd.core.memory.free import check_host_memory
 from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
@@ -35,8 +34,7 @@ class KeyPages:
     """A place in main memory for what ``memory`` has of each page in its index pool: as many places as the
     host pool has pages.
 
-    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises StartError where
-    there is too little memory.
+    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises HostMemoryError.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class KeyPages:
         on_device = [_by_page(memory.index, page_size)]
         if memory.row_checks is not None:
             on_device.append(_by_page(memory.row_checks, page_size))
-        check_host_memory(sum(_page_bytes(pool) for pool in on_device) * num_pages)
         self._host_pools: list[HostPool] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """A pool on the device, [layers, pages, words], and its pages here, [pages, layers, words]."""

@@ -232,6 +232,11 @@ class EngineLoop(ABC, Generic[SettingsT]):
     def registered_host_bytes(settings: SettingsT, spec: ModelSpec) -> int:
         """Return the main memory that a rank registers. Raises StartError for sizes that cannot work."""
 
+    @staticmethod
+    def other_host_bytes(settings: SettingsT, spec: ModelSpec) -> int:
+        """Return the main memory that a rank takes beside this, and that no peer writes to."""
+        return 0
+
     @abstractmethod
     def _build(self, model: DsaModel) -> None:
         """Make the node's parts: register its pools with ``transfer``, then call ``_set_live_record``."""
