@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_conversations_beyond_the_index_pool_are_sent_once(
             return answer["meta_info"]["held_tokens"], first_stepped(len(prompt), 0, PAGE) if said else 0
 
         for said in range(0, NUM_NEW_TOKENS, TURN_TOKENS):
-            turns = at_once(lambda number, said=said: turn(number, said), range(len(prompts)), NUM_CONCURRENT)
+            turns = at_once(partial(turn, said=said), range(len(prompts)), NUM_CONCURRENT)
             assert all(num_held == most for num_held, most in turns), turns
         decode = pair.decode[0]
         metrics = decode.metrics()

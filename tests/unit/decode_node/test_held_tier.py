@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
@@ -297,11 +298,9 @@ def next_turns(node: EngineHarness, conversations: list[Prompt]) -> list[Answer]
     answers = []
     for start in range(0, len(conversations), 3):
         some = [node.generate(each, NUM_NEW, HisparseFlag.TRUE) for each in conversations[start : start + 3]]
-        node.turn_until(lambda some=some: all(answer.is_over for answer in some))
+        for number, answer in enumerate(some, start):
+            conversations[number] += (*node.tokens_of(answer), *random_prompt(number, 5))
         answers += some
-    for number, answer in enumerate(answers):
-        assert answer.failure is None
-        conversations[number] += (*answer.token_ids, *random_prompt(number, 5))
     return answers
 
 
@@ -372,6 +371,28 @@ def test_a_scrub_verifies_what_has_moved_down(node: EngineHarness) -> None:
     memory.k_host[0, slot, 0] ^= 1
     assert requests.held.num_tokens == 0, "nobody finds any of its pages"
     requests.set_aside.give_back(PoolKind.HOST, slot // PAGE * PAGE)
+
+
+@pytest.mark.I7
+def test_a_request_whose_prefix_does_not_come_back_waits_alone_and_not_for_ever(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(8, 85)
+    node.ask(prompt, 2, HisparseFlag.TRUE)
+    node.turn_until(lambda: node.engine.requests.held_tier.num_copies == 0)
+    requests = node.engine.requests
+    requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
+    copies = SlowCopies()
+    monkeypatch.setattr(KeyPages, "copy_up", lambda _, host, index: copies.copy_up(host, index))
+    late, given_up = (node.generate(prompt, 2, HisparseFlag.TRUE) for _ in range(2))
+    node.turn_until(lambda: len(requests.select(RequestState.FETCHING)) == 2)
+    node.ask(random_prompt(9, 40), NUM_NEW, HisparseFlag.TRUE)
+    assert len(requests.select(RequestState.FETCHING)) == 2
+    node.leave(given_up)
+    node.turn_until(lambda: len(requests.select(RequestState.FETCHING)) == 1)
+    node.engine.queue_moves.expire(time.monotonic() + 1e6)
+    node.failure_of(late, status=503, error="the held prefix did not come from main memory within")
+    copies.finish()
 
 
 def test_a_flush_gives_up_what_is_being_copied(node: EngineHarness) -> None:
