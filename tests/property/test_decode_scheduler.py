@@ -12,6 +12,7 @@ that take their time. What the index pool has of a held page is then always what
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
@@ -22,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
-from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -326,6 +327,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         """Slots that time alone frees: somebody may have counted on them before they were quarantined."""
         return [entry for entry in self.rooms.quarantine if not entry.is_unacknowledged]
 
+    def being_copied(self) -> list[Holding]:
+        """Slots of prefixes that copies alone use, which end by themselves."""
+        by_copies = Counter(run for prefix in self.rooms.held_tier.users() for run in prefix.chain())
+        return [run.holding for run, num_users in by_copies.items() if run.num_users == num_users]
+
     def _end_if_last(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
         if num_tokens >= min(request.sampling.max_new_tokens, self.stops_after[request.room]):
@@ -471,7 +477,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             for request in self.rooms.select(RequestState.ENDING)
         ]
         returning = [entry.holding for entry in self.returning()]
-        free = self.rooms.available + self.rooms.pools.owned_by(returning)
+        free = self.rooms.available + self.rooms.pools.owned_by([*returning, *self.being_copied()])
         landing = self.rooms.select(RequestState.LANDING, RequestState.FETCHING)
         shared = [request.prefix for request in landing if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
