@@ -339,6 +339,7 @@ class BothEndsMachine(RuleBasedStateMachine):
                 break
         assert self.unsettled() == []
         rooms = world.decode.engine.requests
+        rooms.held_tier.settle()
         assert rooms.available == rooms.pools.totals
         rooms.held.flush()
         assert rooms.pools.free == rooms.pools.totals
