@@ -14,6 +14,7 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
@@ -45,8 +46,8 @@ NUM_NEW = 12
 class Books:
     """Live requests without an engine, with pages of 4 tokens: 10 in the index pool, 24 in the host pool."""
 
-    def __init__(self) -> None:
-        totals = SlotCounts(host=96, device=64, index=40, lookup=96, aux=4, req_row=4)
+    def __init__(self, num_index_slots: int = 40) -> None:
+        totals = SlotCounts(host=96, device=64, index=num_index_slots, lookup=96, aux=4, req_row=4)
         self.copies = SlowCopies()
         self.rooms = LiveRequests(Pools(totals, 4), quarantine_secs=5.0, copies=self.copies)
         self._num_rooms = 0
@@ -210,6 +211,25 @@ def test_a_request_keeps_its_own_pages_where_equal_ones_have_moved_down() -> Non
     books.copied()
     assert books.rooms.held.num_tokens == 16
     assert books.rooms.available == books.rooms.pools.totals
+
+
+@pytest.mark.I2
+def test_pages_that_a_copy_uses_take_slots_if_they_have_moved_down() -> None:
+    """They are used, and yet a request that shares them has to bring them up."""
+    books = Books(num_index_slots=48)
+    late = books.land((*FIRST[:16], 5, 6, 7, 8, 9))
+    books.hold(FIRST)
+    books.rooms.held.make_room(SlotCounts(index=24))
+    assert books.start(late)
+    end(books.rooms, late, is_sound=True)
+    assert books.rooms.held_tier.num_copies == 1, "of the page behind those that have moved down"
+    down = books.run_of(FIRST)
+    assert down.is_down
+    assert down.num_users == 1
+    again = make_request(9, 21, prompt_keys=late.prompt_keys)
+    match = HeldMatches(books.rooms.held, (), 4).find(again, Mode.HISPARSE)
+    assert match.num_pages == 5
+    assert match.taken == SlotCounts(index=16)
 
 
 @pytest.mark.I2
