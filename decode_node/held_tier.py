@@ -46,7 +46,7 @@ class _Copy:
 
     prefix: Prefix
     first_page: int
-    """The first page that is copied."""
+    """The first page that is copied; pages between may stay where they are."""
     is_behind: torch.cuda.Event | None
     """The copy's end; None: it is over."""
 

@@ -16,7 +16,7 @@ from hisparse_pd.decode_node import key_pages
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.protocol.messages import Extent
-from tests.gpu.support import DEVICE, needs_gpu
+from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu
 
@@ -68,19 +68,22 @@ def test_pages_come_back_as_they_went(
 
 
 def test_copies_wait_for_the_work_in_front(memory: DecodeMemory) -> None:
-    """A step that was launched before may still read the pages that come up, or write those that go down."""
+    """A step that was launched before may still read the pages that come up, or write those that go down. The
+    engine's loop waits for neither."""
     down, up = (slots_of(extents).to(DEVICE) for extents in (DOWN, UP))
     with closing(KeyPages(memory, PAGE)) as pages:
         memory.index.fill_(3)
         torch.cuda.synchronize()
         torch.cuda._sleep(20_000_000)  # some 10 ms of the current stream
         memory.index[:, down] = 7
-        first = pages.copy_down(DOWN, HOST)
+        with no_waiting():
+            first = pages.copy_down(DOWN, HOST)
         assert first is not None
         first.synchronize()
         torch.cuda._sleep(20_000_000)
         read = memory.index[:, up].clone()
-        second = pages.copy_up(HOST, UP)
+        with no_waiting():
+            second = pages.copy_up(HOST, UP)
         assert second is not None
         second.synchronize()
         assert bool((read == 3).all())
