@@ -23,7 +23,8 @@ class HeldMatch(NamedTuple):
     parts: tuple[tuple[Prefix, int], ...]
     """The prefixes that have these pages, each with the number of its pages that match."""
     taken: SlotCounts
-    """The slots of those pages that count as free until the prompt's request shares them."""
+    """Slots for those pages that count as free until the prompt's request shares them: their own, or those
+    that it gives them again where they have moved down."""
 
 
 class HeldMatches:
@@ -54,8 +55,15 @@ class HeldMatches:
         if match is None:
             return HeldMatch(0, (), SlotCounts())
         parts = tuple(match.parts())
-        unused = (max(0, num - self.pinned.get(part, 0)) for part, num in parts if not part.num_users)
-        return HeldMatch(match.num_pages, parts, SlotCounts.of(kinds, sum(unused) * self._page_size))
+        num_unused = num_down = 0
+        for part, num in parts:
+            num_slots = max(0, num - self.pinned.get(part, 0)) * self._page_size
+            if not part.num_users:
+                num_unused += num_slots
+            elif part.is_down:  # a copy of what follows it uses it, and no request
+                num_down += num_slots
+        taken = SlotCounts.of(kinds, num_unused) + SlotCounts(index=num_down)
+        return HeldMatch(match.num_pages, parts, taken)
 
     def is_counted_on(self, match: HeldMatch) -> bool:
         """Return whether running requests use pages of ``match`` that are not pinned yet. The order in which

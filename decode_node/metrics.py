@@ -87,7 +87,7 @@ class Metrics:
         )
         queued = requests.num_queued()
         num_running, num_queued = running.total(), queued.total()
-        num_landing = len(requests.select(RequestState.LANDING))
+        num_landing = len(requests.select(RequestState.LANDING, RequestState.FETCHING))
 
         gauges = {
             "num_running_reqs": num_running,
@@ -129,6 +129,8 @@ class Metrics:
         for name, total in swap_ins._asdict().items():
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
+        counters["held_moved_down_tokens_total"] = float(requests.held.num_moved_down_tokens)
+        counters["held_fetched_tokens_total"] = float(requests.held_tier.num_fetched_tokens)
         counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
         return counters
 

@@ -63,7 +63,7 @@ class NextPlan:
             self.limits,
             self._requests.available,
             running,
-            self._requests.select(RequestState.LANDING),
+            self._requests.select(RequestState.LANDING, RequestState.FETCHING),
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,

@@ -125,7 +125,7 @@ def _waits_for_first_sample(draft: PlanDraft, request: Request) -> bool:
     first, page_size = request.first_sample, draft.limits.page_size
     if first is None:
         return False
-    if first.state is RequestState.LANDING:
+    if first.state in (RequestState.LANDING, RequestState.FETCHING):
         return waits_for_landing(request, first.mode, first.held_prefix_tokens, page_size)
     admission = draft.admissions.get(first)
     if admission is None:
