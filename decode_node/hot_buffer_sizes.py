@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
@@ -34,6 +34,41 @@ def spare_capacity(draft: PlanDraft, request: Request) -> int:
     spare = draft.spare_device() // page_size * page_size
     capacity = min(draft.limits.max_capacity(request), spare)
     return capacity if capacity >= draft.limits.min_capacity(request) else 0
+
+
+def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether a request of the queue may take ``num_taken`` device slots for its pages, so that all
+    requests together miss least.
+
+    That is so if all others that are hisparse or wait can then have hot buffers of half as many entries, or
+    of the largest size. Misses halve with each doubling (docs/decisions.md). So a request with ``s`` slots
+    that takes a hot buffer of ``c`` entries, as others have, misses ``k / c``, and the ``s - c`` slots that
+    it leaves save others ``k * (s - c) / c**2``: more if ``c`` is below ``s / 2``.
+    """
+    limits = draft.limits
+    most = max(1, min(limits.largest_hot_buffer or limits.device_buffer_size, num_taken // 2))
+
+    def lacked(request: Request, num_slots: int) -> int:
+        return limits.in_pages(limits.max_capacity(request, most)) - num_slots
+
+    left = draft.spare_device() - num_taken
+    for request in draft.running:  # what one has beyond that, others can get
+        if request.mode is Mode.HISPARSE:
+            left -= lacked(request, request.num_device_slots)
+    for request in draft.landing:
+        if request.mode is Mode.HISPARSE:
+            left -= max(0, lacked(request, request.num_device_slots))
+    for admission in draft.admissions.values():
+        if admission.mode is Mode.HISPARSE:
+            left -= max(0, lacked(admission.request, limits.in_pages(admission.hot_capacity)))
+    # Who waits for a row does not need slots yet.
+    for request in draft.queue.first(draft.available.req_row - 1):
+        if request.flag is HisparseFlag.FALSE:
+            num_tokens = min(request.num_prompt_tokens + limits.growth_tokens, request.life_tokens)
+            left -= limits.in_pages(num_tokens)
+        else:
+            left -= lacked(request, 0)
+    return left >= 0
 
 
 def _share_of(draft: PlanDraft) -> int:
@@ -96,15 +131,15 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
     """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
     those admitted first come first. This is a plan's last part, so ``draft.note_change``, which later parts
     would read, is not called."""
-    if draft.exchanges or draft.admissions or draft.available.device <= draft.device_margin:
+    full_size, kept = draft.limits.device_buffer_size, _kept_for_arrival(draft.limits)
+    if draft.exchanges or draft.admissions or draft.available.device <= kept:
         return
-    full_size = draft.limits.device_buffer_size
     small = [r for r in draft.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
     for request in sorted(small, key=_admission_order):
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
         if capacity > request.hot_capacity and request.has_next_step:
-            is_spare = draft.spare_device() - gain.device >= draft.device_margin
+            is_spare = draft.spare_device() - gain.device >= kept
             if is_spare and draft.may_give(gain, draft.reserve):
                 draft.exchanges[request] = Exchange(request, capacity)
                 draft.give(gain, draft.reserve)
@@ -122,7 +157,7 @@ def use_free_slots(draft: PlanDraft) -> None:
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
         return
-    spare = draft.unheld_device() - limits.in_pages(limits.device_buffer_size)
+    spare = draft.unheld_device() - _kept_for_arrival(limits)
     if spare <= 0:
         return
     share = _share_of(draft)
@@ -138,6 +173,11 @@ def use_free_slots(draft: PlanDraft) -> None:
     if best is not None and draft.may_give(slots, draft.reserve):
         draft.exchanges[best.request] = best
         draft.give(slots, draft.reserve)
+
+
+def _kept_for_arrival(limits: Limits) -> int:
+    """Return the device slots that stay free for the next arrival: those of a hot buffer of the full size."""
+    return limits.in_pages(limits.device_buffer_size)
 
 
 def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:

@@ -13,7 +13,7 @@ from typing import assert_never
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import shrink_hot_buffers, spare_capacity
+from hisparse_pd.decode_node.hot_buffer_sizes import leaves_hot_buffers, shrink_hot_buffers, spare_capacity
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -46,16 +46,13 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
     whole_life = (request.life_tokens,)
     if request.dense_refusal or Mode.DENSE not in modes:
         return _admit_hisparse(draft, request)
-    if Mode.HISPARSE not in modes or _leaves_device_margin(draft, request):
+    if Mode.HISPARSE not in modes:
         return _admit_dense(draft, request, whole_life)
-    return _admit_hisparse(draft, request) or _admit_dense(draft, request, whole_life)
-
-
-def _leaves_device_margin(draft: PlanDraft, request: Request) -> bool:
-    """Return whether the device pool keeps its margin if the request gets pages for its whole life."""
     held = draft.matches.find(request, Mode.DENSE)
     need = _need(draft.limits, request, Mode.DENSE, request.life_tokens, held)
-    return draft.spare_device() - need.device - held.taken.device >= draft.device_margin
+    if leaves_hot_buffers(draft, need.device + held.taken.device):
+        return _admit_dense(draft, request, whole_life) or _admit_hisparse(draft, request)
+    return _admit_hisparse(draft, request) or _admit_dense(draft, request, whole_life)
 
 
 def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
@@ -20,8 +22,23 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Growth
 
-AUTO_DENSE_MARGIN = 0.25
-"""Part of the device pool that must stay free for hot buffers if ``auto`` is to be dense."""
+
+class Queue:
+    """The requests of the queue that a plan has not decided about so far, in order of arrival. They are read
+    as they are needed: thousands may wait."""
+
+    def __init__(self, waiting: Iterable[Request]) -> None:
+        self._unread = iter(waiting)
+        self._read: deque[Request] = deque()
+
+    def pop(self) -> Request | None:
+        """Take the first request out; None if there is none."""
+        return self._read.popleft() if self._read else next(self._unread, None)
+
+    def first(self, most: int) -> Iterator[Request]:
+        """Iterate over up to ``most`` of the first requests."""
+        self._read.extend(islice(self._unread, max(0, most - len(self._read))))
+        return islice(self._read, most)
 
 
 class _Changed(NamedTuple):
@@ -45,6 +62,7 @@ class PlanDraft:
     running: Sequence[Request]
     landing: Sequence[Request]
     matches: HeldMatches
+    queue: Queue
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: dict[Request, Admission] = field(default_factory=dict)
@@ -121,11 +139,6 @@ class PlanDraft:
         """Return the free device slots in which nothing is held, beyond those that are left for growth. The
         plan must have admitted nobody."""
         return max(0, self.available.device - self.matches.unused.device - self._kept_for_growth.device)
-
-    @property
-    def device_margin(self) -> float:
-        """Device slots that must stay free if ``auto`` is to be dense, or hot buffers are to grow."""
-        return AUTO_DENSE_MARGIN * self.limits.totals.device
 
     # --- admissions -------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source, local_modes
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress
-from hisparse_pd.decode_node.plan_draft import AUTO_DENSE_MARGIN
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -256,15 +255,15 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                     assert now[: len(slots[kind])] == slots[kind], "a position has lost its slot"
 
     def _check_hot_buffers_are_large(self) -> None:
-        """As far as the margin leaves them room, and no page is wanted by dense requests."""
+        """As far as a hot buffer's slots stay free, and no page is wanted by dense requests."""
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
             return
-        spare = self.rooms.available.device - AUTO_DENSE_MARGIN * TOTALS.device
+        spare = self.rooms.available.device - self.limits.in_pages(self.limits.device_buffer_size)
         for request in running:
             if 0 < request.hot_capacity < request.next_seq_len:
                 gain = self.limits.in_pages(self.limits.max_capacity(request)) - request.num_device_slots
-                assert gain == 0 or spare < gain, "a hot buffer misses beside free slots"
+                assert gain <= 0 or spare < gain, "a hot buffer misses beside free slots"
 
     def _run_step(self, admitted: bool) -> None:
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]

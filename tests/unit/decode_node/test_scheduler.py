@@ -94,11 +94,11 @@ class Node:
 @pytest.mark.parametrize(
     ("flag", "num_prompt_tokens", "mode", "need"),
     [
-        # Dense takes whole pages of the device pool; 160 * 0.25 = 40 slots stay free for auto.
+        # Dense takes whole pages of the device pool, and auto all of them while it is alone.
         (FALSE, 100, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
-        (AUTO, 112, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
-        # One page more, and auto is not comfortable.
-        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=128, device=64, index=128, lookup=128, aux=1, req_row=1)),
+        (AUTO, 160, Mode.DENSE, SlotCounts(device=160, index=160, aux=1, req_row=1)),
+        # More than the device pool has.
+        (AUTO, 161, Mode.HISPARSE, SlotCounts(host=176, device=64, index=176, lookup=176, aux=1, req_row=1)),
         # A hot buffer never exceeds the whole life.
         (TRUE, 30, Mode.HISPARSE, SlotCounts(host=32, device=32, index=32, lookup=32, aux=1, req_row=1)),
         # Not even when the top-k does.
@@ -119,7 +119,8 @@ def test_what_a_request_gets(
 
 def test_auto_takes_what_is_possible_at_all() -> None:
     node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=100)))
-    node.arrive(AUTO, 150)  # Not comfortable dense, but beyond the host pool.
+    node.arrive(AUTO, 150)  # Beyond the host pool.
+    node.arrive(AUTO, 20)  # It would have too small a hot buffer.
     assert node.plan().admissions[0].mode is Mode.DENSE
     blocked = node.arrive(AUTO, 20)
     blocked.dense_refusal = "page sizes differ"
@@ -187,7 +188,48 @@ def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
     assert late.state is RequestState.RUNNING
 
 
-def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> None:
+MANY = Limits(
+    totals=SlotCounts(host=20000, device=16 * 272, index=40000, lookup=20000, aux=100, req_row=40),
+    page_size=16,
+    max_context=300,
+    index_topk=20,
+    device_buffer_size=32,
+    growth_tokens=16,
+    largest_hot_buffer=128,
+)
+"""Limits under which 16 dense requests of 272 tokens fill the device pool."""
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_dense"), [(1, 1), (16, 16), (17, 15), (24, 8), (32, 1), (34, 0), (100, 0)]
+)
+def test_auto_is_dense_while_all_others_could_have_the_largest_hot_buffer(
+    num_requests: int, num_dense: int
+) -> None:
+    """With n requests of which d are dense, d * 272 + (n - d) * 128 slots of 4,352 are needed. Only 40 run at
+    a time, and the others do not count."""
+    node = Node(MANY)
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(num_requests)]
+    node.step()
+    running = [request for request in requests if request.state is RequestState.RUNNING]
+    assert len(running) == min(40, num_requests)
+    assert [request.mode for request in running[:num_dense]] == [Mode.DENSE] * num_dense
+    assert [request.mode for request in running[num_dense:]] == [Mode.HISPARSE] * (len(running) - num_dense)
+
+
+def test_what_hot_buffers_have_beyond_their_use_is_room_for_auto() -> None:
+    """A request of 64 tokens leaves its pages only for hot buffers of less than half as many entries."""
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=320)))
+    large = [node.arrive(TRUE, 200, max_new_tokens=40) for _ in range(3)]
+    node.step()
+    settled(node)
+    assert [request.hot_capacity for request in large] == [96, 96, 96]
+    short, long = node.arrive(AUTO, 60, max_new_tokens=5), node.arrive(AUTO, 200, max_new_tokens=5)
+    node.step()
+    assert [request.mode for request in (short, long)] == [Mode.DENSE, Mode.HISPARSE]
+
+
+def test_auto_is_dense_beyond_that_rather_than_waiting_for_the_host() -> None:
     node = Node()
     hisparse = node.arrive(TRUE, 390)
     node.step()
@@ -213,7 +255,7 @@ def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None
     assert [exchange.request for exchange in plan.exchanges] == [requests[1]]
     assert [request.hot_capacity for request in requests] == [64, 21, 32]
     assert fourth.hot_capacity == 32
-    # 64 of 160 are free again: less than the margin of 40 would be left.
+    # 64 of 160 are free again: after an exchange there would be less than a hot buffer for the next one.
     end(node.rooms, requests[0])
     assert node.plan() == StepPlan()
     # With 96 free, the oldest gets its 64 back, the other does not.
