@@ -1,6 +1,6 @@
 """Decides how many device slots each hisparse request has, by those that one plan has to spare. Pure.
 
-``mode_choice.py`` asks for the size of a new hot buffer, and takes slots from others if nothing but device
+``mode_choice.py`` asks for the size of a new hot buffer, and lets others make room if nothing but device
 slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
 buffers their full size back, and requests more of what is free then. A request gets other device slots by an
 ``Exchange``, which replaces all of them before the next step.
@@ -13,6 +13,7 @@ from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.growth import exchanges_of_pages
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -71,16 +72,18 @@ def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
     return left >= 0
 
 
-def _share_of(draft: PlanDraft) -> int:
-    """Return how many entries each hot buffer has if all hisparse requests divide what dense ones leave of
-    the device pool: no fewer than the full size, and no more than the largest."""
+def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> int:
+    """Return how many entries each hot buffer has if all hisparse requests, and ``num_more``, divide what
+    dense ones leave of the device pool, and ``num_more_slots``: no fewer than the full size, and no more than
+    the largest."""
     limits = draft.limits
     if limits.largest_hot_buffer <= limits.device_buffer_size:
         return limits.device_buffer_size
-    num_slots, num_hisparse = limits.totals.device, 0
+    num_slots, num_hisparse = limits.totals.device + num_more_slots, num_more
     for request in (*draft.running, *draft.landing):
-        num_slots -= request.num_device_slots if request.mode is Mode.DENSE else 0
-        num_hisparse += request.mode is Mode.HISPARSE
+        is_dense = request.mode is Mode.DENSE and request not in draft.exchanges
+        num_slots -= request.num_device_slots if is_dense else 0
+        num_hisparse += not is_dense
     for admission in draft.admissions.values():
         num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
         num_hisparse += admission.mode is Mode.HISPARSE
@@ -89,18 +92,71 @@ def _share_of(draft: PlanDraft) -> int:
     return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
 
 
-def shrink_hot_buffers(draft: PlanDraft, num_needed: int, *, may_be_small: bool) -> bool:
-    """Make ``num_needed`` device slots spare. Returns whether they are; if not, nothing shrinks.
+def make_room(
+    draft: PlanDraft, num_needed: int, *, dense_may_leave: bool, hot_buffers_may_be_small: bool = False
+) -> bool:
+    """Make ``num_needed`` device slots spare. Returns whether they are; if not, hot buffers stay as they are.
 
     First those with more than their share of the pool, residents among them, get that share, then the full
-    size; only if that is not enough and ``may_be_small``, all shrink to their minimum. Each time those
-    admitted last come first.
+    size. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
+    if ``dense_may_leave``, and at last all hot buffers shrink to their minimum, if they may be small. Each
+    time those admitted last come first.
     """
     limits, share = draft.limits, _share_of(draft)
-    sizes: list[Callable[[Request], int]] = [lambda r: limits.max_capacity(r, share), limits.max_capacity]
-    if may_be_small:
-        sizes.append(limits.min_capacity)
-    return any(_shrink(draft, capacity_of, num_needed) for capacity_of in sizes)
+    return (
+        _shrink(draft, lambda r: limits.max_capacity(r, share), num_needed)
+        or _shrink(draft, limits.max_capacity, num_needed)
+        or (dense_may_leave and _let_dense_leave(draft, num_needed))
+        or (hot_buffers_may_be_small and _shrink(draft, limits.min_capacity, num_needed))
+    )
+
+
+def _let_dense_leave(draft: PlanDraft, num_needed: int) -> bool:
+    """Let dense requests of ``auto`` leave their pages until ``num_needed`` device slots are spare once hot
+    buffers shrink to the full size. Returns whether they are. Nobody leaves if that cannot be enough."""
+    limits = draft.limits
+    leaving = list(_leaving(draft))
+    most = sum(r.num_device_slots - limits.in_pages(limits.max_capacity(r)) for r in leaving)
+    most += sum(gain for _, gain in _gains(draft, limits.max_capacity))
+    if draft.spare_device() + most < num_needed:
+        return False
+    for request in leaving:
+        # The one that leaves and the one that comes are hisparse, and the pages are there for all.
+        if _leave(draft, request, _share_of(draft, 2, request.num_device_slots)) and (
+            draft.spare_device() >= num_needed or _shrink(draft, limits.max_capacity, num_needed)
+        ):
+            return True
+    return False
+
+
+def _leaving(draft: PlanDraft) -> Iterator[Request]:
+    """Yield the dense requests of ``auto`` that may leave pages of more slots than a hot buffer of the full
+    size has, those admitted last first."""
+    limits = draft.limits
+    for request in sorted(filter(draft.may_leave_pages, draft.running), key=_admission_order, reverse=True):
+        if request.num_device_slots > limits.in_pages(limits.max_capacity(request)):
+            yield request
+
+
+def _leave(draft: PlanDraft, request: Request, capacity: int) -> bool:
+    """Let a dense request leave its pages for a hot buffer of at most ``capacity`` entries. Returns whether
+    it may."""
+    limits = draft.limits
+    capacity = limits.max_capacity(request, min(capacity, request.num_device_slots - limits.page_size))
+    return any(
+        draft.leave_pages(exchange, given)
+        for exchange, given in exchanges_of_pages(limits, request, capacity)
+    )
+
+
+def _gains(draft: PlanDraft, capacity_of: Callable[[Request], int]) -> Iterator[tuple[Request, int]]:
+    """Yield the hisparse requests that have more device slots than hot buffers of ``capacity_of`` entries,
+    those admitted last first, each with the number that it has more."""
+    hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
+    for request in sorted(hisparse, key=_admission_order, reverse=True):
+        gain = request.num_device_slots - draft.limits.in_pages(capacity_of(request))
+        if gain > 0:
+            yield request, gain
 
 
 def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed: int) -> bool:
@@ -108,22 +164,15 @@ def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed:
     device slots are spare. Returns whether they are; if that cannot be reached, nothing shrinks."""
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
-    for request in sorted(hisparse, key=_admission_order, reverse=True):
+    for request, gain in _gains(draft, capacity_of):
         if spare >= num_needed:
             break
-        gain = request.num_device_slots - draft.limits.in_pages(capacity_of(request))
-        if gain > 0:
-            gains.append((request, gain))
-            spare += gain
+        gains.append((request, gain))
+        spare += gain
     if spare < num_needed:
         return False
     for request, gain in gains:
-        draft.exchanges[request] = Exchange(request, capacity_of(request))
-        freed = SlotCounts(device=gain)
-        # A reserve that was made before expects these slots at the request's end, later than they are free.
-        draft.note_change(request, request.mode, request.owned_slots - freed)
-        draft.available += freed
+        draft.make_hot_buffer(Exchange(request, capacity_of(request)), SlotCounts(device=gain))
     return True
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
-from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
@@ -46,6 +46,15 @@ class _Changed(NamedTuple):
 
     mode: Mode
     owned: SlotCounts
+
+
+class Mark(NamedTuple):
+    """What of a draft changes when running requests make room for others."""
+
+    available: SlotCounts
+    exchanges: dict[Request, Exchange]
+    changed: dict[Request, _Changed]
+    reserve: Reserve | None
 
 
 @dataclass
@@ -130,6 +139,54 @@ class PlanDraft:
     def note_change(self, request: Request, mode: Mode, owned: SlotCounts) -> None:
         """Note the mode and the slots that the plan leaves a running request with."""
         self._changed[request] = _Changed(mode, owned)
+
+    def make_hot_buffer(self, exchange: Exchange, freed: SlotCounts) -> None:
+        """Exchange a hisparse request's device slots for a smaller hot buffer. ``freed``: those that it gives
+        back."""
+        request = exchange.request
+        self.exchanges[request] = exchange
+        self.note_change(request, request.mode, request.owned_slots - freed)
+        self.available += freed
+        self._reserve = None  # it expects these slots at the request's end, later than they are free
+
+    def may_leave_pages(self, request: Request) -> bool:
+        """Return whether a running request of ``auto`` is dense and may leave its pages in this plan, to make
+        room for others. Further samples of its prompt count on its pages."""
+        return (
+            request.mode is Mode.DENSE
+            and request.flag is HisparseFlag.AUTO
+            and request.may_leave_pages
+            and not request.has_further_samples
+            and request.has_next_step
+            and request not in self._changed
+        )
+
+    def leave_pages(self, exchange: Exchange, given: SlotCounts) -> bool:
+        """Exchange a dense request's pages for a hot buffer, to make room for others, if all requests can
+        still end. Returns whether they can. ``given``: the slots that the exchange takes; device slots are
+        negative."""
+        request, available = exchange.request, self.available
+        if not (given + self._kept_for_growth).fits_in(available):
+            return False
+        self.available -= given
+        self.note_change(request, Mode.HISPARSE, request.owned_slots + given)
+        # One of the request's two ways to end is closed, so the present reserve may count on too much.
+        reserve = self._new_reserve(self.matches.pinned)
+        if not reserve.is_safe:
+            self.available = available
+            del self._changed[request]
+            return False
+        self._reserve = reserve
+        self.exchanges[request] = exchange
+        return True
+
+    def mark(self) -> Mark:
+        """Return what ``undo`` needs."""
+        return Mark(self.available, dict(self.exchanges), dict(self._changed), self._reserve)
+
+    def undo(self, mark: Mark) -> None:
+        """Undo all exchanges since ``mark``. Nothing may have been given away or admitted meanwhile."""
+        self.available, self.exchanges, self._changed, self._reserve = mark
 
     def spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""

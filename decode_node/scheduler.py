@@ -14,17 +14,18 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   life may still write, and pages that are set aside because of wrong rows.
 - Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
   (``local_kv.py``). The rest of the queue overtakes them.
-- ``auto`` is dense, with pages for its whole life, while all others that are hisparse or wait can have hot
-  buffers of use beside it (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse
-  lacks slots and the device pages are there.
+- ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside it
+  (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
+  pages are there.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
-- While the first in the queue lacks only device slots for a hot buffer, hot buffers larger than their minimum
-  shrink to it, those admitted last first. They get their full size back when nobody waits and one of the full
-  size stays free for the next arrival.
+- While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
+  theirs up for a hot buffer, those admitted last first, unless another of ``auto`` wants to be dense. If it
+  lacks them for a hot buffer, and that is not enough, hot buffers shrink to their minimum. They get their
+  full size back when nobody waits and one of the full size stays free for the next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
   and a hisparse request pages for all of its tokens. It gives up what exceeds the full size when others need
-  the slots, and its pages when it cannot get the next one.
+  the slots, before any dense request leaves its pages, and its pages when it cannot get the next one.
 - Slots for drafts come with the others if they are free; nobody waits for them.
 """
 

@@ -150,6 +150,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if not refusal(self.limits, request):
                 enqueue(self.rooms, request, float("inf"), is_local=bool(self._local_modes(request)))
                 self.stops_after[request.room] = stops_after
+                if first is not None:
+                    first.has_further_samples = True
                 first = first or request
 
     def _local_modes(self, request: Request) -> list[Mode]:
@@ -177,6 +179,21 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.step()
         self.arrive([later])
 
+    @rule(
+        lengths=st.lists(st.sampled_from([16, 22, 40]), min_size=1, max_size=3),
+        late=st.lists(ARRIVALS, min_size=1, max_size=3),
+    )
+    def fill_with_auto(self, lengths: list[int], late: list[Arrival]) -> None:
+        """Nothing but requests of ``auto`` runs, which are dense as far as they fit, when others come."""
+        for request in self.rooms.select(RequestState.RUNNING):
+            self.end(request)
+        for length in lengths:
+            self._arrive(HisparseFlag.AUTO, length, 8, 8, PEERS[0], "", None, 1)
+        self.step()
+        for request in self.landing():
+            self._start(request)
+        self.arrive(late)
+
     @precondition(lambda self: self.rooms.all())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -195,6 +212,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
+            if exchange.request.mode is Mode.DENSE and exchange.request.has_slots_for_next:
+                assert exchange.request.flag is HisparseFlag.AUTO
+                assert plan.admissions, "it leaves its pages, and nobody comes"
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
             assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"

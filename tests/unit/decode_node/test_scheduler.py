@@ -217,6 +217,77 @@ def test_auto_is_dense_while_all_others_could_have_the_largest_hot_buffer(
     assert [request.mode for request in running[num_dense:]] == [Mode.HISPARSE] * (len(running) - num_dense)
 
 
+def filled_by_auto(limits: Limits = MANY, num_requests: int = 16) -> tuple[Node, list[Request]]:
+    """Return a node whose device pool dense requests of ``auto`` fill."""
+    node = Node(limits)
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(num_requests)]
+    node.step()
+    assert {request.mode for request in requests} == {Mode.DENSE}
+    return node, requests
+
+
+@pytest.mark.parametrize(("flag", "num_leaving"), [(AUTO, 1), (TRUE, 1), (FALSE, 2)])
+def test_dense_requests_of_auto_leave_their_pages_for_who_waits(flag: HisparseFlag, num_leaving: int) -> None:
+    """Those admitted last leave first, for a hot buffer of their share; who must be dense gets the pages of
+    two."""
+    node, requests = filled_by_auto()
+    late = node.arrive(flag, 260, max_new_tokens=10)
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == requests[::-1][:num_leaving]
+    assert {exchange.hot_capacity for exchange in plan.exchanges} == {128}
+    assert late.state is RequestState.RUNNING
+    assert late.mode is (Mode.DENSE if flag is FALSE else Mode.HISPARSE)
+    leaving = plan.exchanges[0].request
+    assert (leaving.mode, leaving.num_retractions, leaving.has_slots_for_next) == (Mode.HISPARSE, 1, True)
+
+
+def test_hot_buffers_do_not_become_small_while_dense_requests_of_auto_may_leave() -> None:
+    node, requests = filled_by_auto()
+    late = [node.arrive(TRUE, 260, max_new_tokens=10) for _ in range(20)]
+    plan = node.step()
+    assert [each.request for each in plan.exchanges] == requests[:-5:-1]
+    assert all(request.hot_capacity == 32 for request in late)
+    assert all(each.hot_capacity >= 128 for each in plan.exchanges[:1])
+
+
+def test_who_must_be_dense_or_shares_pages_or_lacks_host_slots_keeps_its_pages() -> None:
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=3 * 272, host=400)))
+    first = node.arrive(AUTO, 250, 10, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharing = node.arrive(AUTO, 250, 10, family=1)
+    must_be_dense, of_auto = node.arrive(FALSE, 250, 10), node.arrive(AUTO, 250, 10)
+    node.step()
+    assert [r.mode for r in (sharing, must_be_dense, of_auto)] == [Mode.DENSE] * 3
+    assert sharing.held_prefix_tokens > 0
+    late = node.arrive(TRUE, 100, 10)
+    (exchange,) = node.plan().exchanges
+    assert exchange.request is of_auto
+    end(node.rooms, late)
+    node.arrive(TRUE, 200, 10)  # 208 of 400 host slots, of which the request of auto would take 272
+    assert node.plan() == StepPlan()
+
+
+def test_a_request_of_auto_does_not_leave_its_pages_for_another_that_could_be_dense() -> None:
+    """Without slots in the host pool both could only be dense."""
+    node, _ = filled_by_auto(replace(MANY, totals=replace(MANY.totals, host=0)))
+    node.arrive(AUTO, 260, max_new_tokens=10)
+    assert node.plan() == StepPlan()
+
+
+def test_first_samples_of_auto_keep_the_pages_that_further_ones_share() -> None:
+    node = Node(MANY)
+    first, second = (node.arrive(AUTO, 250, 10, family=1) for _ in range(2))
+    second.first_sample, first.has_further_samples = first, True
+    node.step()
+    node.step()
+    assert (first.num_shared_pages, second.num_shared_pages) == (15, 15)
+    alone = node.arrive(AUTO, 250, 10, family=2)
+    node.step()
+    assert (alone.mode, alone.num_shared_pages) == (Mode.DENSE, 0)
+    assert [node.rooms.held.unused.device, alone.may_leave_pages] == [0, True]
+
+
 def test_what_hot_buffers_have_beyond_their_use_is_room_for_auto() -> None:
     """A request of 64 tokens leaves its pages only for hot buffers of less than half as many entries."""
     node = Node(replace(MANY, totals=replace(MANY.totals, device=320)))
