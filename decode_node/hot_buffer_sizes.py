@@ -2,8 +2,9 @@
 
 ``mode_choice.py`` asks for the size of a new hot buffer, and lets others make room if nothing but device
 slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
-buffers their full size back, and requests more of what is free then. A request gets other device slots by an
-``Exchange``, which replaces all of them before the next step.
+buffers their full size back, and requests more of what is free then; where hot buffers are small beside dense
+requests of ``auto``, one of these leaves its pages. A request gets other device slots by an ``Exchange``,
+which replaces all of them before the next step.
 """
 
 from __future__ import annotations
@@ -77,9 +78,15 @@ def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> i
     dense ones leave of the device pool, and ``num_more_slots``: no fewer than the full size, and no more than
     the largest."""
     limits = draft.limits
-    if limits.largest_hot_buffer <= limits.device_buffer_size:
-        return limits.device_buffer_size
-    num_slots, num_hisparse = limits.totals.device + num_more_slots, num_more
+    num_hisparse, num_slots = _hisparse(draft)
+    entries = (num_slots + num_more_slots) // max(1, num_hisparse + num_more)
+    in_pages = entries // limits.page_size * limits.page_size
+    return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
+
+
+def _hisparse(draft: PlanDraft) -> tuple[int, int]:
+    """Return the number of hisparse requests, and the device slots that dense ones leave."""
+    num_hisparse, num_slots = 0, draft.limits.totals.device
     for request in (*draft.running, *draft.landing):
         is_dense = request.mode is Mode.DENSE and request not in draft.exchanges
         num_slots -= request.num_device_slots if is_dense else 0
@@ -87,9 +94,35 @@ def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> i
     for admission in draft.admissions.values():
         num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
         num_hisparse += admission.mode is Mode.HISPARSE
-    entries = num_slots // max(1, num_hisparse)
-    in_pages = entries // limits.page_size * limits.page_size
-    return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
+    return num_hisparse, num_slots
+
+
+def hisparse_pays(draft: PlanDraft) -> bool:
+    """Return whether one more hisparse request makes the node's tokens a second more (``miss_cost.py``):
+    beside the hot buffers that there are, or if a dense request of ``auto`` leaves its pages for both."""
+
+    def pays(num_more: int, num_more_slots: int = 0) -> bool:
+        return draft.miss_cost.pays(-_num_saved(draft, num_more, num_more_slots))
+
+    if pays(1):
+        return True
+    leaving = next(_leaving(draft), None)
+    return leaving is not None and pays(2, leaving.num_device_slots)
+
+
+def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether one more dense request does that if it takes ``num_taken`` device slots of those that
+    hot buffers could have."""
+    return draft.miss_cost.pays(-_num_saved(draft, 0, -num_taken))
+
+
+def _num_saved(draft: PlanDraft, num_more: int, num_more_slots: int) -> float:
+    """Return how many positions fewer a step misses, all hot buffers together, if there are ``num_more``
+    more of them, and ``num_more_slots`` more device slots for all."""
+    num_hisparse, num_slots = _hisparse(draft)
+    most = max(draft.limits.device_buffer_size, draft.limits.largest_hot_buffer)
+    present = draft.miss_cost.num_missed(num_hisparse, num_slots, most)
+    return present - draft.miss_cost.num_missed(num_hisparse + num_more, num_slots + num_more_slots, most)
 
 
 def make_room(
@@ -99,14 +132,14 @@ def make_room(
 
     First those with more than their share of the pool, residents among them, get that share, then the full
     size. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
-    if ``dense_may_leave``, and at last all hot buffers shrink to their minimum, if they may be small. Each
-    time those admitted last come first.
+    if ``dense_may_leave`` and that pays, and at last all hot buffers shrink to their minimum, if they may be
+    small. Each time those admitted last come first.
     """
     limits, share = draft.limits, _share_of(draft)
     return (
         _shrink(draft, lambda r: limits.max_capacity(r, share), num_needed)
         or _shrink(draft, limits.max_capacity, num_needed)
-        or (dense_may_leave and _let_dense_leave(draft, num_needed))
+        or (dense_may_leave and hisparse_pays(draft) and _let_dense_leave(draft, num_needed))
         or (hot_buffers_may_be_small and _shrink(draft, limits.min_capacity, num_needed))
     )
 
@@ -227,6 +260,24 @@ def use_free_slots(draft: PlanDraft) -> None:
 def _kept_for_arrival(limits: Limits) -> int:
     """Return the device slots that stay free for the next arrival: those of a hot buffer of the full size."""
     return limits.in_pages(limits.device_buffer_size)
+
+
+def share_pages(draft: PlanDraft) -> None:
+    """Let one dense request of ``auto`` leave its pages for a hot buffer if all hot buffers are so small that
+    they then miss less together, in the rest of its life by more than the copies that this takes.
+
+    The slots are for ``use_free_slots`` to give away. One request at a time sits steps out, as there.
+    """
+    if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
+        return
+    request = next(_leaving(draft), None)
+    if request is None:
+        return
+    num_steps = request.sampling.max_new_tokens - request.next_index
+    num_saved = num_steps * _num_saved(draft, 1, request.num_device_slots)
+    capacity = _share_of(draft, 1, request.num_device_slots)
+    if 0 < num_saved >= MIN_SAVED * (request.num_kv_tokens + capacity):
+        _leave(draft, request, capacity)
 
 
 def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:

@@ -12,7 +12,13 @@ from typing import assert_never
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import leaves_hot_buffers, make_room, spare_capacity
+from hisparse_pd.decode_node.hot_buffer_sizes import (
+    dense_pays,
+    hisparse_pays,
+    leaves_hot_buffers,
+    make_room,
+    spare_capacity,
+)
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -45,8 +51,13 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
         return _admit_dense(draft, request)
     held = draft.matches.find(request, Mode.DENSE)
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
-    need = _need(draft.limits, request, Mode.DENSE, num_tokens, held)
-    if leaves_hot_buffers(draft, need.device + held.taken.device):
+    num_taken = _need(draft.limits, request, Mode.DENSE, num_tokens, held).device + held.taken.device
+    if request.life_tokens <= draft.limits.max_life_dense and not hisparse_pays(draft):
+        if dense_pays(draft, num_taken) and _admit_dense(draft, request):
+            return True
+        if draft.has_dense:
+            return False  # it waits for the pages of one that ends
+    if leaves_hot_buffers(draft, num_taken):
         return _admit_dense(draft, request) or _admit_hisparse(draft, request)
     return _admit_hisparse(draft, request) or _admit_dense(draft, request)
 

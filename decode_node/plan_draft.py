@@ -18,6 +18,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
 from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Growth
@@ -72,6 +73,7 @@ class PlanDraft:
     landing: Sequence[Request]
     matches: HeldMatches
     queue: Queue
+    miss_cost: MissCost = CHEAP
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: dict[Request, Admission] = field(default_factory=dict)
@@ -179,6 +181,15 @@ class PlanDraft:
         self._reserve = reserve
         self.exchanges[request] = exchange
         return True
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a request runs or lands that is dense once the plan is carried out."""
+        live = any(
+            request.mode is Mode.DENSE and request not in self.exchanges
+            for request in (*self.running, *self.landing)
+        )
+        return live or any(admission.mode is Mode.DENSE for admission in self.admissions.values())
 
     def mark(self) -> Mark:
         """Return what ``undo`` needs."""

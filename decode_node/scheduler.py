@@ -16,13 +16,16 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   (``local_kv.py``). The rest of the queue overtakes them.
 - ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside it
   (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
-  pages are there.
+  pages are there. Where one more hisparse request would cost more than it brings (``hisparse_pays``), it
+  waits for the pages of a dense one that runs or lands.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
-  theirs up for a hot buffer, those admitted last first, unless another of ``auto`` wants to be dense. If it
-  lacks them for a hot buffer, and that is not enough, hot buffers shrink to their minimum. They get their
-  full size back when nobody waits and one of the full size stays free for the next arrival.
+  theirs up for a hot buffer, if that pays, those admitted last first, unless another of ``auto`` wants to be
+  dense. When nobody waits, they do so where hot buffers are small (``share_pages``).
+- If the first in the queue lacks device slots for a hot buffer, and that is not enough, hot buffers shrink to
+  their minimum. They get their full size back when nobody waits and one of the full size stays free for the
+  next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
   and a hisparse request pages for all of its tokens. It gives up what exceeds the full size when others need
   the slots, before any dense request leaves its pages, and its pages when it cannot get the next one.
@@ -39,9 +42,10 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
-from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, use_free_slots
+from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, share_pages, use_free_slots
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
 from hisparse_pd.decode_node.request import Request
@@ -63,16 +67,18 @@ def plan_step(
     held: PrefixTree,
     *,
     may_use_free: bool = False,
+    miss_cost: MissCost = CHEAP,
 ) -> StepPlan:
     """Return what to do before the next step.
 
     ``free``: slots that can be given away, those of ``held`` prefixes without users included. ``waiting``:
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
     and nothing has changed. ``stuck``: slots that may never be free again. ``may_use_free``: whether to look
-    for a request that makes use of free device slots, which takes a look at all that run.
+    for a request that makes use of device slots that are free, or others' pages, which takes a look at all
+    that run.
     """
     matches = HeldMatches(held, landing, limits.page_size)
-    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or ()))
+    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or ()), miss_cost)
     no_longer_local: list[Request] = []
     all_have_slots = grow(draft)
     if waiting is not None and all_have_slots:
@@ -82,6 +88,7 @@ def plan_step(
             enlarge_hot_buffers(draft)
             if may_use_free:
                 use_free_slots(draft)
+                share_pages(draft)
     return StepPlan(
         no_longer_local=tuple(no_longer_local),
         exchanges=tuple(draft.exchanges.values()),

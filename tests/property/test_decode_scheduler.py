@@ -24,6 +24,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source, local_modes
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantined
@@ -51,6 +52,10 @@ LIMITS = Limits(
     device_buffer_size=16,
     growth_tokens=6,
 )
+PRESENT_COST = MissCost(missed_entries=500.0, miss_secs=1.0, request_secs=200.0)
+"""A cost at which hisparse pays while hot buffers have some entries."""
+HIGH_COST = MissCost(missed_entries=500.0, miss_secs=1.0, request_secs=1.0)
+"""A cost at which it never pays."""
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
 Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None, int]
 ARRIVALS = st.tuples(
@@ -97,8 +102,16 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 3]),
         keeps_residents=st.booleans(),
         largest_hot_buffer=st.sampled_from([0, 24]),
+        miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST]),
     )
-    def choose(self, max_drafts: int, *, keeps_residents: bool, largest_hot_buffer: int = 0) -> None:
+    def choose(
+        self,
+        max_drafts: int,
+        *,
+        keeps_residents: bool,
+        largest_hot_buffer: int = 0,
+        miss_cost: MissCost = CHEAP,
+    ) -> None:
         """With drafts, the steps of requests verify some, where these have slots. Requests may get more of
         what is free than hot buffers of the full size."""
         self.limits = replace(
@@ -107,7 +120,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             keeps_residents=keeps_residents,
             largest_hot_buffer=largest_hot_buffer,
         )
-        self.next_plan = NextPlan(self.limits, self.rooms)
+        self.miss_cost = miss_cost
+        self.next_plan = self._new_plans()
+
+    def _new_plans(self) -> NextPlan:
+        plans = NextPlan(self.limits, self.rooms)
+        plans.miss_cost = self.miss_cost
+        return plans
 
     # --- front ------------------------------------------------------------------------------------
 
@@ -208,13 +227,14 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         were_local = {request for request in waiting if request.is_local}
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
-            assert NextPlan(self.limits, self.rooms).make(self.now) == plan, "somebody who fits is forgotten"
+            assert self._new_plans().make(self.now) == plan, "somebody who fits is forgotten"
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             if exchange.request.mode is Mode.DENSE and exchange.request.has_slots_for_next:
                 assert exchange.request.flag is HisparseFlag.AUTO
-                assert plan.admissions, "it leaves its pages, and nobody comes"
+                is_for_others = self.miss_cost is PRESENT_COST and not waiting
+                assert plan.admissions or is_for_others, "it leaves its pages, and nobody comes"
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
             assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"

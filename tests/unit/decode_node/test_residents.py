@@ -13,13 +13,15 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing
+from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing, step_line
 from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.miss_cost import CHEAP
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Exchange
 from tests.unit.decode_node.speculation_support import (
     HOT_BUFFER,
+    MAX_DRAFTS,
     NUM_NEW,
     PROMPTS,
     TOP_K,
@@ -163,6 +165,21 @@ def test_tokens_equal_the_oracle_when_dense_requests_of_auto_make_room(
             node.turn_until(lambda: any(r.num_retractions for r in requests.select(RequestState.RUNNING)))
         node.finish([*dense, *late], expected)
     assert (dense[1].stats.num_retractions, dense[1].stats.mode) == (1, Mode.HISPARSE)
+
+
+def test_plans_learn_what_hot_buffers_miss(
+    node: EngineHarness, expected: dict[Prompt, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_line, "STEPS_BETWEEN_ESTIMATES", 1)
+    plans = node.engine.steps.next_plan
+    assert plans.miss_cost == CHEAP
+    with drafts(node, MAX_DRAFTS):
+        node.finish([node.generate(LONG[1], NUM_NEW, HisparseFlag.TRUE)], expected)
+    assert plans.miss_cost.missed_entries > 0
+    assert plans.miss_cost.miss_secs == 0, "without a GPU misses cost nothing"
+    node.turn_until(lambda: node.stats and node.stats.gauges["step_seconds_per_req"] > 0)
+    assert node.stats is not None
+    assert node.stats.gauges["host_link_bytes_per_second"] == node.stats.gauges["miss_seconds_per_req"] == 0
 
 
 @pytest.mark.I3

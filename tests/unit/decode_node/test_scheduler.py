@@ -15,6 +15,7 @@ from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -48,6 +49,7 @@ class Node:
         self.limits = limits
         self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0)
         self.num_requests = 0
+        self.miss_cost = CHEAP
 
     def arrive(
         self,
@@ -75,6 +77,7 @@ class Node:
             self.rooms.stuck(now),
             self.rooms.held,
             may_use_free=True,
+            miss_cost=self.miss_cost,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
@@ -286,6 +289,85 @@ def test_first_samples_of_auto_keep_the_pages_that_further_ones_share() -> None:
     node.step()
     assert (alone.mode, alone.num_shared_pages) == (Mode.DENSE, 0)
     assert [node.rooms.held.unused.device, alone.may_leave_pages] == [0, True]
+
+
+# --- what misses cost ----------------------------------------------------------------------------------
+
+
+def cost_of(miss_secs: float, num_missed: int = 10) -> MissCost:
+    """Return the cost of ``num_missed`` misses a step with 128 entries, where a request's part of a step
+    takes a second."""
+    return MissCost(missed_entries=128 * num_missed, miss_secs=miss_secs, request_secs=1.0)
+
+
+def test_auto_waits_for_pages_where_misses_cost_more_than_a_request_brings() -> None:
+    """The first hisparse request would take 128 slots and make another leave its pages: 20 misses."""
+    node, requests = filled_by_auto()
+    node.miss_cost = cost_of(0.06)
+    late = node.arrive(AUTO, 260, max_new_tokens=10)
+    assert node.plan() == StepPlan()
+    node.miss_cost = cost_of(0.04)
+    assert [each.mode for each in node.plan().admissions] == [Mode.HISPARSE]
+    node.miss_cost = cost_of(0.06)
+    end(node.rooms, requests[3])
+    node.step()
+    assert late.mode is Mode.DENSE
+
+
+def test_auto_is_dense_whatever_others_then_lack_where_hisparse_does_not_pay() -> None:
+    node = Node(MANY)
+    node.miss_cost = cost_of(1.0)
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(24)]
+    node.step()
+    assert [request.state is RequestState.RUNNING for request in requests] == [True] * 16 + [False] * 8
+    assert {request.mode for request in requests[:16]} == {Mode.DENSE}
+
+
+def test_auto_waits_for_the_end_of_a_dense_request_alone() -> None:
+    """None runs here, and pages would make the hot buffers of the others as small as a hot buffer would."""
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=160)))
+    node.miss_cost = cost_of(1.0)
+    requests = [node.arrive(AUTO, num_tokens, 10) for num_tokens in (200, 200, 140)]
+    node.step()
+    assert [request.mode for request in requests] == [Mode.HISPARSE] * 3
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=160)))
+    node.miss_cost = cost_of(1.0)
+    lost = _lose(node, FALSE, 100)
+    alone = node.arrive(AUTO, 100, 10)
+    node.step(now=1.0)
+    assert alone.mode is Mode.HISPARSE, "the pages that it lacks may never be free"
+    node.rooms.quarantine.quiet(lost.room, False, now=2.0)
+
+
+@pytest.mark.parametrize("flag", [TRUE, FALSE])
+def test_no_dense_request_leaves_its_pages_where_that_does_not_pay(flag: HisparseFlag) -> None:
+    node, requests = filled_by_auto()
+    node.miss_cost = cost_of(0.06)
+    node.arrive(flag, 100, 10)
+    assert node.plan() == StepPlan()
+    end(node.rooms, requests[0])
+    assert len(node.plan().admissions) == 1
+
+
+def test_dense_requests_of_auto_leave_their_pages_where_hot_buffers_are_small() -> None:
+    """Three of 18 requests share 272 slots, and miss 423 positions a step. One that leaves makes that four in
+    544, which miss 400. The next would save none: all can have 128 entries by then."""
+    node = Node(replace(MANY, growth_tokens=64))
+    dense = [node.arrive(AUTO, 210, max_new_tokens=60) for _ in range(15)]
+    node.step()
+    hisparse = [node.arrive(TRUE, 210, max_new_tokens=60) for _ in range(3)]
+    node.step()
+    assert [each.mode for each in (*dense, *hisparse)] == [Mode.DENSE] * 15 + [Mode.HISPARSE] * 3
+    assert node.plan() == StepPlan(), "nobody has missed anything so far"
+    node.miss_cost = cost_of(0.0, num_missed=10)
+    assert node.plan() == StepPlan(), "the copies are more than it would save"
+    node.miss_cost = cost_of(0.0, num_missed=100)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(dense[-1], 128)]
+    dense[-1].is_filling = True
+    assert node.plan().exchanges == (), "one at a time sits out"
+    dense[-1].is_filling = False
+    assert node.plan().exchanges == ()
 
 
 def test_what_hot_buffers_have_beyond_their_use_is_room_for_auto() -> None:
