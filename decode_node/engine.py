@@ -31,6 +31,7 @@ from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.miss_cost import MissCosts
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.plan_moves import PlanMoves
 from hisparse_pd.decode_node.prefill_events import PrefillEvents
@@ -173,8 +174,16 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             self.plan_moves,
             most_drafts=settings.speculative_num_steps,
             scrubber=Scrubber(self.tables),
+            miss_costs=MissCosts(spec.index_topk, self._miss_secs()),
         )
         self._last_turn_at = float("inf")  # no time lies between the start and the first turn
+
+    def _miss_secs(self) -> float:
+        """Return the seconds in which a position's items come from the host pool, by the link's rate; 0.0
+        without a GPU."""
+        self.host_link_rate = self.memory.measure_host_link()
+        position_bytes = self._spec.item_bytes * self._spec.num_kv_layers
+        return position_bytes / self.host_link_rate if self.host_link_rate else 0.0
 
     @staticmethod
     def registered_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
@@ -318,4 +327,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             lanes=self.peers.lanes,
             step=self.steps.num_launched,
             now=now,
+            host_link_rate=self.host_link_rate,
+            miss_cost=self.steps.next_plan.miss_cost,
+            hot_capacity=self.limits.device_buffer_size,
         )

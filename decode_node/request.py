@@ -349,9 +349,13 @@ class Request:
 
     @property
     def may_share(self) -> bool:
-        """Whether others may use its prompt's pages while it runs. A dense request without pages for its
-        whole life may have to give them up, and shares none."""
-        return self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
+        """Whether others may use its prompt's pages while it runs. A dense request shares none that it may
+        have to give up: without pages for its whole life, or to make room for others (``auto``), unless
+        further samples wait for them."""
+        if self.mode is Mode.HISPARSE:
+            return True
+        keeps_pages = self.flag is HisparseFlag.FALSE or self.has_further_samples
+        return keeps_pages and self.reserved_tokens >= self.life_tokens
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:

@@ -33,6 +33,7 @@ from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.metrics import Metrics
+from hisparse_pd.decode_node.miss_cost import MissCosts
 from hisparse_pd.decode_node.peer_events import RoomMessage
 from hisparse_pd.decode_node.plan_moves import PlanMoves
 from hisparse_pd.decode_node.prefill_events import PrefillEvents
@@ -275,6 +276,7 @@ class Node:
             self.plan_moves,
             most_drafts=max_drafts,
             scrubber=Scrubber(self.tables),
+            miss_costs=MissCosts(spec.index_topk, 0.0),
         )
         by_turns = count()
         self.steps.draft_choice.choose = lambda num_reqs, most: min(next(by_turns) % 3, most)  # type: ignore[method-assign]

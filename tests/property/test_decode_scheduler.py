@@ -28,9 +28,9 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source, local_modes
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress
-from hisparse_pd.decode_node.plan_draft import AUTO_DENSE_MARGIN
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -57,6 +57,10 @@ LIMITS = Limits(
     device_buffer_size=16,
     growth_tokens=6,
 )
+PRESENT_COST = MissCost(missed_entries=500.0, miss_secs=1.0, request_secs=200.0)
+"""A cost at which hisparse pays while hot buffers have some entries."""
+HIGH_COST = MissCost(missed_entries=500.0, miss_secs=1.0, request_secs=1.0)
+"""A cost at which it never pays."""
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
 Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None, int]
 ARRIVALS = st.tuples(
@@ -104,6 +108,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         keeps_residents=st.booleans(),
         largest_hot_buffer=st.sampled_from([0, 24]),
         num_index_slots=st.sampled_from([0, 40, 60]),
+        miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST]),
     )
     def choose(
         self,
@@ -112,6 +117,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         keeps_residents: bool,
         largest_hot_buffer: int = 0,
         num_index_slots: int = 0,
+        miss_cost: MissCost = CHEAP,
     ) -> None:
         """With drafts, the steps of requests verify some, where these have slots. Requests may get more of
         what is free than hot buffers of the full size. ``num_index_slots``: of an index pool that is short,
@@ -126,7 +132,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             keeps_residents=keeps_residents,
             largest_hot_buffer=largest_hot_buffer,
         )
-        self.next_plan = NextPlan(self.limits, self.rooms)
+        self.miss_cost = miss_cost
+        self.next_plan = self._new_plans()
+
+    def _new_plans(self) -> NextPlan:
+        plans = NextPlan(self.limits, self.rooms)
+        plans.miss_cost = self.miss_cost
+        return plans
 
     # --- front ------------------------------------------------------------------------------------
 
@@ -169,6 +181,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if not refusal(self.limits, request):
                 enqueue(self.rooms, request, float("inf"), is_local=bool(self._local_modes(request)))
                 self.stops_after[request.room] = stops_after
+                if first is not None:
+                    first.has_further_samples = True
                 first = first or request
 
     def _local_modes(self, request: Request) -> list[Mode]:
@@ -209,6 +223,21 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.step()
         self.arrive([later])
 
+    @rule(
+        lengths=st.lists(st.sampled_from([16, 22, 40]), min_size=1, max_size=3),
+        late=st.lists(ARRIVALS, min_size=1, max_size=3),
+    )
+    def fill_with_auto(self, lengths: list[int], late: list[Arrival]) -> None:
+        """Nothing but requests of ``auto`` runs, which are dense as far as they fit, when others come."""
+        for request in self.rooms.select(RequestState.RUNNING):
+            self.end(request)
+        for length in lengths:
+            self._arrive(HisparseFlag.AUTO, length, 8, 8, PEERS[0], "", None, 1)
+        self.step()
+        for request in self.landing():
+            self._start(request)
+        self.arrive(late)
+
     @precondition(lambda self: self.rooms.all())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -226,10 +255,14 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         were_local = {request for request in waiting if request.is_local}
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
-            assert NextPlan(self.limits, self.rooms).make(self.now) == plan, "somebody who fits is forgotten"
+            assert self._new_plans().make(self.now) == plan, "somebody who fits is forgotten"
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
+            if exchange.request.mode is Mode.DENSE and exchange.request.has_slots_for_next:
+                assert exchange.request.flag is HisparseFlag.AUTO
+                is_for_others = self.miss_cost is PRESENT_COST and not waiting
+                assert plan.admissions or is_for_others, "it leaves its pages, and nobody comes"
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
             assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"
@@ -291,11 +324,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                     assert now[: len(slots[kind])] == slots[kind], "a position has lost its slot"
 
     def _check_hot_buffers_are_large(self) -> None:
-        """As far as the margin leaves them room, and no page is wanted by dense requests."""
+        """As far as a hot buffer's slots stay free, and no page is wanted by dense requests."""
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
             return
-        spare = self.rooms.available.device - AUTO_DENSE_MARGIN * TOTALS.device
+        spare = self.rooms.available.device - self.limits.in_pages(self.limits.device_buffer_size)
         for request in running:
             if 0 < request.hot_capacity < request.next_seq_len:
                 gain = self.limits.in_pages(self.limits.max_capacity(request)) - request.num_device_slots
