@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
 
 
 class HeldMatch(NamedTuple):
@@ -50,7 +50,16 @@ class HeldMatches:
 
     def find(self, request: Request, mode: Mode) -> HeldMatch:
         """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
-        kinds = KV_POOLS[mode]
+        return self._find(request, KV_POOLS[mode])
+
+    def find_resident(self, request: Request) -> HeldMatch:
+        """Return the device pages that ``request`` can share if it becomes resident; others use all of them.
+        It shares none while its steps compute a tail of its prompt, which might lie in them."""
+        if request.num_tail_tokens:
+            return HeldMatch(0, (), SlotCounts())
+        return self._find(request, RESIDENT_POOLS)
+
+    def _find(self, request: Request, kinds: Kinds) -> HeldMatch:
         match = self._held.find(request.usable_keys, kinds)
         if match is None:
             return HeldMatch(0, (), SlotCounts())

@@ -22,7 +22,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.held_tier import HeldTier, KeyCopies
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
@@ -261,6 +261,9 @@ class LiveRequests:
         request = exchange.request
         was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
+        self._leave_residents(request)
+        if keys := request.usable_keys[: exchange.num_resident_pages]:
+            request.resident_prefix = self.held.use(keys, RESIDENT_POOLS)
         self.held.make_room(SlotCounts(device=exchange.num_device_slots))
         self.pools.grow(request.owned, PoolKind.DEVICE, exchange.num_device_slots)
         request.mode = Mode.HISPARSE
@@ -268,6 +271,29 @@ class LiveRequests:
         is_retraction = was_dense or request.num_device_slots < num_before
         request.num_retractions += is_retraction
         self._note_reserved(request)
+
+    def share_resident(self, request: Request, min_own_slots: int) -> None:
+        """Let other residents use a resident request's device pages of its prompt, which are filled and
+        right, for as long as any of them does. It keeps ``min_own_slots`` of its own."""
+        request.shares_from = None
+        page_size, num_before = self.pools.page_size, request.num_resident_pages
+        num_pages = num_before + max(0, request.num_device_slots - min_own_slots) // page_size
+        keys = request.usable_keys[:num_pages]
+        # Pages that others have added since it began would take the place of its own, which steps read.
+        found = self.held.find(keys, RESIDENT_POOLS)
+        num_found = 0 if found is None else found.num_pages
+        if len(keys) > num_before == num_found and not request.num_tail_tokens:
+            prefix = self.held.share(request.owned, keys, RESIDENT_POOLS, request.resident_prefix)
+            request.resident_prefix = prefix
+            self._note_reserved(request)
+
+    def _leave_residents(self, request: Request) -> None:
+        """Let go of the device pages that a request shares with other residents. Nobody keeps them when the
+        last one has gone, because their items are in the host pool."""
+        prefix, request.resident_prefix = request.resident_prefix, None
+        request.shares_from = None
+        if prefix is not None:
+            self.held.let_go(prefix, keeps=False)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
         """Move a request from RUNNING to ENDING: it keeps its slots until nothing on the device uses them.
@@ -299,6 +325,7 @@ class LiveRequests:
             return
         holding, request.holding = request.owned, None
 
+        self._leave_residents(request)
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
         request.is_sound &= prefix is None or not prefix.is_dropped
@@ -423,7 +450,8 @@ class LiveRequests:
         else:
             request.reserved_tokens = min(num_shared + min(owned.host, owned.index), owned.lookup)
             if request.is_resident:
-                request.reserved_tokens = min(request.reserved_tokens, owned.device)
+                num_on_device = request.num_resident_pages * self.pools.page_size + owned.device
+                request.reserved_tokens = min(request.reserved_tokens, num_on_device)
 
     # --- what the node holds ----------------------------------------------------------------------
 
@@ -440,8 +468,8 @@ class LiveRequests:
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }
         )
-        users = (*self.select(*admitted), *self.quarantine)
-        using = (user.prefix for user in users if user.prefix is not None)
+        using = [prefix for request in self.select(*admitted) for prefix in request.prefixes]
+        using += [entry.prefix for entry in self.quarantine if entry.prefix is not None]
         self.held.check_integrity(chain(using, self.held_tier.users()))
 
 

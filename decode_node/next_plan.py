@@ -77,7 +77,7 @@ class NextPlan:
         )
         if self._plans_until_look:
             self._plans_until_look -= 1
-        elif not plan.exchanges and not any(request.is_filling for request in running):
+        elif not plan.exchanges and not any(r.is_filling or r.will_share for r in running):
             self._plans_until_look = PLANS_BETWEEN
         if plan == StepPlan() and situation.first is not None:
             self._last_empty = situation

@@ -152,16 +152,22 @@ class PlanMoves:
         self._do_or_fail(self.tables.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
-        """Launch the next slices of rows that are being filled, and note which rows are filled."""
+        """Launch the next slices of rows that are being filled, and note which rows are filled. Residents
+        whose first step behind that is read share their pages."""
         failed = self.tables.go_on()
         for request in self.requests.select(RequestState.RUNNING):
             if not request.is_filling:
+                if request.shares_from is not None and len(request.output_token_ids) >= request.shares_from:
+                    min_own = self.limits.in_pages(self.limits.min_capacity(request))
+                    self.requests.share_resident(request, min_own)
                 continue
             if (error := failed.get(request.req_row)) is not None:
                 log.error("room %d cannot be started", request.room, exc_info=error)
                 self.ends.fail(request, 500, f"the request cannot be started: {error}", now)
             else:
                 request.is_filling = not self.tables.is_ready(request)
+                if request.is_resident and request.usable_keys and not request.is_filling:
+                    request.shares_from = max(0, request.next_index) + 1
 
     def _do_or_fail(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float

@@ -100,6 +100,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.lands_until: dict[Room, float] = {}
         """Rooms that are over for the prefill node, and when their last bytes may land."""
         self.failed_batches: set[Room] = set()
+        self.resident_items: dict[int, tuple[object, int]] = {}
+        """By device slot the item that a resident request has there: of which prompt, or room, and where."""
         self.stops_after: dict[Room, int] = {}
         """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
 
@@ -268,6 +270,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"
             assert self.limits.keeps_residents or not exchange.num_page_slots
         carry_out(self.rooms, plan, float("inf"))
+        for exchange in plan.exchanges:
+            self._fill_pages(exchange.request, exchange.num_resident_pages * PAGE_SIZE)
         admitted = [admission.request for admission in plan.admissions]
         sources = {
             request: copy_source(request, request.mode, request.held_prefix_tokens, PAGE_SIZE)
@@ -344,7 +348,25 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if request in paused:
                 continue
             self._check_can_run(request)
+            num_before = request.num_kv_tokens
             self._run(request)
+            if request.is_resident and request.state is RequestState.RUNNING:
+                self._fill_pages(request, num_before)
+                if request.room % 3:
+                    min_own = self.limits.in_pages(self.limits.min_capacity(request))
+                    self.rooms.share_resident(request, min_own)
+
+    def _fill_pages(self, request: Request, start: int) -> None:
+        """Copy the items of a resident request from position ``start`` on to its device pages."""
+        if request.is_resident:
+            slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
+            for position in range(start, request.num_kv_tokens):
+                self.resident_items[slots[position]] = self._item(request, position)
+
+    def _item(self, request: Request, position: int) -> tuple[object, int]:
+        keys = request.usable_keys
+        page = position // PAGE_SIZE
+        return (keys[page] if page < len(keys) else request.room), position
 
     def _run(self, request: Request) -> None:
         """A step, in which some of the drafts that have slots are accepted."""
@@ -390,6 +412,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert num_slots[PoolKind.DEVICE] >= entries >= self.limits.min_capacity(request)
             if request.is_resident:
                 assert num_slots[PoolKind.DEVICE] >= request.next_seq_len
+                slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
+                for position in range(request.num_kv_tokens):
+                    assert self.resident_items[slots[position]] == self._item(request, position)
 
     # --- prefill nodes ----------------------------------------------------------------------------
 

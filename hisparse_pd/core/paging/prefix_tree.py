@@ -119,8 +119,8 @@ class PrefixTree:
         for part in prefix.chain():
             self._set_num_users(part, part.num_users + 1)
 
-    def let_go(self, prefix: Prefix) -> None:
-        """Count one user fewer of ``prefix``."""
+    def let_go(self, prefix: Prefix, *, keeps: bool = True) -> None:
+        """Count one user fewer of ``prefix``. What has no users then is kept, or else evicted."""
         self._num_events += 1
         for part in prefix.chain():
             self._set_num_users(part, part.num_users - 1)
@@ -128,6 +128,8 @@ class PrefixTree:
         self._merge_chain(prefix)
         for part in tuple(prefix.chain()):
             self._evict_if_dropped(part)
+            if not (keeps or part.num_users or part.children or part.is_dropped):
+                self._evict(part, len(part.keys))
         self._pools.num_changes += 1  # ``make_room`` may evict more now, so a failed reservation may succeed
 
     def share(
