@@ -13,6 +13,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
+from hisparse_pd.decode_node.request import RESIDENT_POOLS
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import CachedTokens, EngineStats, PeerLane
@@ -98,6 +99,7 @@ class Metrics:
         gauges = {
             "num_running_reqs": num_running,
             "num_resident_reqs": sum(request.is_resident for request in all_running),
+            "resident_shared_tokens": requests.held.num_tokens_in(RESIDENT_POOLS),
             "num_paused_reqs": num_paused,
             "num_queue_reqs": num_queued,
             "num_transfer_queue_reqs": num_landing,

@@ -86,6 +86,10 @@ class PrefixTree:
         """All tokens that can be found, in use or not."""
         return sum(len(by_key) for by_key in self._by_key.values()) * self._pools.page_size
 
+    def num_tokens_in(self, kinds: Kinds) -> int:
+        """Return the tokens that can be found in ``kinds``, in use or not."""
+        return len(self._by_key.get(kinds, ())) * self._pools.page_size
+
     @property
     def unused(self) -> SlotCounts:
         """Slots of prefixes without users: what ``make_room`` can free."""

@@ -38,6 +38,7 @@ _HELP = {
     "num_running_reqs": "requests in the running batch",
     "running_reqs": "requests in the running batch, by mode",
     "num_resident_reqs": "running hisparse requests that have all of their tokens on the device",
+    "resident_shared_tokens": "device slots of a common beginning that these requests have once",
     "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
     "num_queue_reqs": "requests that wait for admission or prefill",
     "queue_reqs": "requests that wait for admission, by the hisparse flag that they have",
