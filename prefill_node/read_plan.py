@@ -1,7 +1,7 @@
 """Plans reads of what a decode node holds of a prompt: from slots there into pages here. Pure.
 
 ``DecodeTier`` makes a ``ReadPlan`` of each prompt that it reads for. A read is planned as a write whose
-source is the decode node's memory (``transfer/plan.py``). """
+source is the decode node's memory (``transfer/plan.py``)."""
 
 from __future__ import annotations
 
