@@ -10,7 +10,7 @@
 // their sums are those of kernels/triton_indexer.py, in the same order: for each lane its heads 8 apart in pairs, then
 // the lanes 2 and 1 apart. Additions and products are written in PTX, because a compiler's option would flush small
 // numbers to 0.
-#include "sync.cuh"
+#include "hopper.cuh"
 
 constexpr int DIM = 128;                       // numbers of a head's query, and of a key
 constexpr int KEY_WORDS = DIM / 4 + 1;
@@ -23,9 +23,9 @@ constexpr int NUM_THREADS = NUM_SCORING + WARP;
 constexpr int COLUMNS = NUM_HEADS / 8;         // pairs of heads that a lane has
 constexpr int THREADS_OF_HEAD = NUM_SCORING / NUM_HEADS;
 constexpr int QUERY_BYTES = NUM_HEADS * DIM;
-constexpr int SWIZZLE = 8 * DIM;               // bytes after which the order of 16-byte pieces repeats
 constexpr float FP8_MAX = 448.0f;
 static_assert(NUM_HEADS == 32 || NUM_HEADS == 64, "sizes of the instruction below");
+static_assert(DIM == SWIZZLE_ROW, "a head is one row of swizzled pieces");
 static_assert(TILE_BYTES % 16 == 0 && PAGE_SIZE % TILE == 0, "a tile is one aligned piece of a page");
 
 struct LogitsParams {
@@ -57,8 +57,6 @@ struct Piece {
     int first_tile, num_tiles;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-
 __device__ __forceinline__ float product(float a, float b) {
     float result;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -81,30 +79,10 @@ __device__ __forceinline__ float positive_part(float value) {
     return result;
 }
 
-__device__ __forceinline__ void start_barrier(u64* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-// Waits for the end of the barrier's phase `turn`, counted from 0.
-__device__ __forceinline__ void wait_for_phase(u64* barrier, u32 turn) {
-    SpinLimit limit;
-    for (u32 is_over = 0; !is_over; limit.count())
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(is_over)
-                     : "r"(shared_address(barrier)), "r"(turn & 1)
-                     : "memory");
-}
-
 // Copies a tile, whose arrival completes a phase of the barrier.
 __device__ __forceinline__ void copy_tile(u32* to, const u8* from, u64* is_full) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(shared_address(is_full)), "r"(TILE_BYTES)
-                 : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(to)), "l"(from), "r"(TILE_BYTES), "r"(shared_address(is_full))
-                 : "memory");
+    expect_bytes(shared_address(is_full), TILE_BYTES);
+    copy_bulk(shared_address(to), from, TILE_BYTES, shared_address(is_full));
 }
 
 // Returns how many positions of its row a query sees; 0 if it is padding, as all from `stop` on, or selects all that it
@@ -239,7 +217,7 @@ __device__ void prepare_query(const LogitsParams& p, int token, u8* query, Barri
     }
     if (part == 0)
         shared.head_weights[head] = product(p.weights[head_row], product(__uint_as_float(bits), p.score_scale));
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    show_to_tensor_cores();
 }
 
 // Adds to the sums the products of 16 positions of each warp's tile, 32 of their numbers, with those of all heads.
@@ -269,22 +247,6 @@ __device__ __forceinline__ void multiply(float (&sums)[NUM_HEADS / 2], const u32
         : "r"(keys[0]), "r"(keys[1]), "r"(keys[2]), "r"(keys[3]), "l"(query), "r"(has_sums));
 #endif
 #endif
-}
-__device__ __forceinline__ void start_products() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void finish_products() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
-#endif
-}
-
-// Returns what the tensor cores need to know of the query: its address, that 8 heads are SWIZZLE bytes, and that 128
-// bytes are swizzled.
-__device__ __forceinline__ u64 place_of(const u8* query) {
-    return (shared_address(query) & 0x3ffff) >> 4 | static_cast<u64>(SWIZZLE >> 4) << 32 | 1ull << 62;
 }
 
 // Returns the weighted sum over all heads for one of a lane's two positions, which every lane of four has then.
@@ -319,7 +281,7 @@ __device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barrier
             weights[2 * column] = shared.head_weights[8 * column + 2 * in_quad];
             weights[2 * column + 1] = shared.head_weights[8 * column + 2 * in_quad + 1];
         }
-        const u64 place = place_of(query);
+        const u64 place = swizzled_place_of(query);
         float* logits = p.logits + (piece.token - p.first_token) * p.logits_stride;
 
         for (int at = warp; at - warp < piece.num_tiles; at += SCORERS) {
@@ -381,8 +343,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) paged_l
     u8* query = dynamic_shared + (SWIZZLE - shared_address(dynamic_shared) % SWIZZLE) % SWIZZLE;
     u32* ring = reinterpret_cast<u32*>(query + QUERY_BYTES);
     if (threadIdx.x < STAGES) {
-        start_barrier(&shared.is_full[threadIdx.x]);
-        start_barrier(&shared.is_free[threadIdx.x]);
+        start_barrier(&shared.is_full[threadIdx.x], 1);
+        start_barrier(&shared.is_free[threadIdx.x], 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
