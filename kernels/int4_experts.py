@@ -9,7 +9,7 @@ of each size of a tile imports cupy and compiles the code, so a CUDA graph canno
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,14 @@ from hisparse_pd.kernels.cuda_launch import (
 )
 from hisparse_pd.kernels.expert_routing import INT4_TILE_ROWS, Routing, most_tiles
 from hisparse_pd.kernels.int4 import UNIT_ROWS, Int4Form, Int4Matrices
-from hisparse_pd.kernels.triton_int4_tokens import LaidOut
 
 MAIN_SOURCE: Final = "int4_experts.cu"
 STAGE_COLUMNS: Final = 128
-"""Columns of a stage: of what a block has in shared memory at a time."""
+"""Columns of a stage, which a block copies at a time. Rows of tokens are padded to a multiple of these."""
+SLICE_BYTES: Final = 128
+"""Bytes of a row that are adjacent."""
+FP8_ONE: Final = 512.0
+"""The number whose packed weight, taken for a byte of fp8, is 1."""
 TEAM_THREADS: Final = 128
 TEAMS: Final = {16: 4, 32: 4, 64: 4, 128: 2}
 """Teams of a block by the rows of a tile. Each multiplies UNIT_ROWS rows of a matrix. Registers hold the sums
@@ -45,6 +48,20 @@ RESERVED_BYTES: Final = 1024
 STATIC_BYTES: Final = 1024
 """Most shared memory that a block has beside its stages."""
 SCALE_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class LaidOut(NamedTuple):
+    """Rows of ``Routing`` in the order of experts; those of other ranks' experts are undefined."""
+
+    values: Tensor
+    """uint8 [slices, num_rows, SLICE_BYTES]: numbers in bfloat16 or fp8, swizzled."""
+    sums: Tensor | None
+    """With fp8, float32 [groups, num_rows]: the sums of a group's numbers divided by FP8_ONE."""
+    factors: Tensor
+    """float32 [num_rows]: of the row's results; with fp8 the scale of its numbers is part of it."""
+    targets: Tensor
+    """int32 [num_rows]: the row of the result that a row's result becomes."""
+
 
 _POINTER, _INT = np.uint64, np.int32
 PARAMS = np.dtype(
@@ -73,8 +90,8 @@ PARAMS = np.dtype(
 
 
 def takes(x: Tensor, matrices: Int4Matrices) -> bool:
-    """Return whether ``multiply`` takes these operands: activations in bfloat16, before they are laid out, and
-    matrices of a multiple of 4 rows, on Hopper."""
+    """Return whether ``multiply`` takes these operands on Hopper: activations in bfloat16, before they are
+    laid out, and matrices of a multiple of 4 rows."""
     return (
         x.dtype == torch.bfloat16
         and x.device.type == "cuda"

@@ -13,7 +13,7 @@ of columns 0, 8, 1, 9, 2, 10 and so on.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import triton
@@ -24,31 +24,14 @@ from hisparse_pd.kernels.block_fp8 import SMALLEST_PEAK
 from hisparse_pd.kernels.expert_routing import Routing, most_tiles
 from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.int4 import Int4Matrices
+from hisparse_pd.kernels.int4_experts import FP8_ONE, SLICE_BYTES, STAGE_COLUMNS, LaidOut
 from hisparse_pd.kernels.triton_fp8 import round_blocks
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
-SLICE_BYTES: Final = 128
-STAGE_COLUMNS: Final = 128
-"""A row is padded to a multiple of so many columns."""
 LINE_BYTES: Final = 128
 """Bytes of a line of cache."""
 FETCHED_TILES: Final = 3
 """Tiles whose weights are prefetched: half of what an H200's L2 cache holds, at DeepSeek-V3.2's sizes."""
-FP8_ONE: Final = 512.0
-"""The number whose packed weight, taken for a byte of fp8, is 1."""
-
-
-class LaidOut(NamedTuple):
-    """Rows of ``Routing`` in the order of experts; those of other ranks' experts are undefined."""
-
-    values: Tensor
-    """uint8 [slices, num_rows, SLICE_BYTES]: numbers in bfloat16 or fp8, swizzled."""
-    sums: Tensor | None
-    """With fp8, float32 [groups, num_rows]: the sums of a group's numbers divided by FP8_ONE."""
-    factors: Tensor
-    """float32 [num_rows]: of the row's results; with fp8 the scale of its numbers is part of it."""
-    targets: Tensor
-    """int32 [num_rows]: the row of the result that a row's result becomes."""
 
 
 def lay_out(
