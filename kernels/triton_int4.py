@@ -1,6 +1,9 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.experts.run_experts`` in Triton for weights in four bits: two grouped products and the gate.
+"""``kernels.experts.run_experts`` on a GPU for weights in four bits: two grouped products and the gate.
+
+bfloat16 on Hopper goes to ``kernels.int4_experts``. Other GPUs and float32 have the Triton kernel of this
+module, which gives the same bits in bfloat16.
 
 A program takes one tile of ``Routing`` and some rows of its expert's matrix, as in
 ``kernels.triton_experts``. The matrix is the left operand of its products: each thread loads 16 bytes of it,

@@ -13,7 +13,7 @@ of columns 0, 8, 1, 9, 2, 10 and so on.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 import triton
@@ -26,12 +26,7 @@ from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.int4 import Int4Matrices
 from hisparse_pd.kernels.int4_experts import FP8_ONE, SLICE_BYTES, STAGE_COLUMNS, LaidOut
 from hisparse_pd.kernels.triton_fp8 import round_blocks
-from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
-
-LINE_BYTES: Final = 128
-"""Bytes of a line of cache."""
-FETCHED_TILES: Final = 3
-"""Tiles whose weights are prefetched: half of what an H200's L2 cache holds, at DeepSeek-V3.2's sizes."""
+from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
 def lay_out(
@@ -43,9 +38,6 @@ def lay_out(
     order of experts, [num_rows, 2 * columns], of which it is ``silu(gate) * up``. Results of the first
     product stay in that order, those of the second are weighed and in the rows' original order. Where
     ``routing.is_rounded``, numbers are those of ``kernels.int4.round_tokens``.
-
-    For the second product the weights of the first tiles come into the L2 cache while the first one ends,
-    which must begin after ``routing`` is complete, and may then let this launch start.
     """
     num_rows, columns, num_experts = len(routing.order), matrices.columns, len(matrices.values)
     group_size = matrices.form.group_size
@@ -70,7 +62,6 @@ def lay_out(
             routing.tile_starts,
             routing.tile_experts,
             routing.weights,
-            matrices.values,
             num_rows,
             first_expert,
             num_experts,
@@ -82,9 +73,6 @@ def lay_out(
             GROUP=group_size,
             IS_FIRST=is_first,
             IS_ROUNDED=routing.is_rounded,
-            EXPERT_LINES=matrices.values[0].nbytes // LINE_BYTES,
-            LINE_WORDS=LINE_BYTES // 4,
-            FETCHED_TILES=0 if is_first else FETCHED_TILES,
             ONE=FP8_ONE,
             LARGEST=FP8_MAX,
             SMALLEST_PEAK=SMALLEST_PEAK,
@@ -106,7 +94,6 @@ def _lay_out_kernel(
     tile_starts,
     tile_experts,
     weights,
-    packed,
     num_rows,
     first_expert,
     num_experts,
@@ -118,27 +105,12 @@ def _lay_out_kernel(
     GROUP: tl.constexpr,
     IS_FIRST: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
-    EXPERT_LINES: tl.constexpr,
-    LINE_WORDS: tl.constexpr,
-    FETCHED_TILES: tl.constexpr,
     ONE: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_PEAK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Lay out one row, if its tile has it. SLICE: numbers of a slice. The programs of the first FETCHED_TILES
-    prefetch their expert's weights, EXPERT_LINES of cache."""
-    if OVERLAPS and FETCHED_TILES:
-        tile = tl.load(tile_starts + first_expert) + tl.program_id(0) // TILE_ROWS
-        is_fetched = tile < tl.load(tile_starts + first_expert + num_experts)
-        if is_fetched & (tl.program_id(0) < FETCHED_TILES * TILE_ROWS):
-            own_packed = packed + (tl.load(tile_experts + tile) - first_expert).to(tl.int64) * (
-                EXPERT_LINES * LINE_WORDS
-            )
-            EACH: tl.constexpr = (EXPERT_LINES + TILE_ROWS - 1) // TILE_ROWS
-            for start in range(0, EACH, 1024):
-                line = tl.program_id(0) % TILE_ROWS * EACH + start + tl.arange(0, 1024)
-                prefetch(own_packed + tl.minimum(line, EXPERT_LINES - 1) * LINE_WORDS, OVERLAPS)
+    """Lay out one row, if its tile has it. SLICE: numbers of a slice."""
     begin(OVERLAPS)
     tile = tl.load(tile_starts + first_expert) + tl.program_id(0) // TILE_ROWS
     if tile >= tl.load(tile_starts + first_expert + num_experts):  # no tile of this rank's experts

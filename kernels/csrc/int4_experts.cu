@@ -2,9 +2,9 @@
 //
 // There is one block for each multiprocessor, and it takes one piece of work after the other: one tile of tokens and
 // BLOCK_ROWS rows of one of its expert's matrices. A ring in shared memory has a stage for each STAGE_COLUMNS columns.
-// One warp copies weights, scales and tokens into it, as far ahead as the ring allows, so that weights come as fast as
-// memory gives them. The tokens are already in the order of experts, and a tile's part of a stage is one or two pieces
-// of memory (kernels/triton_int4_tokens.py). TEAMS teams of four warps multiply.
+// Three threads copy weights and tokens into it, and one warp scales, each as far ahead as the ring allows, so that weights
+// come as fast as memory gives them. The tokens are already in the order of experts, and a tile's part of a stage is one
+// or two pieces of memory (kernels/triton_int4_tokens.py). TEAMS teams of four warps multiply.
 //
 // The matrix is the left operand: a thread reads the 16 bytes that are its part of 64 rows and columns
 // (kernels/int4.py), and makes numbers of them in the registers from which tensor cores take them, while the tensor
@@ -304,7 +304,7 @@ __device__ __forceinline__ u32 sum_of_pairs(u32 a, u32 b) {
     return result;
 }
 
-// Keeps the compiler from computing a value later than here, or using it earlier.
+// Keeps the compiler from computing a value later than here, and from using one that the tensor cores write earlier.
 __device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value) :: "memory"); }
 __device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value) :: "memory"); }
 
@@ -521,8 +521,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) int4_ex
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
-    wait_for_kernel_in_front();
     let_next_kernel_get_ready();
+    wait_for_kernel_in_front();
     const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
     if (team < TEAMS) {
 #if TEAMS == 4
