@@ -29,17 +29,17 @@ class HeldMatch(NamedTuple):
 class HeldMatches:
     """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
-    ``landing``: requests whose KV is on its way. Why nobody counts on what they share: see ``reserve.py``.
-    """
+    ``remote``: prefixes of rooms whose KV is on its way, or that are in quarantine. Why nobody counts on
+    them: see ``reserve.py``."""
 
-    def __init__(self, held: PrefixTree, landing: Iterable[Request], page_size: int) -> None:
+    def __init__(self, held: PrefixTree, remote: Iterable[Prefix], page_size: int) -> None:
         self._held = held
         self._page_size = page_size
         self.pinned: dict[Prefix, int] = {}
-        """For each prefix, how many of its first pages are shared by requests whose KV is on its way or that
-        the plan admits. The reserve never counts on these pages to become free."""
-        for request in landing:
-            for part in request.prefix.chain() if request.prefix else ():
+        """For each prefix, how many of its first pages are shared by ``remote`` rooms or requests that the
+        plan admits. The reserve never counts on these pages to become free."""
+        for prefix in remote:
+            for part in prefix.chain():
                 self.pinned[part] = len(part.keys)
 
     @property

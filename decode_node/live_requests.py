@@ -42,7 +42,7 @@ class LiveRequests:
         self.pools = pools
         self.held = PrefixTree(pools)
         self.set_aside = SetAside(pools, self.held, "decode")
-        self.quarantine = Quarantine(quarantine_secs, pools.release)
+        self.quarantine = Quarantine(quarantine_secs, self._release_quarantined)
         self.num_queue_changes = 0
         """How often a request has entered or left WAITING."""
         self._by_room: dict[Room, Request] = {}
@@ -168,6 +168,8 @@ class LiveRequests:
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
+            num_prefilled_pages = self.held.num_prefilled(keys, KV_POOLS[admission.mode])
+            request.num_prefilled_tokens = num_prefilled_pages * self.pools.page_size
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
     def give_back_held(self, request: Request) -> None:
@@ -258,8 +260,9 @@ class LiveRequests:
     def release(self, request: Request, now: float) -> None:
         """Move a request from any state but RUNNING to ENDED: the one release path.
 
-        Slots of a LANDING request that its prefill node may still write to go to quarantine. The whole pages
-        of a sound request are held. Everything else is free at once. Pages that it shares stay held.
+        Slots of a LANDING request that its prefill node may still write to go to quarantine, with the pages
+        that it shares, which the prefill node may still read. The whole pages of a sound request are held.
+        Everything else is free at once. Pages that it shares stay held.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is not RequestState.ENDING:
@@ -272,19 +275,32 @@ class LiveRequests:
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
         request.is_sound &= prefix is None or not prefix.is_dropped
-        if prefix is not None:  # first, so that the pages held below can be merged with it
-            self.held.let_go(prefix)
-
         if was_landing:  # slots that no remote write can land in are free at once
             self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
             self.pools.move(holding, Stage.QUARANTINED)
-            self.quarantine.add(Quarantined(request.room, holding, request.peer, request.instance_id, now))
+            self.quarantine.add(
+                Quarantined(request.room, holding, request.peer, request.instance_id, now, prefix)
+            )
             return
+        if prefix is not None:  # first, so that the pages held below can be merged with it
+            self.held.let_go(prefix)
         if request.is_sound:
             keys = request.kept_keys(request.num_kv_tokens)
-            token_ids = request.all_token_ids if self.publishes(request) else None
-            self.held.hold(holding, keys, request.kv_pools, num_shared_pages, token_ids=token_ids)
+            page_size = self.pools.page_size
+            self.held.hold(
+                holding,
+                keys,
+                request.kv_pools,
+                num_shared_pages,
+                token_ids=request.all_token_ids if self.publishes(request) else None,
+                num_prefilled=request.first_stepped(page_size) // page_size,
+            )
         self.pools.release(holding)
+
+    def _release_quarantined(self, entry: Quarantined) -> None:
+        self.pools.release(entry.holding)
+        if entry.prefix is not None:
+            self.held.let_go(entry.prefix)
 
     def publishes(self, request: Request) -> bool:
         """Whether others may know of the pages that the request leaves: if anybody listens, and it has no
@@ -293,7 +309,8 @@ class LiveRequests:
 
     def stuck(self, now: float) -> SlotCounts:
         """Return the slots that may never be free again: those in quarantine whose prefill node gives no sign
-        of life, and pages that are set aside."""
+        of life, and pages that are set aside. Pages that such rooms share are not counted: a request that
+        begins alike can have them."""
         in_quarantine = self.pools.owned_by(entry.holding for entry in self.quarantine.stuck(now))
         return in_quarantine + self.pools.used(Stage.SET_ASIDE)
 
@@ -394,9 +411,8 @@ class LiveRequests:
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }
         )
-        self.held.check_integrity(
-            request.prefix for request in self.select(*admitted) if request.prefix is not None
-        )
+        users = (*self.select(*admitted), *self.quarantine)
+        self.held.check_integrity(user.prefix for user in users if user.prefix is not None)
 
 
 def _queue_of(request: Request) -> PeerAddress:

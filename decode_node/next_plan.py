@@ -67,6 +67,7 @@ class NextPlan:
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
+            quarantined=[entry.prefix for entry in self._requests.quarantine if entry.prefix is not None],
             may_use_free=looks,
         )
         if self._plans_until_look:

@@ -25,7 +25,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
-from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap
+from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap, HeldKv
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +154,15 @@ class PlanMoves:
 
 
 def bootstrap_of(request: Request) -> Bootstrap:
-    """Return the message that says which KV of the prompt is missing, and where it is to land."""
+    """Return the message that says which KV of the prompt is missing and where it is to land, and where the
+    rest is."""
     start, stop = request.held_prefix_tokens, request.num_landing_tokens
+    held: HeldKv | None = None
+    if start:
+        kv, index = (
+            slice_extents(request.extents(kind), 0, start) for kind in (request.kv_pools[0], PoolKind.INDEX)
+        )
+        held = HeldKv(kv, index, request.num_prefilled_tokens)
     return Bootstrap(
         room=request.room,
         kv_extents=slice_extents(request.extents(request.kv_pools[0]), start, stop),
@@ -167,5 +174,6 @@ def bootstrap_of(request: Request) -> Bootstrap:
         num_held_tokens=start,
         num_resumed_tokens=request.sampling.num_resumed_tokens,
         scores=request.scores,
+        held=held,
         hisparse=request.mode is Mode.HISPARSE,
     )

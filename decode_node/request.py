@@ -97,6 +97,8 @@ class Request:
     held_prefix_tokens: int = 0
     """Leading tokens of the prompt for which nothing lands: those of held pages, and all others if they are
     copied from the first sample."""
+    num_prefilled_tokens: int = 0
+    """Those of held pages before the first that has KV of decode steps."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)

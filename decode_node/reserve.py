@@ -17,8 +17,8 @@ B then has 10 + 30 = 40. Up to 5 slots can be given to a third request: A still 
 - Shared pages are free when the last of their users has ended. Held pages without users count as free until a
   plan lets a request share them (``held_matches.py``).
 - Requests whose KV is on its way come last, and no other request counts on their slots: if the prefill node
-  vanishes, these may never be free again. Slots in quarantine are not counted on either.
-"""
+  vanishes, these may never be free again. Slots in quarantine, and pages that its rooms share, are not
+  counted on either."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from dataclasses import replace
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
@@ -60,16 +61,18 @@ def plan_step(
     stuck: SlotCounts,
     held: PrefixTree,
     *,
+    quarantined: Iterable[Prefix] = (),
     may_use_free: bool = False,
 ) -> StepPlan:
     """Return what to do before the next step.
 
     ``free``: slots that can be given away, those of ``held`` prefixes without users included. ``waiting``:
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
-    and nothing has changed. ``stuck``: slots that may never be free again. ``may_use_free``: whether to look
-    for a request that makes use of free device slots, which takes a look at all that run.
-    """
-    draft = PlanDraft(limits, free, running, landing, HeldMatches(held, landing, limits.page_size))
+    and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
+    in quarantine. ``may_use_free``: whether to look for a request that makes use of free device slots, which
+    takes a look at all that run."""
+    remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
+    draft = PlanDraft(limits, free, running, landing, HeldMatches(held, remote, limits.page_size))
     no_longer_local: list[Request] = []
     all_have_slots = grow(draft)
     if waiting is not None and all_have_slots:

@@ -223,11 +223,12 @@ def replay_misses(
     parameters["plan"] = plan_of(miss_plan)
     parameters["pool"] = pool = pool_of(pools)
     parameters["layer"] = layer
-    page_size = ANY_PAGE_SIZE
-    if state is not None and state.row_checks is not None:
-        page_size = state.page_size
-        parameters["checks"] = checks_of(state, ReadAt.SWAP_IN)
-    kernel = compiled("copy_planned", only_wide_items=is_wide(pool), page_size=page_size)
+    page_size, max_new = ANY_PAGE_SIZE, 1
+    if state is not None:
+        page_size, max_new = state.page_size, state.max_new  # those of fill_row, which is compiled
+        if state.row_checks is not None:
+            parameters["checks"] = checks_of(state, ReadAt.SWAP_IN)
+    kernel = compiled("copy_planned", only_wide_items=is_wide(pool), page_size=page_size, max_new=max_new)
     if max_blocks is not None and max_blocks < num_multiprocessors(device):  # few, so each gets many warps
         _launch_copies(kernel, device, parameters, max_blocks)
     else:

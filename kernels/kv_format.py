@@ -190,37 +190,6 @@ class IndexKeyFormat:
         quantised, scales = _quantise(q_index.reshape(-1, self.index_head_dim), self.index_head_dim)
         return _dequantise(quantised, scales, self.index_head_dim).view(q_index.shape)
 
-    def unpack(
-        self, layer_pool: Tensor, page_ids: Tensor, page_size: int, keys: Tensor, scales: Tensor
-    ) -> None:
-        """Write the fp8 numbers of whole pages' keys to the first rows of ``keys``, and their scales to
-        ``scales``.
-
-        ``layer_pool``: uint8 [num_slots, item_bytes] of this format, which is fp8_e4m3. ``page_ids``: int32
-        [n], pages of the pool or -1, whose rows stay as they are. ``keys``: fp8 [>= n * page_size,
-        index_head_dim], ``scales``: float32, at least as many. All are contiguous and on one device.
-        """
-        device, num_keys = layer_pool.device, len(page_ids) * page_size
-        check_tensor("layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes))
-        check_tensor("page_ids", page_ids, dtypes=(torch.int32,), shape=(None,), device=device)
-        shape = (None, self.index_head_dim)
-        check_tensor("keys", keys, dtypes=(torch.float8_e4m3fn,), shape=shape, device=device)
-        check_tensor("scales", scales, dtypes=(torch.float32,), shape=(None,), device=device)
-        check_at_least("rows of keys and scales", min(len(keys), len(scales)), num_keys)
-        if self.name != FP8_E4M3:
-            raise KernelArgumentError(f"format: expected {FP8_E4M3}, got {self.name}")
-        if device.type == "cuda":
-            from hisparse_pd.kernels import triton_kv_format
-
-            triton_kv_format.unpack_keys(layer_pool, page_ids, page_size, keys, scales)
-            return
-        slots = page_slots(page_ids, page_size)
-        is_there = slots >= 0
-        rows = layer_pool[slots[is_there]]
-        dim = self.index_head_dim
-        keys.view(torch.uint8)[:num_keys][is_there] = rows[:, :dim]
-        scales[:num_keys][is_there] = rows[:, dim:].contiguous().view(torch.float32)[:, 0]
-
 
 def page_slots(page_ids: Tensor, page_size: int) -> Tensor:
     """Return the slots of whole pages on the CPU, int64 [len(page_ids) * page_size]; below 0 for a page of

@@ -1,11 +1,10 @@
 """The lightning indexer over paged keys: every query scores all positions that it sees and keeps the best.
 
-The forwards of both nodes call ``paged_index_topk`` in each layer that has an indexer; for prompts whose keys
-were unpacked from their pages first, they call ``unpacked_index_topk``. This module owns the checks of the
-arguments, the memory that the launches share, and the reference in plain torch, which also runs on CPUs. On a
-GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never [tokens, heads, positions],
-and ``kernels/topk.py`` selects. On Hopper ``paged_logits.py`` (for unpacked keys ``gluon_indexer.py``) writes
-them faster, with the same bits.
+The forwards of both nodes call ``paged_index_topk`` in each layer that has an indexer. This module owns the
+checks of the arguments, the memory that the launches share, and the reference in plain torch, which also runs
+on CPUs. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never [tokens,
+heads, positions], and ``kernels/topk.py`` selects. On Hopper ``paged_logits.py`` and ``prompt_logits.py``
+write them faster, with the same bits.
 
 A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. fp8 keys
 on a GPU differ: scales of queries are in the weights, and the key's own (never negative) comes after the sum
@@ -18,14 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 from hisparse_pd.kernels.indexer import BLOCK_BYTES, gather_pages, index_products, index_topk, weigh
-from hisparse_pd.kernels.kv_format import FP8_E4M3, IndexKeyFormat
+from hisparse_pd.kernels.kv_format import IndexKeyFormat
 from hisparse_pd.kernels.row_math import BLOCK_KEYS
 from hisparse_pd.kernels.selection import ABSENT, select_topk
 
@@ -199,9 +197,11 @@ def logits_writer(
 
     ``taken_sms``: see ``IndexerScratch``.
     """
-    from hisparse_pd.kernels import paged_logits, triton_indexer
+    from hisparse_pd.kernels import index_logits, paged_logits, prompt_logits, triton_indexer
 
-    if not is_prompt and paged_logits.takes(q_index, index_pool, page_size, key_format):
+    if index_logits.takes(q_index, index_pool, page_size, key_format):
+        if is_prompt:
+            return partial(prompt_logits.write_logits, page_size=page_size)
         return partial(paged_logits.write_logits, page_size=page_size, taken_sms=taken_sms)
     return partial(
         triton_indexer.write_logits, page_size=page_size, key_format=key_format, is_prompt=is_prompt
@@ -213,80 +213,6 @@ def _own_scratch(num_tokens: int, max_len: int, device: torch.device) -> Indexer
     max_context = min(max_len, MAX_CONTEXT)
     max_tokens = min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _OWN_SCRATCH_BYTES // (4 * max_context))
     return IndexerScratch.create(max(1, max_tokens), max_context, device)
-
-
-@dataclass(frozen=True)
-class UnpackedKeys:
-    """Memory for fp8 keys as ``IndexKeyFormat.unpack`` writes them."""
-
-    keys: Tensor
-    """fp8 [num_keys, index_head_dim]"""
-    scales: Tensor
-    """float32 [num_keys + PADDING]: tiles of keys may end behind the last one."""
-
-    PADDING: ClassVar = 128
-
-    @classmethod
-    def create(cls, num_keys: int, head_dim: int, device: torch.device | str) -> UnpackedKeys:
-        return cls(
-            torch.empty((num_keys, head_dim), dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(num_keys + cls.PADDING, dtype=torch.float32, device=device),
-        )
-
-    @staticmethod
-    def serve(
-        num_heads: int, head_dim: int, dtype: torch.dtype, key_format: str, device: torch.device
-    ) -> bool:
-        """Return whether the queries of prompts, of ``dtype``, can be scored by ``unpacked_index_topk``."""
-        if device.type != "cuda" or dtype != torch.bfloat16 or key_format != FP8_E4M3:
-            return False
-        from hisparse_pd.kernels import gluon_indexer
-
-        return gluon_indexer.takes(num_heads, head_dim, device)
-
-
-def unpacked_index_topk(
-    q_index: Tensor,
-    weights: Tensor,
-    unpacked: UnpackedKeys,
-    first_keys: Tensor,
-    req_rows: Tensor,
-    query_positions: Tensor,
-    num_real: Tensor,
-    *,
-    top_k: int,
-    scratch: IndexerScratch,
-    max_len: int,
-) -> Tensor:
-    """Return what ``paged_index_topk`` returns for queries of prompts over unpacked keys, bit by bit.
-
-    ``first_keys``: int32 [num_rows], where in ``unpacked`` the key of each row's position 0 is; those of the
-    next positions follow. ``max_len``: positions from this one on are not seen. The other arguments are those
-    of ``paged_index_topk``, of shapes and types that ``UnpackedKeys.serve`` has allowed.
-    """
-    from hisparse_pd.kernels import gluon_indexer
-    from hisparse_pd.kernels.topk import select
-
-    device, num_tokens = q_index.device, len(q_index)
-    head_dim = unpacked.keys.shape[1]
-    check_tensor("q_index", q_index, dtypes=(torch.bfloat16,), shape=(None, None, head_dim))
-    for name, tensor, dtype, length in (
-        ("first_keys", first_keys, torch.int32, None),
-        ("req_rows", req_rows, torch.int64, num_tokens),
-        ("query_positions", query_positions, torch.int64, num_tokens),
-        ("num_real", num_real, torch.int32, 1),
-    ):
-        check_tensor(name, tensor, dtypes=(dtype,), shape=(length,), device=device)
-    check_tensor("weights", weights, dtypes=(torch.float32,), shape=q_index.shape[:2], device=device)
-    check_range("top_k", top_k, 1, MAX_TOP_K + 1)
-    out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
-    for logits, block in scratch.blocks(num_tokens, max_len):
-        gluon_indexer.write_logits(
-            q_index, weights, unpacked.keys, unpacked.scales, first_keys, req_rows, query_positions, num_real,
-            logits, **block, top_k=top_k,
-        )  # fmt: skip
-        select(logits, req_rows, query_positions, num_real, out, **block, num_rows=len(first_keys))
-    return out
 
 
 def paged_index_topk_reference(

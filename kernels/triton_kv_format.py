@@ -1,7 +1,7 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
 """``kernels.kv_format`` on a GPU: stores rows in fp8 or bfloat16 in one launch (``store``), and unpacks fp8
-items and keys (``unpack``, ``unpack_keys``).
+items (``unpack``).
 
 ``KvFormat`` and ``IndexKeyFormat`` call these with checked arguments. Rows are bytes in the pool; a kernel
 gets the pool several times, as numbers of each type that a row has.
@@ -188,65 +188,3 @@ def unpack_kernel(
             bfloat16_ptr + rows * (ROW_BYTES // 2) + (REST_AT // 2 + rest_at), mask=is_rest, other=0.0
         )
         tl.store(out_rows + DIM + rest_at, rest, mask=is_rest)
-
-
-UNPACKED_KEYS = 64
-"""Keys that one program unpacks, which are of one page."""
-
-
-def unpack_keys(layer_pool: Tensor, page_ids: Tensor, page_size: int, keys: Tensor, scales: Tensor) -> None:
-    """Write the fp8 keys of whole pages to ``keys`` and ``scales``. The caller has checked the arguments,
-    which are those of ``IndexKeyFormat.unpack``."""
-    num_pages, dim = len(page_ids), keys.shape[1]
-    if num_pages == 0:
-        return
-    with torch.cuda.device_of(layer_pool):
-        unpack_keys_kernel[(num_pages, triton.cdiv(page_size, UNPACKED_KEYS))](
-            layer_pool.view(torch.float8_e4m3fn),
-            layer_pool.view(torch.float32),
-            page_ids,
-            keys,
-            scales,
-            page_size,
-            ROW_BYTES=layer_pool.stride(0),
-            DIM=dim,
-            ROWS=UNPACKED_KEYS,
-            BLOCK_DIM=triton.next_power_of_2(dim),
-            **launch_options(layer_pool.device),
-        )
-
-
-@triton.jit(do_not_specialize=["page_size"])
-def unpack_keys_kernel(
-    fp8_ptr,
-    float32_ptr,
-    page_ids_ptr,
-    keys_ptr,
-    scales_ptr,
-    page_size,
-    ROW_BYTES: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Unpack ROWS keys of one page. The first two pointers are the pool, as numbers of those types. A key's
-    scale is at byte DIM of its row."""
-    begin(OVERLAPS)
-    number = tl.program_id(0).to(tl.int64)
-    page_id = tl.load(page_ids_ptr + number).to(tl.int64)
-    if page_id < 0:  # no page: its rows of the result stay as they are
-        return
-    in_page = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row = in_page < page_size
-    at = tl.arange(0, BLOCK_DIM)[None, :]
-    is_value = is_row[:, None] & (at < DIM)
-    # Not as one product of slot and stride: Triton (3.6) would then assume that rows of 68 bytes are aligned
-    # to 8, and the loads would fault.
-    page = fp8_ptr + page_id * page_size * ROW_BYTES
-    values = tl.load(page + in_page[:, None] * ROW_BYTES + at, mask=is_value, other=0.0)
-    scale_page = float32_ptr + page_id * page_size * (ROW_BYTES // 4)
-    scale = tl.load(scale_page + in_page * (ROW_BYTES // 4) + DIM // 4, mask=is_row, other=0.0)
-    out = number * page_size + in_page
-    tl.store(keys_ptr + out[:, None] * DIM + at, values, mask=is_value)
-    tl.store(scales_ptr + out, scale, mask=is_row)

@@ -60,21 +60,21 @@ __device__ __forceinline__ void commit_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Waits for all committed products but the last ones.
-template <int NUM_COMMITS>
+// Waits for all products that were committed, or for all but those of the last commit.
 __device__ __forceinline__ void wait_for_products() {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(NUM_COMMITS) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void finish_products() {
-    commit_products();
-    wait_for_products<0>();
+__device__ __forceinline__ void wait_for_products_but_last() {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+#endif
 }
 
 // Returns what the tensor cores need to know of an operand of rows of SWIZZLE_ROW bytes, whose pieces are swizzled: its
 // address and the bytes of 8 rows.
-__device__ __forceinline__ u64 swizzled_place_of(u32 address) {
+__device__ __forceinline__ u64 place_of(u32 address) {
     return (address & 0x3ffff) >> 4 | static_cast<u64>(SWIZZLE >> 4) << 32 | 1ull << 62;
 }
-__device__ __forceinline__ u64 swizzled_place_of(const void* at) { return swizzled_place_of(shared_address(at)); }
+__device__ __forceinline__ u64 place_of(const void* at) { return place_of(shared_address(at)); }

@@ -412,7 +412,7 @@ __device__ __forceinline__ void multiply_piece(const Int4Params& p, u32 ring, u3
         for (int i = 0; i < 4 * PART_STEPS; ++i) keep(left[number][i / 4][i % 4]);
     };
     u32 stage = ring + at.stage * STAGE_BYTES;
-    const u64 tokens = swizzled_place_of(stage);
+    const u64 tokens = place_of(stage);
     u32 low = __shfl_sync(~0u, static_cast<u32>(tokens), 0);
     const u32 high = static_cast<u32>(tokens >> 32);
     make_left(stage, 0, 0);
@@ -437,17 +437,18 @@ __device__ __forceinline__ void multiply_piece(const Int4Params& p, u32 ring, u3
         const u32 sums_at = stage + SUMS_AT + group * (4 * GROUP_SUMS) + tokens_at;
         const bool is_last = number + 1 == num_groups, ends_stage = (number + 1) % GROUPS == 0 && !is_last;
         const u32 is_free = barriers + FREE_AT + at.stage * 8;
-        wait_for_products<PARTS - 1>();  // those of the first part, whose registers are free then
+        if constexpr (PARTS == 1) wait_for_products();
+        else wait_for_products_but_last();  // the first part's registers are free then
         if (!is_last) {
             if (ends_stage) {
                 at.advance();
                 stage = ring + at.stage * STAGE_BYTES;
                 wait_for_phase(barriers + at.stage * 8, at.turn);
-                low = __shfl_sync(~0u, static_cast<u32>(swizzled_place_of(stage)), 0);
+                low = __shfl_sync(~0u, static_cast<u32>(place_of(stage)), 0);
             }
             make_left(stage, (number + 1) % GROUPS, 0);
         }
-        wait_for_products<0>();
+        wait_for_products();
 #pragma unroll
         for (int i = 0; i < HALF; ++i) keep(sums[i]);
 #pragma unroll

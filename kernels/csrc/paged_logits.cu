@@ -4,47 +4,10 @@
 // is 64 positions of one query. One warp copies the share's tiles into a ring in shared memory, each by one bulk copy
 // as far ahead as the ring allows, so that the keys come as fast as memory gives them. The other four warps have a tile
 // each and multiply four at a time with all heads, 16 positions of each in one instruction.
-//
-// A key is DIM bytes and the word of its scale: 33 words. A warp reads them by word into the registers from which the
-// tensor cores take them, positions 4 apart in one load, so that the 32 words lie in different banks. The products and
-// their sums are those of kernels/triton_indexer.py, in the same order: for each lane its heads 8 apart in pairs, then
-// the lanes 2 and 1 apart. Additions and products are written in PTX, because a compiler's option would flush small
-// numbers to 0.
-#include "hopper.cuh"
+#include "index_logits.cuh"
 
-constexpr int DIM = 128;                       // numbers of a head's query, and of a key
-constexpr int KEY_WORDS = DIM / 4 + 1;
-constexpr int TILE = 64;                       // positions
-constexpr int TILE_WORDS = TILE * KEY_WORDS;
-constexpr int TILE_BYTES = 4 * TILE_WORDS;
-constexpr int SCORERS = 4;                     // warps that multiply: a warp group
-constexpr int NUM_SCORING = SCORERS * WARP;    // their threads
-constexpr int NUM_THREADS = NUM_SCORING + WARP;
-constexpr int COLUMNS = NUM_HEADS / 8;         // pairs of heads that a lane has
-constexpr int THREADS_OF_HEAD = NUM_SCORING / NUM_HEADS;
-constexpr int QUERY_BYTES = NUM_HEADS * DIM;
-constexpr float FP8_MAX = 448.0f;
-static_assert(NUM_HEADS == 32 || NUM_HEADS == 64, "sizes of the instruction below");
-static_assert(DIM == SWIZZLE_ROW, "a head is one row of swizzled pieces");
-static_assert(TILE_BYTES % 16 == 0 && PAGE_SIZE % TILE == 0, "a tile is one aligned piece of a page");
-
-struct LogitsParams {
-    const u16* q_index;            // bfloat16 [num_tokens][NUM_HEADS][DIM]
-    const float* weights;          // [num_tokens][NUM_HEADS]
-    const u8* keys;                // [num_slots][DIM + 4]
-    const int* page_table;         // [num_rows][max_pages]
-    const i64* req_rows;           // [num_tokens]
-    const i64* query_positions;    // [num_tokens]
-    const int* num_real;           // [1]
-    float* logits;                 // [block_tokens][logits_stride], 16-byte aligned rows
-    i64 logits_stride;
-    int first_token, stop_token;   // queries to score; the first has the first row of logits
-    int num_rows, max_pages;
-    int max_len;                   // positions from this one on are not seen
-    int top_k;                     // queries that see no more are not scored
-    float score_scale;
-    int min_tiles;                 // fewest tiles that are worth a block's start
-};
+constexpr int SCORERS = 4;                     // warps that multiply
+constexpr int NUM_THREADS = WARP_GROUP + WARP;
 
 struct Barriers {
     u64 is_full[STAGES], is_free[STAGES];
@@ -56,44 +19,6 @@ struct Piece {
     int token, row, length;
     int first_tile, num_tiles;
 };
-
-__device__ __forceinline__ float product(float a, float b) {
-    float result;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-__device__ __forceinline__ float sum(float a, float b) {
-    float result;
-    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-__device__ __forceinline__ float product_and_sum(float a, float b, float c) {
-    float result;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
-    return result;
-}
-// The positive part, and NaN of NaN.
-__device__ __forceinline__ float positive_part(float value) {
-    float result;
-    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(value));
-    return result;
-}
-
-// Copies a tile, whose arrival completes a phase of the barrier.
-__device__ __forceinline__ void copy_tile(u32* to, const u8* from, u64* is_full) {
-    expect_bytes(shared_address(is_full), TILE_BYTES);
-    copy_bulk(shared_address(to), from, TILE_BYTES, shared_address(is_full));
-}
-
-// Returns how many positions of its row a query sees; 0 if it is padding, as all from `stop` on, or selects all that it
-// sees. Padding is read, too, so that the loads need not wait for that of `stop`.
-__device__ __forceinline__ int length_of(const LogitsParams& p, int token, int stop) {
-    if (token >= p.stop_token) return 0;
-    const i64 row = p.req_rows[token], seen = p.query_positions[token] + 1;
-    const int length = static_cast<int>(seen < p.max_len ? seen : p.max_len);
-    return token < stop && row >= 0 && row < p.num_rows && length > p.top_k ? length : 0;
-}
-__device__ __forceinline__ int tiles_of(int length) { return (length + TILE - 1) / TILE; }
 
 // This block's share of all tiles, as pieces of queries. All lanes of a warp have the same pieces.
 struct Share {
@@ -155,11 +80,10 @@ __device__ void load_tiles(const LogitsParams& p, u32* ring, Barriers& shared, i
         const int* pages = p.page_table + static_cast<i64>(piece.row) * p.max_pages;
         for (int first = 0; first < piece.num_tiles; first += WARP) {
             const int count = piece.num_tiles - first < WARP ? piece.num_tiles - first : WARP;
-            const int start = (piece.first_tile + first + lane) * TILE;
-            i64 slot = 0;
-            if (lane < count) slot = static_cast<i64>(pages[start / PAGE_SIZE]) * PAGE_SIZE + start % PAGE_SIZE;
+            i64 own_from = 0;
+            if (lane < count) own_from = first_byte_of(pages, piece.first_tile + first + lane);
             for (int number = 0; number < count; ++number) {
-                const i64 from = __shfl_sync(~0u, slot, number) * (4 * KEY_WORDS);
+                const i64 from = __shfl_sync(~0u, own_from, number);
                 if (lane == 0) {
                     if (turn > 0) wait_for_phase(&shared.is_free[stage], turn - 1);
                     copy_tile(ring + stage * TILE_WORDS, p.keys + from, &shared.is_full[stage]);
@@ -171,53 +95,6 @@ __device__ void load_tiles(const LogitsParams& p, u32* ring, Barriers& shared, i
             }
         }
     }
-}
-
-// Rounds a query's heads to fp8 and writes them where the tensor cores read them, and the heads' weights times the
-// scales. The scales are those of kernels/triton_kv_format.py.
-__device__ void prepare_query(const LogitsParams& p, int token, u8* query, Barriers& shared, int thread) {
-    constexpr int NUMBERS = DIM / THREADS_OF_HEAD;
-    const int head = thread / THREADS_OF_HEAD, part = thread % THREADS_OF_HEAD;
-    const i64 head_row = static_cast<i64>(token) * NUM_HEADS + head;
-    const uint4* from = reinterpret_cast<const uint4*>(p.q_index + head_row * DIM + part * NUMBERS);
-    float numbers[NUMBERS], peak = 0.0f;
-#pragma unroll
-    for (int i = 0; i < NUMBERS / 8; ++i) {
-        const uint4 loaded = from[i];
-        const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            numbers[8 * i + 2 * j] = __uint_as_float(words[j] << 16);
-            numbers[8 * i + 2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < NUMBERS; ++i) peak = fmaxf(peak, fabsf(numbers[i]));
-#pragma unroll
-    for (int apart = 1; apart < THREADS_OF_HEAD; apart *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
-    float quotient;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(peak), "f"(FP8_MAX));
-    u32 bits = (__float_as_uint(quotient) + 0x7fffffu) & 0x7f800000u;
-    if (bits == 0 || bits == 0x7f800000u) bits = 0x3f800000u;
-    const float reciprocal = __uint_as_float(0x7f000000u - bits);
-#pragma unroll
-    for (int i = 0; i < NUMBERS / 16; ++i) {
-        u32 words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float* four = numbers + 16 * i + 4 * j;
-            asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;"
-                " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
-                : "=r"(words[j])
-                : "f"(product(four[0], reciprocal)), "f"(product(four[1], reciprocal)),
-                  "f"(product(four[2], reciprocal)), "f"(product(four[3], reciprocal)));
-        }
-        const int piece = (part * NUMBERS) / 16 + i;
-        *reinterpret_cast<uint4*>(query + head * DIM + (piece ^ head % 8) * 16) = {words[0], words[1], words[2], words[3]};
-    }
-    if (part == 0)
-        shared.head_weights[head] = product(p.weights[head_row], product(__uint_as_float(bits), p.score_scale));
-    show_to_tensor_cores();
 }
 
 // Adds to the sums the products of 16 positions of each warp's tile, 32 of their numbers, with those of all heads.
@@ -248,23 +125,6 @@ __device__ __forceinline__ void multiply(float (&sums)[NUM_HEADS / 2], const u32
 #endif
 #endif
 }
-
-// Returns the weighted sum over all heads for one of a lane's two positions, which every lane of four has then.
-// `weights`: those of the lane's heads; its positions' products alternate in pairs.
-__device__ __forceinline__ float add_heads(const float (&products)[NUM_HEADS / 2], const float (&weights)[2 * COLUMNS],
-                                           int which) {
-    float total = product(weights[1], positive_part(products[2 * which + 1]));
-    total = product_and_sum(weights[0], positive_part(products[2 * which]), total);
-#pragma unroll
-    for (int column = 1; column < COLUMNS; ++column) {
-        const int at = 4 * column + 2 * which;
-        total = product_and_sum(weights[2 * column], positive_part(products[at]), total);
-        total = product_and_sum(weights[2 * column + 1], positive_part(products[at + 1]), total);
-    }
-    total = sum(total, __shfl_xor_sync(~0u, total, 2));
-    return sum(total, __shfl_xor_sync(~0u, total, 1));
-}
-
 // The four scoring warps: each scores every fourth tile of a piece.
 __device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barriers& shared, int thread) {
     const int warp = thread / WARP, lane = thread % WARP, quad = lane / 4, in_quad = lane % 4;
@@ -272,16 +132,12 @@ __device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barrier
     Piece piece;
     int before = 0;  // tiles of the pieces before
     for (bool is_first = true; share.take(piece); is_first = false) {
-        if (!is_first) Barrier<1, NUM_SCORING>::wait();  // nobody reads the last query any more
-        prepare_query(p, piece.token, query, shared, thread);
-        Barrier<1, NUM_SCORING>::wait();
+        if (!is_first) Barrier<1, WARP_GROUP>::wait();  // nobody reads the last query any more
+        prepare_query(p, piece.token, query, shared.head_weights, thread);
+        Barrier<1, WARP_GROUP>::wait();
         float weights[2 * COLUMNS];
-#pragma unroll
-        for (int column = 0; column < COLUMNS; ++column) {
-            weights[2 * column] = shared.head_weights[8 * column + 2 * in_quad];
-            weights[2 * column + 1] = shared.head_weights[8 * column + 2 * in_quad + 1];
-        }
-        const u64 place = swizzled_place_of(query);
+        read_weights(weights, shared.head_weights, in_quad);
+        const u64 place = place_of(query);
         float* logits = p.logits + (piece.token - p.first_token) * p.logits_stride;
 
         for (int at = warp; at - warp < piece.num_tiles; at += SCORERS) {
@@ -305,9 +161,15 @@ __device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barrier
                 start_products();
 #pragma unroll
                 for (int k = 0; k < DIM / 32; ++k) multiply(products, keys[k], place + 2 * k, k);
-                finish_products();
+                commit_products();
+                wait_for_products();
 #pragma unroll
-                for (int which = 0; which < 2; ++which) scores[which][i] = add_heads(products, weights, which);
+                for (int which = 0; which < 2; ++which) {
+                    // Every lane of four has the sum over all heads then.
+                    float total = add_heads(products, weights, which);
+                    total = sum(total, __shfl_xor_sync(~0u, total, 2));
+                    scores[which][i] = sum(total, __shfl_xor_sync(~0u, total, 1));
+                }
             }
             if (has_tile) {
                 // Of the four lanes with the same scores the first writes the lower positions, the second the others.
@@ -350,6 +212,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) paged_l
     __syncthreads();
     let_next_kernel_get_ready();
     wait_for_kernel_in_front();
-    if (threadIdx.x < NUM_SCORING) score_tiles(p, ring, query, shared, threadIdx.x);
-    else load_tiles(p, ring, shared, threadIdx.x - NUM_SCORING);
+    if (threadIdx.x < WARP_GROUP) score_tiles(p, ring, query, shared, threadIdx.x);
+    else load_tiles(p, ring, shared, threadIdx.x - WARP_GROUP);
 }

@@ -8,7 +8,6 @@ side computes its own logits, in another order of additions, the scores of the c
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,11 @@ from hisparse_pd.kernels.indexer import index_logits
 from hisparse_pd.kernels.kv_format import IndexKeyFormat
 from hisparse_pd.kernels.paged_indexer import (
     IndexerScratch,
-    UnpackedKeys,
     paged_index_topk,
-    unpacked_index_topk,
 )
 from hisparse_pd.kernels.selection import ABSENT, select_topk
 from hisparse_pd.kernels.topk import NUM_THREADS_OF_MANY
-from tests.gpu.index_batch import POISON, Batch, stored_keys
+from tests.gpu.index_batch import Batch, stored_keys
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
@@ -216,17 +213,23 @@ def test_queries_that_share_keys_have_the_bits_of_one(
 @pytest.mark.I5
 @pytest.mark.parametrize("page_size", [64, 192])
 @pytest.mark.parametrize("num_heads", [32, 64])
-def test_keys_that_are_copied_ahead_give_the_same_bits(num_heads: int, page_size: int) -> None:
+@pytest.mark.parametrize("is_prompt", [False, True], ids=["steps", "prompts"])
+def test_keys_that_are_copied_ahead_give_the_same_bits(
+    is_prompt: bool, num_heads: int, page_size: int
+) -> None:
     """Shares of blocks begin and end at any tile of any query: few long queries, many short ones, padding,
-    rows out of range and queries that select all between others; keys that are infinite or no numbers."""
-    from hisparse_pd.kernels import paged_logits, triton_indexer
+    rows out of range and queries that select all between others; keys that are infinite or no numbers.
+    Requests begin and end anywhere in the group of queries that a prompt's block has."""
+    from hisparse_pd.kernels import index_logits, paged_logits, prompt_logits, triton_indexer
+
+    write_logits = (prompt_logits if is_prompt else paged_logits).write_logits
 
     lens = (70000, 1, 130, 64, 63, 65, 700, 2049, 4096)
     keys = Batch(
         12, "fp8_e4m3", num_heads=num_heads, head_dim=128, page_size=page_size, lens=lens, top_k=1,
         q_dtype=torch.bfloat16, device=DEVICE,
     )  # fmt: skip
-    if not paged_logits.takes(keys.q_index, keys.index_pool, page_size, "fp8_e4m3"):
+    if not index_logits.takes(keys.q_index, keys.index_pool, page_size, "fp8_e4m3"):
         pytest.skip("the kernel needs a Hopper GPU")
     drawn = torch.Generator().manual_seed(num_heads)
     special = torch.randint(0, len(keys.index_pool), (200,), generator=drawn).to(DEVICE)
@@ -237,6 +240,7 @@ def test_keys_that_are_copied_ahead_give_the_same_bits(num_heads: int, page_size
         (0, [0]),
         (0, list(range(len(lens)))),
         (64, [8, 8, 0, 3, -1, 2, len(lens), 5, 7, 7, 1]),
+        (50, [8] * 9 + [2] * 3 + [7, 7, -1, 7, 0, len(lens)] + [2] * 5 + [0] * 300 + [8] * 700),
         (2048, many),
     ):
         positions = [
@@ -258,61 +262,9 @@ def test_keys_that_are_copied_ahead_give_the_same_bits(num_heads: int, page_size
             }
             triton_indexer.write_logits(**arguments, logits=expected)
             del arguments["key_format"]
-            paged_logits.write_logits(**arguments, logits=found)
+            write_logits(**arguments, logits=found)
             assert torch.equal(expected.view(torch.int32), found.view(torch.int32))
             assert (expected != -7.0).any()
-
-
-@pytest.mark.I5
-@pytest.mark.parametrize("lens", [(5000, 130, 64, 700), (40, 2600)])
-def test_unpacked_keys_give_the_bits_of_paged_ones(lens: tuple[int, ...]) -> None:
-    """Requests begin and end anywhere; padding, rows out of range and short queries lie between others."""
-    sizes = {"num_heads": 64, "head_dim": 128, "page_size": 64}
-    if not UnpackedKeys.serve(64, 128, torch.bfloat16, "fp8_e4m3", torch.device(DEVICE)):
-        pytest.skip("unpacked keys need a Hopper GPU")
-    keys = Batch(10, "fp8_e4m3", lens=lens, top_k=50, q_dtype=torch.bfloat16, device=DEVICE, **sizes)
-    last = len(lens) - 1
-    rows = [0] * 9 + [1] * 3 + [last, last, -1, last, 0, last + 1] + [1] * 5 + [0] * 700
-    drawn = torch.Generator().manual_seed(4)
-    positions = [
-        int(torch.randint(0, lens[row] if 0 <= row <= last else 9, (), generator=drawn)) for row in rows
-    ]
-    positions[4] = 49
-    batch = keys.with_queries(rows, positions)
-    batch.num_real -= 2
-    used_pages = [-(-length // 64) for length in lens]
-    page_ids = torch.cat([keys.page_table[row, :count] for row, count in enumerate(used_pages)])
-    unpacked = UnpackedKeys.create(64 * len(page_ids), 128, DEVICE)
-    unpacked.keys.view(torch.uint8).fill_(POISON)
-    unpacked.scales.fill_(NAN)
-    key_format = IndexKeyFormat("fp8_e4m3", 128)
-    key_format.unpack(keys.index_pool, page_ids, 64, unpacked.keys, unpacked.scales)
-    first_keys = 64 * torch.tensor([0, *used_pages], device=DEVICE).cumsum(0)[:-1].int()
-
-    from hisparse_pd.kernels import gluon_indexer, triton_indexer
-
-    for first_token, block_tokens in ((0, len(rows)), (3, 10), (len(rows) - 6, 5), (12, 1)):
-        paged, found = (
-            IndexerScratch.create(block_tokens, max(lens), DEVICE).logits.fill_(NAN) for _ in range(2)
-        )
-        some: dict[str, Any] = {
-            "first_token": first_token,
-            "block_tokens": block_tokens,
-            "max_len": max(lens),
-        }
-        triton_indexer.write_logits(**batch.arguments(), logits=paged, **some)
-        gluon_indexer.write_logits(
-            batch.q_index, batch.weights, unpacked.keys, unpacked.scales, first_keys, batch.req_rows,
-            batch.query_positions, batch.num_real, found, top_k=50, **some,
-        )  # fmt: skip
-        assert torch.equal(paged.view(torch.int32), found.view(torch.int32))
-        assert block_tokens < len(rows) or not paged.isnan().all()
-    scratch = IndexerScratch.create(100, max(lens), DEVICE)
-    selected = unpacked_index_topk(
-        batch.q_index, batch.weights, unpacked, first_keys, batch.req_rows, batch.query_positions,
-        batch.num_real, top_k=50, scratch=scratch, max_len=max(lens),
-    )  # fmt: skip
-    assert torch.equal(selected, batch.call())
 
 
 def test_queries_far_from_one_are_as_exact() -> None:

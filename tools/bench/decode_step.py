@@ -95,7 +95,7 @@ KINDS = {
     "swap-in": "swap_in|copy_planned",
     "row checks": "check_rows",
     "backup": "backup_newest|newest_slots",
-    "indexer logits": "_logits_kernel|paged_logits",
+    "indexer logits": "_logits_kernel|paged_logits|prompt_logits",
     "top-k": "^topk$",
     "collectives": "nccl|ranks_gather|ranks_sum",
     "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",

@@ -19,8 +19,8 @@ reads and writes more than the cache holds, those of ``prompts`` and the passes 
 - indexer: logits and top-k, one decode query a request, keys in scattered pages. The floor is the time to
   read the keys once, at the highest rate in this run of a copy of 1 GiB or of a sum over it.
 - prompts: fp8 attention, indexer logits and top-k of a prompt's tokens behind ``--first`` others. Attention
-  and logits are measured with the kernel that reads the pool and with the one that reads unpacked items or
-  keys, unpacking included. The logits of both must have the same bits.
+  is measured with the kernel that reads the pool and with the one that reads unpacked items, unpacking
+  included; logits with Triton's kernel and with the one for prompts, which must have the same bits.
 - experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights. With ``--rows``
   every expert has just so many rows. int4 has groups of 128; int4-zeros has zeros, as awq, and int4-fp8
   activations in fp8.
@@ -50,7 +50,7 @@ from hisparse_pd.kernels.fp8_rows import Activations
 from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.int4 import Int4Form, Int4Matrices
 from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
-from hisparse_pd.kernels.paged_indexer import IndexerScratch, UnpackedKeys
+from hisparse_pd.kernels.paged_indexer import IndexerScratch
 from hisparse_pd.kernels.row_check import check_dense_row, row_checks_of, store_row_checks
 from hisparse_pd.kernels.selection import select_topk
 from tools.bench.facts import OUT
@@ -189,7 +189,7 @@ def _index(format_name: str, batch: int, context: int, peak_gb_s: float) -> dict
 
 
 def prompts(options: argparse.Namespace) -> Cells:
-    """Raises RuntimeError where logits of unpacked keys have other bits."""
+    """Raises RuntimeError where logits of the kernel for prompts have other bits."""
     for first in options.first:
         torch.manual_seed(0)
         yield {"tokens": options.tokens, "first": first, **_prompt(options.tokens, first)}
@@ -237,44 +237,39 @@ def _prompt(num_tokens: int, first: int) -> dict[str, Any]:
 def _prompt_selection_us(request: _PromptRequest, selected: Tensor) -> dict[str, Any]:
     """Return the us of the indexer's logits and of the top-k, which is written to ``selected``.
 
-    Keys are read from the pool for each query ``alone``, or for several queries that share what is read, or
-    are ``unpacked`` first.
+    Triton's kernel reads keys for each query ``alone``, or for several queries that share what is read.
     """
-    from hisparse_pd.kernels import gluon_indexer, triton_indexer
+    from hisparse_pd.kernels import index_logits, prompt_logits, triton_indexer
     from hisparse_pd.kernels.topk import select
 
     num_tokens, keys, queries = len(request.positions), request.keys, request.queries
     q_index = torch.randn((num_tokens, INDEX_HEADS, INDEX_DIM), device=HOME).bfloat16()
     weights = torch.randn((num_tokens, INDEX_HEADS), device=HOME)
-    unpacked = UnpackedKeys.create(request.num_slots, INDEX_DIM, HOME)
-    first_keys = torch.zeros(1, dtype=torch.int32, device=HOME)  # where the only row's position 0 has its key
     shape = (num_tokens, -(-request.context // 64) * 64)
-    paged_out, unpacked_out = (torch.zeros(shape, device=HOME) for _ in range(2))
+    in_triton, in_cuda = (torch.zeros(shape, device=HOME) for _ in range(2))
+    arguments = q_index, weights, keys, request.pages[None], *queries
     block: dict[str, Any] = {"first_token": 0, "block_tokens": num_tokens, "max_len": request.context}
 
-    def paged_logits(is_prompt: bool) -> None:
+    def triton_logits(is_prompt: bool) -> None:
         triton_indexer.write_logits(
-            q_index, weights, keys, request.pages[None], *queries, paged_out, page_size=PAGE_SIZE, top_k=0,
-            key_format=FP8_E4M3, is_prompt=is_prompt, **block,
-        )  # fmt: skip
-
-    def unpacked_logits() -> None:
-        PROMPT_KEYS.unpack(keys, request.pages, PAGE_SIZE, unpacked.keys, unpacked.scales)
-        gluon_indexer.write_logits(
-            q_index, weights, unpacked.keys, unpacked.scales, first_keys, *queries, unpacked_out,
-            top_k=0, **block,
+            *arguments, in_triton, page_size=PAGE_SIZE, top_k=0, key_format=FP8_E4M3, is_prompt=is_prompt,
+            **block,
         )  # fmt: skip
 
     us = {
-        "logits_alone_us": graph_us([partial(paged_logits, False)]),
-        "logits_shared_us": graph_us([partial(paged_logits, True)]),
+        "logits_alone_us": graph_us([partial(triton_logits, False)]),
+        "logits_shared_us": graph_us([partial(triton_logits, True)]),
     }
-    if UnpackedKeys.serve(INDEX_HEADS, INDEX_DIM, torch.bfloat16, FP8_E4M3, torch.device(HOME)):
-        us["logits_unpacked_us"] = graph_us([unpacked_logits])
-        if not torch.equal(paged_out, unpacked_out):
+    if index_logits.takes(q_index, keys, PAGE_SIZE, FP8_E4M3):
+        us["logits_us"] = graph_us(
+            [partial(prompt_logits.write_logits, *arguments, in_cuda, page_size=PAGE_SIZE, top_k=0, **block)]
+        )
+        num_products = INDEX_HEADS * INDEX_DIM * int((request.positions + 1).sum())
+        us["logits_tflops"] = 2 * num_products / us["logits_us"]["median"] / 1e6
+        if not torch.equal(in_triton, in_cuda):
             first = request.context - num_tokens
-            raise RuntimeError(f"logits behind {first} tokens have other bits if keys are unpacked")
-    us["top_k_us"] = graph_us([partial(select, paged_out, *queries, selected, num_rows=1, **block)])
+            raise RuntimeError(f"logits behind {first} tokens have other bits in the kernel for prompts")
+    us["top_k_us"] = graph_us([partial(select, in_triton, *queries, selected, num_rows=1, **block)])
     return us
 
 

@@ -108,9 +108,8 @@ class AttentionKernels:
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
         unpacked = None
-        if page_size:
-            unpacks_items = attention.kv_format != spec.item_format
-            unpacked = UnpackedMemory.create(spec, device, page_size, has_items=unpacks_items)
+        if page_size and attention.kv_format != spec.item_format:
+            unpacked = UnpackedMemory.create(spec, device, page_size)
         return cls(spec.item_format, spec.index_key_format, attention, step_attention, scratch, unpacked)
 
     def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:

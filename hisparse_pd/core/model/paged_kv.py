@@ -23,7 +23,7 @@ from torch import Tensor
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.unpacked import ContextPages
-from hisparse_pd.kernels.paged_indexer import paged_index_topk, unpacked_index_topk
+from hisparse_pd.kernels.paged_indexer import paged_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks
 from hisparse_pd.kernels.step_rows import slots_of
 
@@ -232,10 +232,8 @@ class PagedKv:
         """The pages to unpack. If the memory for unpacked rows is too small for all requests, they take
         turns. None where prompts read the pools themselves."""
         if (unpacked := self._kernels.unpacked) is not None:
-            most_pages = most_pages or unpacked.num_tokens // page_size
+            most_pages = most_pages or len(unpacked.items) // page_size
             self.contexts = _context_pages(requests, self.rows, page_size, most_pages)
-            self._first_keys = self.contexts.first_slots(page_size)
-            """Where each request's unpacked keys begin."""
         self._num_columns = (self.rows.positions + 1).clamp_(max=spec.index_topk).int()
         """How many positions each token selects: int32 [num_tokens]."""
         self._stepped_pieces = _stepped_pieces(self.rows) if self._kernels.has_own_step_attention else []
@@ -268,7 +266,6 @@ class PagedKv:
         self._num_columns[: len(others.positions)] = others._num_columns
         if self.contexts is not None and others.contexts is not None:
             self.contexts.fill(others.contexts)
-            self._first_keys[: len(others.last_rows)] = others._first_keys
 
     def write(self, layer: int, kv: Tensor | None, index_keys: Tensor | None) -> None:
         """Do ``KvAccess.write``: store the new rows, and their row checks."""
@@ -287,53 +284,23 @@ class PagedKv:
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         """Do ``KvAccess.select``, and keep what each request's last token selects."""
-        selected = self._select_unpacked(self._index_pool[group], q_index, weights)
-        if selected is None:
-            selected = paged_index_topk(
-                q_index,
-                weights,
-                self._index_pool[group],
-                self.rows.page_table,
-                self.rows.request_of_token,
-                self.rows.positions,
-                self.rows.num_tokens,
-                page_size=self._page_size,
-                top_k=self._spec.index_topk,
-                key_format=self._kernels.index_format.name,
-                scratch=self._kernels.indexer_scratch,
-                max_len=self.rows.max_len,
-                is_prompt=True,
-            )
+        selected = paged_index_topk(
+            q_index,
+            weights,
+            self._index_pool[group],
+            self.rows.page_table,
+            self.rows.request_of_token,
+            self.rows.positions,
+            self.rows.num_tokens,
+            page_size=self._page_size,
+            top_k=self._spec.index_topk,
+            key_format=self._kernels.index_format.name,
+            scratch=self._kernels.indexer_scratch,
+            max_len=self.rows.max_len,
+            is_prompt=True,
+        )
         torch.index_select(selected, 0, self.rows.last_rows, out=self._hints[group])
         return selected
-
-    def _select_unpacked(self, keys: Tensor, q_index: Tensor, weights: Tensor) -> Tensor | None:
-        """Return what the tokens select, by unpacked keys, or None where keys are read in the pool."""
-        contexts, unpacked, scratch = self.contexts, self._kernels.unpacked, self._kernels.indexer_scratch
-        if contexts is None or unpacked is None or unpacked.keys is None or scratch is None:
-            return None
-        rows, page_size = self.rows, self._page_size
-        results = []
-        for turn in contexts.turns:
-            tokens, page_ids = turn.tokens, contexts.page_ids[turn.pages]
-            self._kernels.index_format.unpack(
-                keys, page_ids, page_size, unpacked.keys.keys, unpacked.keys.scales
-            )
-            results.append(
-                unpacked_index_topk(
-                    q_index[tokens],
-                    weights[tokens],
-                    unpacked.keys,
-                    self._first_keys,
-                    rows.request_of_token[tokens],
-                    rows.positions[tokens],
-                    rows.num_tokens,
-                    top_k=self._spec.index_topk,
-                    scratch=scratch,
-                    max_len=rows.max_len,
-                )
-            )
-        return results[0] if len(results) == 1 else torch.cat(results)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         """Do ``KvAccess.attend``: as a prompt, and then again as steps do for the tokens that are stepped."""
@@ -350,7 +317,7 @@ class PagedKv:
     def _attend_as_prompt(self, items: Tensor, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         """Return the attention of all new tokens as a prompt has it, stepped ones included."""
         attention, contexts, unpacked = self._kernels.attention, self.contexts, self._kernels.unpacked
-        if contexts is None or unpacked is None or unpacked.items is None:
+        if contexts is None or unpacked is None:
             return attention.attend(q, items, self._slots_in(self.rows.page_table, positions), scale)
         slots = self._slots_in(contexts.page_table, positions)
         results = []

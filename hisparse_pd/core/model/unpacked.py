@@ -1,9 +1,8 @@
-"""Unpacked KV of a forward's requests, for kernels that are faster over whole contexts than over a pool.
+"""Unpacked items of a forward's requests, for a kernel that is faster over whole contexts than over a pool.
 
-Attention of prompts may use a kernel for bfloat16 though the pool has fp8 items, and the indexer one that
-reads adjacent keys. For these, each layer unpacks all pages of the requests next to one another once it has
-written its new rows. If the memory for that is too small for all requests, they take turns, some requests
-in each. A query's bits do not depend on its turn.
+Attention of prompts may use a kernel for bfloat16 though the pool has fp8 items. For it, each layer unpacks
+all pages of the requests next to one another once it has written its new rows. If the memory for that is too
+small for all requests, they take turns, some requests in each. A query's bits do not depend on its turn.
 
 A prefill node has one ``UnpackedMemory``, as a part of its ``AttentionKernels``. Each ``PagedKv``
 (``paged_kv.py``) has the ``ContextPages`` of its forward.
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.kv_format import FP8_E4M3
-from hisparse_pd.kernels.paged_indexer import UnpackedKeys
 
 UNPACKED_TOKENS: Final = 1 << 19
 """Tokens that the memory holds, unless one context is longer or MOST_CONTEXTS whole contexts are shorter:
@@ -33,28 +31,13 @@ MOST_CONTEXTS: Final = 16
 class UnpackedMemory:
     """Memory for the unpacked rows of one layer, which all layers use in turn."""
 
-    num_tokens: int
-    items: Tensor | None
-    """bfloat16 [num_tokens, item_dim]; None where attention reads the pool."""
-    keys: UnpackedKeys | None
-    """None where the indexer reads the pool."""
+    items: Tensor
+    """bfloat16 [num_tokens, item_dim]"""
 
     @classmethod
-    def create(
-        cls, spec: ModelSpec, device: torch.device, page_size: int, *, has_items: bool
-    ) -> UnpackedMemory | None:
-        """Return the memory for what the device's kernels read unpacked, or None if that is nothing."""
-        num_tokens = unpacked_tokens(spec, page_size)
-        sizes = spec.index_num_heads, spec.index_head_dim
-        has_keys = UnpackedKeys.serve(*sizes, spec.dtype, spec.index_key_format.name, device)
-        if not (has_items or has_keys):
-            return None
-        shape = num_tokens, spec.item_format.item_dim
-        return cls(
-            num_tokens,
-            torch.empty(shape, dtype=torch.bfloat16, device=device) if has_items else None,
-            UnpackedKeys.create(num_tokens, spec.index_head_dim, device) if has_keys else None,
-        )
+    def create(cls, spec: ModelSpec, device: torch.device, page_size: int) -> UnpackedMemory:
+        shape = unpacked_tokens(spec, page_size), spec.item_format.item_dim
+        return cls(torch.empty(shape, dtype=torch.bfloat16, device=device))
 
 
 def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
@@ -65,9 +48,8 @@ def unpacked_tokens(spec: ModelSpec, page_size: int) -> int:
 
 def unpacked_bytes(spec: ModelSpec, page_size: int) -> int:
     """Return the most bytes of an ``UnpackedMemory`` on any device."""
-    items = 2 * spec.item_format.item_dim if spec.item_format.name == FP8_E4M3 else 0
-    keys = spec.index_head_dim + 4 if spec.index_key_format.name == FP8_E4M3 else 0
-    return unpacked_tokens(spec, page_size) * (items + keys) + 4 * UnpackedKeys.PADDING
+    item_bytes = 2 * spec.item_format.item_dim if spec.item_format.name == FP8_E4M3 else 0
+    return unpacked_tokens(spec, page_size) * item_bytes
 
 
 class Turn(NamedTuple):
@@ -153,7 +135,3 @@ class ContextPages:
         self.page_ids[num_pages:] = -1
         num_requests, max_pages = others.page_table.shape
         self.page_table[:num_requests, :max_pages] = others.page_table
-
-    def first_slots(self, page_size: int) -> Tensor:
-        """Return where each request's position 0 lies in the memory: int32 [num_requests]."""
-        return self.page_table[:, 0] * page_size

@@ -20,6 +20,8 @@ most MAX_RUNS runs: where side branches keep runs from being merged, those used 
 A prefix with wrong bytes is dropped together with its descendants (``drop``): no request finds them any more,
 and each is freed when its last user and its children are gone.
 
+A page may be noted as *stepped*: its KV is rounded as in decode steps, at least in part (``num_prefilled``).
+
 A ``listener`` is told of each page that can be found, and when it no longer can be, if whoever adds the page
 gives its token ids.
 """
@@ -53,6 +55,8 @@ class PrefixTree:
         self._prefixes: dict[Prefix, None] = {}
         self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
         """The run that has each page. Where a page is in it, so are all pages before it: ``find`` bisects."""
+        self._stepped: dict[Kinds, set[PageKey]] = {}
+        """Pages that are noted as stepped."""
         self._idle = IdleRuns()
         """Prefixes without users; descendants were touched before their ancestors."""
         self._num_idle_pages: Counter[Kinds] = Counter()
@@ -88,6 +92,11 @@ class PrefixTree:
         by_key = self._by_key.get(kinds, {})
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
+
+    def num_prefilled(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
+        """Return how many of the pages of ``keys``, which are all held, come before the first stepped one."""
+        stepped = self._stepped.get(kinds, ())
+        return next((number for number, key in enumerate(keys) if key in stepped), len(keys))
 
     def use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
         """Count one more user of the pages of ``keys``, which are all held, until it calls ``let_go``.
@@ -142,16 +151,17 @@ class PrefixTree:
         *,
         keeps_copies: bool = False,
         token_ids: bytes | None = None,
+        num_prefilled: int | None = None,
     ) -> int:
         """Move the first pages of ``holding`` in ``kinds``, whose keys are ``keys[num_before:]``, into the
         tree. The pages of ``keys[:num_before]`` must be held.
 
         Where the tree has a page already, the holding's copy of it is freed. With ``keeps_copies`` the copy
         stays in the holding, because writes in flight still read it. ``token_ids``: the packed ids of all
-        pages of ``keys``, for the listener; None: it is not told of them. Returns how many of ``keys`` are
-        held then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
-        PoolIntegrityError.
-        """
+        pages of ``keys``, for the listener; None: it is not told of them. ``num_prefilled``: pages of
+        ``keys`` before the first stepped one; None: none is stepped. Returns how many of ``keys`` are held
+        then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
+        PoolIntegrityError."""
         if len(keys) <= num_before:
             return len(keys)
         if not self._fit_one_more_run(keys, kinds):
@@ -169,6 +179,9 @@ class PrefixTree:
             last = Prefix(kinds, parent, end_page=len(keys), keys=list(keys[num_found:]), holding=added)
             self._insert(last)
             self._num_idle_pages[kinds] += len(last.keys)
+            if num_prefilled is not None:
+                stepped = keys[max(num_found, num_prefilled) :]
+                self._stepped.setdefault(kinds, set()).update(stepped)
             if token_ids is not None and self.listener is not None:
                 last.is_reported = True
                 page_bytes = self._pools.page_size * TOKEN_BYTES
@@ -391,6 +404,8 @@ class PrefixTree:
     def _forget_keys(self, prefix: Prefix, keys: Sequence[PageKey]) -> None:
         for key in keys:
             del self._by_key[prefix.kinds][key]
+        if (stepped := self._stepped.get(prefix.kinds)) is not None:
+            stepped.difference_update(keys)
         if prefix.is_reported and self.listener is not None:
             self.listener.removed(prefix.kinds, tuple(keys))
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hisparse_pd.kernels import cuda, cuda_params, int4_experts, paged_logits, topk
+from hisparse_pd.kernels import (
+    cuda,
+    cuda_params,
+    index_logits,
+    int4_experts,
+    paged_logits,
+    prompt_logits,
+    topk,
+)
+from hisparse_pd.kernels.cuda_launch import translation_unit
 from hisparse_pd.kernels.int4 import Int4Form
 from tests.unit.kernels.cuda_here import ARCHITECTURES, EACH_ARCHITECTURE, compile_cuda, layout_checks
 
@@ -84,14 +94,44 @@ def test_top_k_compiles(arch: int, num_threads: int, tmp_path: Path) -> None:
         assert " 0 bytes spill stores" in log
 
 
-@pytest.mark.parametrize("num_heads", paged_logits.NUM_HEADS)
+def logits_source(module: Any) -> str:
+    """Return the unit of one of the kernels of the indexer's logits, checked against its host side."""
+    source = translation_unit(f"{module.NAME}.cu") + layout_checks({"LogitsParams": index_logits.PARAMS})
+    source += f"static_assert(NUM_THREADS == {module.NUM_THREADS});\n"
+    source += f"static_assert(TILE_BYTES == {index_logits.TILE_BYTES});\n"
+    return source + f"static_assert(SWIZZLE == {index_logits.ALIGNMENT});\n"
+
+
+@pytest.mark.parametrize("num_heads", index_logits.NUM_HEADS)
+def test_logits_of_prompts_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
+    source = logits_source(prompt_logits)
+    source += f"static_assert(QUERIES_OF_BLOCK * NUM_HEADS == {prompt_logits.COLUMNS});\n"
+    options = prompt_logits.compile_options(num_heads, 64)
+    log = compile_cuda(source, "90a", options, tmp_path, {"prompt_logits"})
+    if log is not None:
+        assert " 0 bytes spill stores" in log
+        assert "serialized" not in log, "the tensor cores would wait for each product"
+        assert "setmaxnreg" not in log, "warps would keep the registers that they begin with"
+        static = int(re.findall(r"(\d+) bytes smem", log)[0])
+        assert static + prompt_logits.SHARED_BYTES <= 227 << 10
+
+
+def test_splits_of_prompts_fill_the_gpu() -> None:
+    choose = prompt_logits.choose_num_splits
+    assert choose(20 * 132, 2048, 132) == 1, "many groups need no splits"
+    assert 120 <= choose(1, 4096, 132) <= 132, "all multiprocessors score one group"
+    assert choose(3, 47, 132) * 3 <= 132
+    assert choose(1, 1, 132) == 1
+    # 133 groups would run twice as long as 132 if they were not split.
+    num_splits = choose(133, 1000, 132)
+    assert 1 < num_splits <= prompt_logits.MAX_SPLITS
+    assert -(-133 * num_splits // 132) / num_splits < 1.2
+
+
+@pytest.mark.parametrize("num_heads", index_logits.NUM_HEADS)
 def test_logits_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
-    source = paged_logits.source() + layout_checks({"LogitsParams": paged_logits.PARAMS})
-    source += f"static_assert(NUM_THREADS == {paged_logits.NUM_THREADS});\n"
-    source += f"static_assert(TILE_BYTES == {paged_logits.TILE_BYTES});\n"
-    source += f"static_assert(SWIZZLE == {paged_logits.ALIGNMENT});\n"
     options = paged_logits.compile_options(num_heads, 64)
-    log = compile_cuda(source, "90a", options, tmp_path, {"paged_logits"})
+    log = compile_cuda(logits_source(paged_logits), "90a", options, tmp_path, {"paged_logits"})
     if log is not None:
         assert " 0 bytes spill stores" in log
         assert "serialized" not in log, "the tensor cores would wait for each product"
@@ -140,7 +180,8 @@ def test_source_is_one_unit() -> None:
     for source, struct in (
         (cuda.source(), "struct SwapInParams"),
         (topk.source(), "struct TopkParams"),
-        (paged_logits.source(), "struct LogitsParams"),
+        (translation_unit("paged_logits.cu"), "struct LogitsParams"),
+        (translation_unit("prompt_logits.cu"), "struct LogitsParams"),
         (int4_experts.source(), "struct Int4Params"),
     ):
         assert '#include "' not in source

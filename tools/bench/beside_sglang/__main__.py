@@ -63,6 +63,7 @@ def _our_turn(run: Run, turn: Turn, secs: float) -> None:
     stem = options.logs / turn.name
     words = (
         *("--model-path", str(options.model), "--kv-cache-dtype", options.kv_cache_dtype, "--verify-rows"),
+        *("--indexer-cache-dtype", "fp8_e4m3"),  # SGLang's, whatever its KV is
         *("--speculative-num-steps", str(options.drafts)),
         *("--chunk", str(CHUNK), "--context", str(turn.context), "--buffer", str(options.buffer)),
         *("--modes", turn.mode, "--batch", *map(str, turn.batches), "--max-dense", str(max(turn.batches))),
