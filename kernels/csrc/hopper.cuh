@@ -9,7 +9,9 @@ __device__ __forceinline__ u32 shared_address(const void* at) { return static_ca
 
 // A phase of the barrier ends with this many arrivals, and when all expected bytes are there.
 __device__ __forceinline__ void start_barrier(u64* barrier, u32 num_arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(num_arrivals)
+                 : "memory");
 }
 __device__ __forceinline__ void arrive(u32 barrier_address) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier_address) : "memory");
@@ -40,7 +42,9 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier_address, u32 turn) {
     for (SpinLimit limit; !has_ended(barrier_address, turn); limit.count()) {
     }
 }
-__device__ __forceinline__ void wait_for_phase(u64* barrier, u32 turn) { wait_for_phase(shared_address(barrier), turn); }
+__device__ __forceinline__ void wait_for_phase(u64* barrier, u32 turn) {
+    wait_for_phase(shared_address(barrier), turn);
+}
 // Copies a multiple of 16 aligned bytes, which count for the barrier.
 __device__ __forceinline__ void copy_bulk(u32 to_address, const void* from, u32 num_bytes, u32 barrier_address) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

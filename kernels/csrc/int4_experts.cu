@@ -2,9 +2,9 @@
 //
 // There is one block for each multiprocessor, and it takes one piece of work after the other: one tile of tokens and
 // BLOCK_ROWS rows of one of its expert's matrices. A ring in shared memory has a stage for each STAGE_COLUMNS columns.
-// Three threads copy weights and tokens into it, and one warp scales, each as far ahead as the ring allows, so that weights
-// come as fast as memory gives them. The tokens are already in the order of experts, and a tile's part of a stage is one
-// or two pieces of memory (kernels/triton_int4_tokens.py). TEAMS teams of four warps multiply.
+// Three threads copy weights and tokens into it, and one warp scales, each as far ahead as the ring allows, so that
+// weights come as fast as memory gives them. The tokens are already in the order of experts, and a tile's part of a
+// stage is one or two pieces of memory (kernels/triton_int4_tokens.py). TEAMS teams of four warps multiply.
 //
 // The matrix is the left operand: a thread reads the 16 bytes that are its part of 64 rows and columns
 // (kernels/int4.py), and makes numbers of them in the registers from which tensor cores take them, while the tensor
@@ -12,8 +12,8 @@
 // weight is taken apart once for each tile.
 //
 // In bfloat16, 0x4300 is 128, and with four bits at its end 128 + q; -(128 + zero) is added, which is exact. In fp8, q
-// itself as a byte is q / 512; the zero times the sum of the tokens' numbers in the group is subtracted from the group's
-// sum. A row is added up by groups, and within a group in the instruction's steps, whatever the tile.
+// itself as a byte is q / 512; the zero times the sum of the tokens' numbers in the group is subtracted from the sum of
+// the group. A row is added up by groups, and within a group in the instruction's steps, whatever the tile.
 #include "hopper.cuh"
 
 constexpr int TEAM = 4 * WARP;                 // threads
@@ -53,8 +53,8 @@ struct Int4Params {
     int num_rows;                  // of tokens
 };
 
-// Where in a stage its parts begin. First are tokens [SLICES][TILE_ROWS][SWIZZLE_ROW], swizzled. Factors and targets are
-// in the last stage of a piece only.
+// Where in a stage its parts begin. First are tokens [SLICES][TILE_ROWS][SWIZZLE_ROW], swizzled. Factors and targets
+// are in the last stage of a piece only.
 constexpr int WEIGHTS_AT = TILE_ROWS * TOKEN_BYTES;
 constexpr int SCALES_AT = WEIGHTS_AT + TEAMS * UNIT_BYTES;
 constexpr int GROUP_SCALES = BLOCK_ROWS * SCALE_BYTES;
@@ -68,8 +68,8 @@ constexpr int TARGETS_AT = FACTORS_AT + TILE_ROWS * 4;
 constexpr int PIECE_AT = TARGETS_AT + TILE_ROWS * 4;
 static_assert(PIECE_AT + 12 <= STAGE_BYTES && STAGE_BYTES % SWIZZLE == 0, "the host knows the size");
 
-// A stage is full when its bulk copies, the thread that says how many bytes they are, and one warp have arrived, and free
-// when all teams have read it. The barriers of all stages are behind each other, first those that say it is full.
+// A stage is full when its bulk copies, the thread that says how many bytes they are, and one warp have arrived, and
+// free when all teams have read it. The barriers of all stages are behind each other, first those that say it is full.
 constexpr int FREE_AT = STAGES * 8;
 
 // Where in the ring a warp is.
@@ -117,8 +117,8 @@ struct Share {
     }
 };
 
-// Walks over the stages of this block's pieces: calls `begin` for each piece, and `copy` for each stage when it is free,
-// with its address, that of its barrier, and its first column. Returns the stage behind the last one, when it is free.
+// Walks over the stages of this block's pieces: calls `begin` for each piece, and `copy` for each stage when it is
+// free, with its address, that of its barrier, and its first column. Returns the free stage behind the last one.
 template <typename Begin, typename Copy>
 __device__ __forceinline__ Place for_each_stage(const Int4Params& p, u32 ring, u32 barriers, Begin begin, Copy copy) {
     Share share(p);
@@ -142,8 +142,8 @@ __device__ __forceinline__ void store_shared(u32 address, int value) {
     asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
 }
 
-// One thread for the first half of the units, and one for the second: copies weights. The first also says what the piece
-// is.
+// One thread for the first half of the units, and one for the second: copies weights. The first also says what the
+// piece is.
 template <bool IS_FIRST>
 __device__ void copy_weights(const Int4Params& p, u32 ring, u32 barriers) {
     constexpr int MOST = TEAMS < 2 ? 1 : TEAMS / 2, FIRST = IS_FIRST ? 0 : MOST;
@@ -170,7 +170,8 @@ __device__ void copy_weights(const Int4Params& p, u32 ring, u32 barriers) {
 #pragma unroll
             for (int unit = 0; unit < MOST; ++unit)
                 if (FIRST + unit < units)
-                    copy_bulk(stage + WEIGHTS_AT + (FIRST + unit) * UNIT_BYTES, from + unit * unit_stride, bytes, is_full);
+                    copy_bulk(stage + WEIGHTS_AT + (FIRST + unit) * UNIT_BYTES, from + unit * unit_stride, bytes,
+                              is_full);
             from += UNIT_BYTES;
         });
     if (IS_FIRST) {
@@ -322,7 +323,8 @@ __device__ __forceinline__ void take_apart(u32 (&left)[4], const u32 (&words)[PA
         left[2] = second & 0x0f0f0f0f;
         left[3] = second >> 4 & 0x0f0f0f0f;
     } else {
-        const u32 word = words[step], upper = zeros.upper * 0x10001 | 0xc300c300, lower = zeros.lower * 0x10001 | 0xc300c300;
+        const u32 word = words[step];
+        const u32 upper = zeros.upper * 0x10001 | 0xc300c300, lower = zeros.lower * 0x10001 | 0xc300c300;
         left[0] = sum_of_pairs(bits_of(word, 0x000f000f, 0x43004300), upper);
         left[1] = sum_of_pairs(bits_of(word >> 4, 0x000f000f, 0x43004300), lower);
         left[2] = sum_of_pairs(bits_of(word >> 8, 0x000f000f, 0x43004300), upper);
@@ -371,8 +373,8 @@ __device__ __forceinline__ float scale_at(u32 address) {
 
 // Multiplies and stores what a team has of a piece. TOKENS: as many as the instructions take.
 template <int TOKENS>
-__device__ __forceinline__ void multiply_piece(const Int4Params& p, u32 ring, u32 barriers, Place& at, int team, int thread,
-                                               int num_tokens) {
+__device__ __forceinline__ void multiply_piece(const Int4Params& p, u32 ring, u32 barriers, Place& at, int team,
+                                               int thread, int num_tokens) {
     constexpr int HALF = TOKENS / 2;
     constexpr u32 SLICE = TILE_ROWS * SWIZZLE_ROW >> 4;
     const int lane = thread % WARP, quad = lane / 4, in_quad = lane % 4;
@@ -511,7 +513,8 @@ __device__ void multiply_pieces(const Int4Params& p, u32 ring, u32 barriers, int
 
 extern __shared__ u8 dynamic_shared[];
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) int4_experts(const __grid_constant__ Int4Params p) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
+    int4_experts(const __grid_constant__ Int4Params p) {
     __shared__ u64 of_stages[2 * STAGES];
     const u32 barriers = shared_address(of_stages);
     // The order of swizzled pieces follows from addresses.
