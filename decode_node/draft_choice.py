@@ -166,6 +166,12 @@ class DraftChoice:
             bounded = min(max(secs, average / _MAX_JUMP), average * _MAX_JUMP)
             size.secs[num_drafts] = _OLD_WEIGHT * average + (1 - _OLD_WEIGHT) * bounded
 
+    def step_secs(self, num_reqs: int) -> float | None:
+        """Return the average seconds of a step of about ``num_reqs`` requests with the number of drafts that
+        is chosen at present; None before one was measured."""
+        size = self._size(num_reqs)
+        return size.secs[size.present] or None
+
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
         """Record that ``num_accepted`` of a request's ``num_drafts`` were accepted."""
         for place in range(min(num_drafts, num_accepted + 1)):

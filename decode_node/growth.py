@@ -70,16 +70,25 @@ def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
     # The hot buffer takes no more than the request's own pages, unless its minimum is larger.
     own = min(limits.max_capacity(request), owned.device)
     capacity = max(own, limits.min_capacity(request))
-    for num_tokens in _grown_lengths(limits, request):
-        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, request.num_shared_pages), owned)
-        # It gets the device slots of the hot buffer, and gives those of its pages back.
-        given = need + SlotCounts(device=limits.in_pages(capacity) - owned.device)
+    for exchange, given in exchanges_of_pages(limits, request, capacity):
         if draft.may_give(given, reserve):
-            draft.exchanges[request] = Exchange(request, capacity, need)
+            draft.exchanges[request] = exchange
             draft.note_change(request, Mode.HISPARSE, owned + given)
             draft.give(given, reserve)
             return True
     return False
+
+
+def exchanges_of_pages(
+    limits: Limits, request: Request, capacity: int
+) -> Iterator[tuple[Exchange, SlotCounts]]:
+    """Yield exchanges of a request's pages for a hot buffer of ``capacity`` entries, first choice first, each
+    with the slots that it takes; those that it gives back count as negative."""
+    owned = request.owned_slots
+    for num_tokens in _grown_lengths(limits, request):
+        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, request.num_shared_pages), owned)
+        device = limits.in_pages(capacity) - owned.device
+        yield Exchange(request, capacity, need), need + SlotCounts(device=device)
 
 
 def _grown_lengths(limits: Limits, request: Request) -> Iterator[int]:

@@ -1,9 +1,10 @@
 """Decides how many device slots each hisparse request has, by those that one plan has to spare. Pure.
 
-``mode_choice.py`` asks for the size of a new hot buffer, and takes slots from others if nothing but device
+``mode_choice.py`` asks for the size of a new hot buffer, and lets others make room if nothing but device
 slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
-buffers their full size back, and requests more of what is free then. A request gets other device slots by an
-``Exchange``, which replaces all of them before the next step.
+buffers their full size back, and requests more of what is free then; where hot buffers are small beside dense
+requests of ``auto``, one of these leaves its pages. A request gets other device slots by an ``Exchange``,
+which replaces all of them before the next step.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.growth import exchanges_of_pages
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -36,36 +38,159 @@ def spare_capacity(draft: PlanDraft, request: Request) -> int:
     return capacity if capacity >= draft.limits.min_capacity(request) else 0
 
 
-def _share_of(draft: PlanDraft) -> int:
-    """Return how many entries each hot buffer has if all hisparse requests divide what dense ones leave of
-    the device pool: no fewer than the full size, and no more than the largest."""
+def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether a request of the queue may take ``num_taken`` device slots for its pages, so that all
+    requests together miss least.
+
+    That is so if all others that are hisparse or wait can then have hot buffers of half as many entries, or
+    of the largest size. Misses halve with each doubling (docs/decisions.md). So a request with ``s`` slots
+    that takes a hot buffer of ``c`` entries, as others have, misses ``k / c``, and the ``s - c`` slots that
+    it leaves save others ``k * (s - c) / c**2``: more if ``c`` is below ``s / 2``.
+    """
     limits = draft.limits
-    if limits.largest_hot_buffer <= limits.device_buffer_size:
-        return limits.device_buffer_size
-    num_slots, num_hisparse = limits.totals.device, 0
-    for request in (*draft.running, *draft.landing):
-        num_slots -= request.num_device_slots if request.mode is Mode.DENSE else 0
-        num_hisparse += request.mode is Mode.HISPARSE
+    most = max(1, min(limits.largest_hot_buffer or limits.device_buffer_size, num_taken // 2))
+
+    def lacked(request: Request, num_slots: int) -> int:
+        return limits.in_pages(limits.max_capacity(request, most)) - num_slots
+
+    left = draft.spare_device() - num_taken
+    for request in draft.running:  # what one has beyond that, others can get
+        if request.mode is Mode.HISPARSE:
+            lacks = lacked(request, request.num_device_slots)
+            left -= min(0, lacks) if request.is_resident else lacks
+    for request in draft.landing:
+        if request.mode is Mode.HISPARSE:
+            left -= max(0, lacked(request, request.num_device_slots))
     for admission in draft.admissions.values():
-        num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
-        num_hisparse += admission.mode is Mode.HISPARSE
-    entries = num_slots // max(1, num_hisparse)
+        if admission.mode is Mode.HISPARSE:
+            left -= max(0, lacked(admission.request, limits.in_pages(admission.hot_capacity)))
+    # Who waits for a row does not need slots yet.
+    for request in draft.queue.first(draft.available.req_row - 1):
+        if request.flag is HisparseFlag.FALSE:
+            num_tokens = min(request.num_prompt_tokens + limits.growth_tokens, request.life_tokens)
+            left -= limits.in_pages(num_tokens)
+        else:
+            left -= lacked(request, 0)
+    return left >= 0
+
+
+def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> int:
+    """Return how many entries each hot buffer has if all hisparse requests, and ``num_more``, divide what
+    dense ones leave of the device pool, and ``num_more_slots``: no fewer than the full size, and no more than
+    the largest."""
+    limits = draft.limits
+    num_hisparse, num_slots = _hisparse(draft)
+    entries = (num_slots + num_more_slots) // max(1, num_hisparse + num_more)
     in_pages = entries // limits.page_size * limits.page_size
     return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
 
 
-def shrink_hot_buffers(draft: PlanDraft, num_needed: int, *, may_be_small: bool) -> bool:
-    """Make ``num_needed`` device slots spare. Returns whether they are; if not, nothing shrinks.
+def _hisparse(draft: PlanDraft) -> tuple[int, int]:
+    """Return the number of hisparse requests, and the device slots that dense ones leave."""
+    num_hisparse, num_slots = 0, draft.limits.totals.device
+    for request in (*draft.running, *draft.landing):
+        is_dense = request.mode is Mode.DENSE and request not in draft.exchanges
+        num_slots -= request.num_device_slots if is_dense else 0
+        num_hisparse += not is_dense
+    for admission in draft.admissions.values():
+        num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
+        num_hisparse += admission.mode is Mode.HISPARSE
+    return num_hisparse, num_slots
+
+
+def hisparse_pays(draft: PlanDraft) -> bool:
+    """Return whether one more hisparse request makes the node's tokens a second more (``miss_cost.py``):
+    beside the hot buffers that there are, or if a dense request of ``auto`` leaves its pages for both."""
+
+    def pays(num_more: int, num_more_slots: int = 0) -> bool:
+        return draft.miss_cost.pays(-_num_saved(draft, num_more, num_more_slots))
+
+    if pays(1):
+        return True
+    leaving = next(_leaving(draft), None)
+    return leaving is not None and pays(2, leaving.num_device_slots)
+
+
+def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether one more dense request does that if it takes ``num_taken`` device slots of those that
+    hot buffers could have."""
+    return draft.miss_cost.pays(-_num_saved(draft, 0, -num_taken))
+
+
+def _num_saved(draft: PlanDraft, num_more: int, num_more_slots: int) -> float:
+    """Return how many positions fewer a step misses, all hot buffers together, if there are ``num_more``
+    more of them, and ``num_more_slots`` more device slots for all."""
+    num_hisparse, num_slots = _hisparse(draft)
+    most = max(draft.limits.device_buffer_size, draft.limits.largest_hot_buffer)
+    present = draft.miss_cost.num_missed(num_hisparse, num_slots, most)
+    return present - draft.miss_cost.num_missed(num_hisparse + num_more, num_slots + num_more_slots, most)
+
+
+def make_room(
+    draft: PlanDraft, num_needed: int, *, dense_may_leave: bool, hot_buffers_may_be_small: bool = False
+) -> bool:
+    """Make ``num_needed`` device slots spare. Returns whether they are; if not, hot buffers stay as they are.
 
     First those with more than their share of the pool, residents among them, get that share, then the full
-    size; only if that is not enough and ``may_be_small``, all shrink to their minimum. Each time those
-    admitted last come first.
+    size. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
+    if ``dense_may_leave`` and that pays, and at last all hot buffers shrink to their minimum, if they may be
+    small. Each time those admitted last come first.
     """
     limits, share = draft.limits, _share_of(draft)
-    sizes: list[Callable[[Request], int]] = [lambda r: limits.max_capacity(r, share), limits.max_capacity]
-    if may_be_small:
-        sizes.append(limits.min_capacity)
-    return any(_shrink(draft, capacity_of, num_needed) for capacity_of in sizes)
+    return (
+        _shrink(draft, lambda r: limits.max_capacity(r, share), num_needed)
+        or _shrink(draft, limits.max_capacity, num_needed)
+        or (dense_may_leave and hisparse_pays(draft) and _let_dense_leave(draft, num_needed))
+        or (hot_buffers_may_be_small and _shrink(draft, limits.min_capacity, num_needed))
+    )
+
+
+def _let_dense_leave(draft: PlanDraft, num_needed: int) -> bool:
+    """Let dense requests of ``auto`` leave their pages until ``num_needed`` device slots are spare once hot
+    buffers shrink to the full size. Returns whether they are. Nobody leaves if that cannot be enough."""
+    limits = draft.limits
+    leaving = list(_leaving(draft))
+    most = sum(r.num_device_slots - limits.in_pages(limits.max_capacity(r)) for r in leaving)
+    most += sum(gain for _, gain in _gains(draft, limits.max_capacity))
+    if draft.spare_device() + most < num_needed:
+        return False
+    for request in leaving:
+        # The one that leaves and the one that comes are hisparse, and the pages are there for all.
+        if _leave(draft, request, _share_of(draft, 2, request.num_device_slots)) and (
+            draft.spare_device() >= num_needed or _shrink(draft, limits.max_capacity, num_needed)
+        ):
+            return True
+    return False
+
+
+def _leaving(draft: PlanDraft) -> Iterator[Request]:
+    """Yield the dense requests of ``auto`` that may leave pages of more slots than a hot buffer of the full
+    size has, those admitted last first."""
+    limits = draft.limits
+    for request in sorted(filter(draft.may_leave_pages, draft.running), key=_admission_order, reverse=True):
+        if request.num_device_slots > limits.in_pages(limits.max_capacity(request)):
+            yield request
+
+
+def _leave(draft: PlanDraft, request: Request, capacity: int) -> bool:
+    """Let a dense request leave its pages for a hot buffer of at most ``capacity`` entries. Returns whether
+    it may."""
+    limits = draft.limits
+    capacity = limits.max_capacity(request, min(capacity, request.num_device_slots - limits.page_size))
+    return any(
+        draft.leave_pages(exchange, given)
+        for exchange, given in exchanges_of_pages(limits, request, capacity)
+    )
+
+
+def _gains(draft: PlanDraft, capacity_of: Callable[[Request], int]) -> Iterator[tuple[Request, int]]:
+    """Yield the hisparse requests that have more device slots than hot buffers of ``capacity_of`` entries,
+    those admitted last first, each with the number that it has more."""
+    hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
+    for request in sorted(hisparse, key=_admission_order, reverse=True):
+        gain = request.num_device_slots - draft.limits.in_pages(capacity_of(request))
+        if gain > 0:
+            yield request, gain
 
 
 def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed: int) -> bool:
@@ -73,22 +198,15 @@ def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed:
     device slots are spare. Returns whether they are; if that cannot be reached, nothing shrinks."""
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
-    for request in sorted(hisparse, key=_admission_order, reverse=True):
+    for request, gain in _gains(draft, capacity_of):
         if spare >= num_needed:
             break
-        gain = request.num_device_slots - draft.limits.in_pages(capacity_of(request))
-        if gain > 0:
-            gains.append((request, gain))
-            spare += gain
+        gains.append((request, gain))
+        spare += gain
     if spare < num_needed:
         return False
     for request, gain in gains:
-        draft.exchanges[request] = Exchange(request, capacity_of(request))
-        freed = SlotCounts(device=gain)
-        # A reserve that was made before expects these slots at the request's end, later than they are free.
-        draft.note_change(request, request.mode, request.owned_slots - freed)
-        draft.available += freed
+        draft.make_hot_buffer(Exchange(request, capacity_of(request)), SlotCounts(device=gain))
     return True
 
 
@@ -96,15 +214,15 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
     """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
     those admitted first come first. This is a plan's last part, so ``draft.note_change``, which later parts
     would read, is not called."""
-    if draft.exchanges or draft.admissions or draft.available.device <= draft.device_margin:
+    full_size, kept = draft.limits.device_buffer_size, _kept_for_arrival(draft.limits)
+    if draft.exchanges or draft.admissions or draft.available.device <= kept:
         return
-    full_size = draft.limits.device_buffer_size
     small = [r for r in draft.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
     for request in sorted(small, key=_admission_order):
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
         if capacity > request.hot_capacity and request.has_next_step:
-            is_spare = draft.spare_device() - gain.device >= draft.device_margin
+            is_spare = draft.spare_device() - gain.device >= kept
             if is_spare and draft.may_give(gain, draft.reserve):
                 draft.exchanges[request] = Exchange(request, capacity)
                 draft.give(gain, draft.reserve)
@@ -116,33 +234,61 @@ def use_free_slots(draft: PlanDraft) -> None:
     given up for that.
 
     It is the request, and the size, that saves most misses in the rest of its life for the slots that it
-    takes. The next one has its turn once its row is filled, so that one request at a time sits steps out. As
-    ``enlarge_hot_buffers``, this is a plan's last part.
+    takes. The next one has its turn once its row is filled, so that one request at a time sits steps out, and
+    once it shares its pages, so that those of a common beginning are filled once. As ``enlarge_hot_buffers``,
+    this is a plan's last part.
     """
     limits = draft.limits
-    if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
+    if draft.exchanges or draft.admissions or any(r.is_filling or r.will_share for r in draft.running):
         return
-    spare = draft.unheld_device() - limits.in_pages(limits.device_buffer_size)
-    if spare <= 0:
-        return
+    spare = max(0, draft.unheld_device() - _kept_for_arrival(limits))
     share = _share_of(draft)
     best, slots, most_saved = None, SlotCounts(), 0.0
     for request in draft.running:
         if not request.hot_capacity or not request.has_next_step:
             continue
-        for exchange, num_saved in _larger(limits, request, share):
+        for exchange, num_saved in _larger(draft, request, share):
             gain = limits.in_pages(exchange.num_device_slots) - request.num_device_slots
             saved = num_saved / max(limits.page_size, gain)
             if gain <= spare and saved > most_saved:
                 best, slots, most_saved = exchange, SlotCounts(device=gain), saved
-    if best is not None and draft.may_give(slots, draft.reserve):
+    if best is None:
+        return
+    reserve = draft.reserve
+    if best.num_resident_pages:
+        reserve = draft.reserve_sharing(draft.matches.find_resident(best.request))
+    if reserve.is_safe and draft.may_give(slots, reserve):
         draft.exchanges[best.request] = best
-        draft.give(slots, draft.reserve)
+        draft.give(slots, reserve)
 
 
-def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
+def _kept_for_arrival(limits: Limits) -> int:
+    """Return the device slots that stay free for the next arrival: those of a hot buffer of the full size."""
+    return limits.in_pages(limits.device_buffer_size)
+
+
+def share_pages(draft: PlanDraft) -> None:
+    """Let one dense request of ``auto`` leave its pages for a hot buffer if all hot buffers are so small that
+    they then miss less together, in the rest of its life by more than the copies that this takes.
+
+    The slots are for ``use_free_slots`` to give away. One request at a time sits steps out, as there.
+    """
+    if draft.exchanges or draft.admissions or any(r.is_filling or r.will_share for r in draft.running):
+        return
+    request = next(_leaving(draft), None)
+    if request is None:
+        return
+    num_steps = request.sampling.max_new_tokens - request.next_index
+    num_saved = num_steps * _num_saved(draft, 1, request.num_device_slots)
+    capacity = _share_of(draft, 1, request.num_device_slots)
+    if 0 < num_saved >= MIN_SAVED * (request.num_kv_tokens + capacity):
+        _leave(draft, request, capacity)
+
+
+def _larger(draft: PlanDraft, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
     """Yield what a request with a hot buffer may get instead, each with the copies that it saves, as far as
     these are more than those that fill it. One that misses nothing stays as it is."""
+    limits = draft.limits
     num_missed = _num_missed(limits, request)
     larger = limits.max_capacity(request, share)
     if larger >= MIN_GROWTH * request.hot_capacity:
@@ -150,8 +296,13 @@ def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exch
         num_saved = num_missed * (1 - request.hot_capacity / larger)
         if 0 < num_saved >= MIN_SAVED * request.hot_capacity:
             yield Exchange(request, larger), num_saved
-    if limits.keeps_residents and 0 < num_missed >= MIN_SAVED * request.num_kv_tokens:
-        yield Exchange(request, 0, num_page_slots=_resident_slots(limits, request)), num_missed
+    if limits.keeps_residents and num_missed > 0:
+        num_pages = draft.matches.find_resident(request).num_pages  # which need no copy
+        num_shared = num_pages * limits.page_size
+        if num_missed >= MIN_SAVED * (request.num_kv_tokens - num_shared):
+            num_own = _resident_slots(limits, request, num_shared)
+            exchange = Exchange(request, 0, num_page_slots=num_own, num_resident_pages=num_pages)
+            yield exchange, num_missed
 
 
 def _num_missed(limits: Limits, request: Request) -> float:
@@ -161,12 +312,13 @@ def _num_missed(limits: Limits, request: Request) -> float:
     return request.row_counters.miss_share * limits.index_topk * num_steps
 
 
-def _resident_slots(limits: Limits, request: Request) -> int:
-    """Return the device slots of a request that becomes resident: whole pages for its next tokens, and no
-    fewer than the smallest hot buffer has, for which it may have to leave them."""
+def _resident_slots(limits: Limits, request: Request, num_shared: int) -> int:
+    """Return the device slots of its own for a request that becomes resident: whole pages for its next tokens
+    behind ``num_shared``, and no fewer than the smallest hot buffer has, for which it may have to leave
+    them."""
     with_growth = min(request.next_seq_len + limits.growth_tokens, request.life_tokens)
-    num_tokens = max(with_growth, request.next_seq_len, limits.min_capacity(request))
-    return limits.in_pages(num_tokens)
+    num_behind = max(with_growth, request.next_seq_len) - num_shared
+    return limits.in_pages(max(num_behind, limits.min_capacity(request)))
 
 
 def _admission_order(request: Request) -> int:

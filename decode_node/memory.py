@@ -48,6 +48,11 @@ from hisparse_pd.transfer.plan import plan_writes
 
 log = logging.getLogger(__name__)
 
+LINK_TRIAL_BYTES: Final = 32 << 20
+"""Most bytes of a copy that measures the link from the host pool to the device."""
+LINK_TRIAL_COPIES: Final = 4
+"""Copies that are timed together."""
+
 _ROWS_OF: Final[dict[PoolKind, tuple[RegionKind, ...]]] = {
     PoolKind.HOST: (RegionKind.KV_HOST,),
     PoolKind.DEVICE: (RegionKind.KV_DEVICE,),
@@ -135,6 +140,25 @@ class DecodeMemory:
                 break
             shared.append(SharedMemory(pool.data_ptr(), pool.nbytes, None, handle, offset))
         return tuple(shared)
+
+    def measure_host_link(self) -> float:
+        """Return how many bytes a second a copy from the host pool to the device takes along, measured now;
+        0.0 without a GPU or a host pool. Waits for the device, for some milliseconds."""
+        if self.k_dev.device.type != "cuda" or not self.k_host.numel():
+            return 0.0
+        src_host = self.k_host[0].view(-1)[:LINK_TRIAL_BYTES]
+        dst_dev = torch.empty_like(src_host, device=self.k_dev.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dst_dev.copy_(src_host, non_blocking=True)  # the first copy is not timed
+        start.record()
+        for _ in range(LINK_TRIAL_COPIES):
+            dst_dev.copy_(src_host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        secs: float = start.elapsed_time(end) / 1e3
+        rate = LINK_TRIAL_COPIES * src_host.nbytes / secs
+        log.info("copies from the host pool to the device: %.1f GB/s", rate / 1e9)
+        return rate
 
     def close(self) -> None:
         """Unpin main memory and let go of it. The transport must have unregistered it, and no step may be in

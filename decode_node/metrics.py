@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
+from hisparse_pd.decode_node.request import RESIDENT_POOLS
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import CachedTokens, EngineStats, PeerLane
@@ -70,9 +73,13 @@ class Metrics:
         lanes: tuple[PeerLane, ...] = (),
         step: int,
         now: float,
+        host_link_rate: float = 0.0,
+        miss_cost: MissCost = CHEAP,
+        hot_capacity: int = 1,
     ) -> EngineStats:
         """Return the counters and the present gauges. The other arguments are gauges of parts that this class
-        does not know; ``swap_ins`` counts since the start."""
+        does not know; ``swap_ins`` counts since the start. ``hot_capacity``: entries of the hot buffer whose
+        misses' seconds are shown."""
         pools = requests.pools
         used = pools.totals - requests.available
         quarantined = pools.used(Stage.QUARANTINED)
@@ -87,11 +94,12 @@ class Metrics:
         )
         queued = requests.num_queued()
         num_running, num_queued = running.total(), queued.total()
-        num_landing = len(requests.select(RequestState.LANDING))
+        num_landing = len(requests.select(RequestState.LANDING, RequestState.FETCHING))
 
         gauges = {
             "num_running_reqs": num_running,
             "num_resident_reqs": sum(request.is_resident for request in all_running),
+            "resident_shared_tokens": requests.held.num_tokens_in(RESIDENT_POOLS),
             "num_paused_reqs": num_paused,
             "num_queue_reqs": num_queued,
             "num_transfer_queue_reqs": num_landing,
@@ -103,6 +111,9 @@ class Metrics:
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
             "spec_accept_length": self._accept_length(),
+            "host_link_bytes_per_second": host_link_rate,
+            "step_seconds_per_req": miss_cost.request_secs if math.isfinite(miss_cost.request_secs) else 0,
+            "miss_seconds_per_req": miss_cost.secs_of(hot_capacity),
             # A request that waits has no mode yet, only what it asked for.
             **{_labelled("running_reqs", {"mode": mode}): running[mode] for mode in Mode},
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
@@ -129,6 +140,8 @@ class Metrics:
         for name, total in swap_ins._asdict().items():
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
+        counters["held_moved_down_tokens_total"] = float(requests.held.num_moved_down_tokens)
+        counters["held_fetched_tokens_total"] = float(requests.held_tier.num_fetched_tokens)
         counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
         return counters
 

@@ -1,19 +1,24 @@
 """Decides in which mode a waiting request is admitted, with how many slots. Pure.
 
-``scheduler.py`` calls ``admit`` for the requests of the queue, one after the other. A dense request gets
-pages for its whole life if it could have been hisparse; one that must be dense grows into them.
+``scheduler.py`` calls ``admit`` for the requests of the queue, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import shrink_hot_buffers, spare_capacity
+from hisparse_pd.decode_node.hot_buffer_sizes import (
+    dense_pays,
+    hisparse_pays,
+    leaves_hot_buffers,
+    make_room,
+    spare_capacity,
+)
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -32,10 +37,7 @@ def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
         case HisparseFlag.TRUE:
             return _admit_hisparse(draft, request)
         case HisparseFlag.FALSE:
-            num_prompt, limits = request.num_prompt_tokens, draft.limits
-            # The prompt with all the slots to grow into that an admission gives, or else with a page of them.
-            lengths = num_prompt + limits.growth_tokens, num_prompt + limits.page_size
-            return _admit_dense(draft, request, lengths)
+            return _admit_dense(draft, request)
         case HisparseFlag.AUTO:
             return _admit_auto(draft, request, modes)
         case _:
@@ -43,50 +45,59 @@ def admit(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
 
 
 def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> bool:
-    whole_life = (request.life_tokens,)
     if request.dense_refusal or Mode.DENSE not in modes:
         return _admit_hisparse(draft, request)
-    if Mode.HISPARSE not in modes or _leaves_device_margin(draft, request):
-        return _admit_dense(draft, request, whole_life)
-    return _admit_hisparse(draft, request) or _admit_dense(draft, request, whole_life)
-
-
-def _leaves_device_margin(draft: PlanDraft, request: Request) -> bool:
-    """Return whether the device pool keeps its margin if the request gets pages for its whole life."""
+    if Mode.HISPARSE not in modes:
+        return _admit_dense(draft, request)
     held = draft.matches.find(request, Mode.DENSE)
-    need = _need(draft.limits, request, Mode.DENSE, request.life_tokens, held)
-    return draft.spare_device() - need.device - held.taken.device >= draft.device_margin
+    num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
+    num_taken = _need(draft.limits, request, Mode.DENSE, num_tokens, held).device + held.taken.device
+    if request.life_tokens <= draft.limits.max_life_dense and not hisparse_pays(draft):
+        if dense_pays(draft, num_taken) and _admit_dense(draft, request):
+            return True
+        if draft.has_dense:
+            return False  # it waits for the pages of one that ends
+    if leaves_hot_buffers(draft, num_taken):
+        return _admit_dense(draft, request) or _admit_hisparse(draft, request)
+    return _admit_hisparse(draft, request) or _admit_dense(draft, request)
 
 
 def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     """Admit ``request`` with as large a hot buffer as is spare, up to the full size. If that is too small,
-    others shrink, but only if nothing but device slots is missing."""
+    others make room, but only if nothing but device slots is missing."""
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     min_capacity = draft.limits.min_capacity(request)
     held = draft.matches.find(request, Mode.HISPARSE)
     beside_device = _need(draft.limits, request, Mode.HISPARSE, num_tokens, held)
     if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, hot_capacity=0), held):
         return False
-    full_size = draft.limits.in_pages(draft.limits.max_capacity(request))
-    if draft.spare_device() < full_size:
-        shrink_hot_buffers(draft, full_size, may_be_small=False)
-    if not spare_capacity(draft, request):
-        shrink_hot_buffers(draft, draft.limits.in_pages(min_capacity), may_be_small=True)
-    # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
-    for capacity in (spare_capacity(draft, request), min_capacity):
-        need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
-        if capacity and draft.land(Admission(request, Mode.HISPARSE, need, hot_capacity=capacity), held):
-            return True
+    smallest, full_size = (
+        draft.limits.in_pages(capacity) for capacity in (min_capacity, draft.limits.max_capacity(request))
+    )
+    # Dense requests that leave their pages take host slots, which the request may lack then.
+    for dense_may_leave in (True, False):
+        mark = draft.mark()
+        if draft.spare_device() < full_size:
+            make_room(draft, full_size, dense_may_leave=dense_may_leave)
+        if not spare_capacity(draft, request):
+            make_room(draft, smallest, dense_may_leave=dense_may_leave, hot_buffers_may_be_small=True)
+        # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
+        for capacity in (spare_capacity(draft, request), min_capacity):
+            need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
+            if capacity and draft.land(Admission(request, Mode.HISPARSE, need, capacity), held):
+                return True
+        draft.undo(mark)
     return False
 
 
-def _admit_dense(draft: PlanDraft, request: Request, lengths: Sequence[int]) -> bool:
-    """Admit ``request`` with pages for the first of ``lengths``, in tokens, for which it may have them. For
-    the last one, who has more than a hot buffer of the full size shrinks to it, but only if nothing but
-    device slots is missing."""
-    held = draft.matches.find(request, Mode.DENSE)
+def _admit_dense(draft: PlanDraft, request: Request) -> bool:
+    """Admit ``request`` with pages for its prompt and all the slots to grow into that an admission gives, or
+    else with a page of them. For the latter others make room, but only if nothing but device slots is
+    missing; requests of ``auto`` leave their pages only for one that must be dense."""
+    held, limits = draft.matches.find(request, Mode.DENSE), draft.limits
+    lengths = (request.num_prompt_tokens + more for more in (limits.growth_tokens, limits.page_size))
     admissions = [
-        Admission(request, Mode.DENSE, _need(draft.limits, request, Mode.DENSE, num_tokens, held), 0)
+        Admission(request, Mode.DENSE, _need(limits, request, Mode.DENSE, num_tokens, held), 0)
         for num_tokens in lengths
     ]
     if any(draft.land(admission, held) for admission in admissions):
@@ -95,8 +106,12 @@ def _admit_dense(draft: PlanDraft, request: Request, lengths: Sequence[int]) -> 
     on_device = SlotCounts(device=smallest.need.device)
     if not draft.may_land(replace(smallest, need=smallest.need - on_device), held):
         return False
-    num_needed = on_device.device + held.taken.device
-    return shrink_hot_buffers(draft, num_needed, may_be_small=False) and draft.land(smallest, held)
+    num_needed, must_be_dense = on_device.device + held.taken.device, request.flag is HisparseFlag.FALSE
+    mark = draft.mark()
+    if make_room(draft, num_needed, dense_may_leave=must_be_dense) and draft.land(smallest, held):
+        return True
+    draft.undo(mark)
+    return False
 
 
 def _need(limits: Limits, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.scheduler import plan_step
@@ -33,6 +34,7 @@ class _Situation(NamedTuple):
     """Changes of the queue, or 0 while its first request cannot be overtaken: then what is behind it decides
     nothing. It may be overtaken while it waits for stuck slots, which may never be free, or for the KV of its
     prompt's first sample."""
+    miss_cost: MissCost
 
 
 class NextPlan:
@@ -47,6 +49,8 @@ class NextPlan:
         """Plans until the next that looks for a request that makes use of free device slots."""
         self._num_running = 0
         """Requests that ran at the last plan."""
+        self.miss_cost = CHEAP
+        """What misses cost, as ``StepLine`` has estimated it last."""
 
     def make(self, now: float) -> StepPlan:
         """Return the plan for the present situation, and change no request.
@@ -63,16 +67,17 @@ class NextPlan:
             self.limits,
             self._requests.available,
             running,
-            self._requests.select(RequestState.LANDING),
+            self._requests.select(RequestState.LANDING, RequestState.FETCHING),
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
             quarantined=[entry.prefix for entry in self._requests.quarantine if entry.prefix is not None],
             may_use_free=looks,
+            miss_cost=self.miss_cost,
         )
         if self._plans_until_look:
             self._plans_until_look -= 1
-        elif not plan.exchanges and not any(request.is_filling for request in running):
+        elif not plan.exchanges and not any(r.is_filling or r.will_share for r in running):
             self._plans_until_look = PLANS_BETWEEN
         if plan == StepPlan() and situation.first is not None:
             self._last_empty = situation
@@ -83,4 +88,4 @@ class NextPlan:
         first = next(requests.waiting(), None)
         may_be_overtaken = stuck != SlotCounts() or (first is not None and first.first_sample is not None)
         num_queue_changes = requests.num_queue_changes if may_be_overtaken else 0
-        return _Situation(requests.pools.num_changes, first, stuck, num_queue_changes)
+        return _Situation(requests.pools.num_changes, first, stuck, num_queue_changes, self.miss_cost)

@@ -6,22 +6,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
-from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
 from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Growth
 
-AUTO_DENSE_MARGIN = 0.25
-"""Part of the device pool that must stay free for hot buffers if ``auto`` is to be dense."""
+
+class Queue:
+    """The requests of the queue that a plan has not decided about so far, in order of arrival. They are read
+    as they are needed: thousands may wait."""
+
+    def __init__(self, waiting: Iterable[Request]) -> None:
+        self._unread = iter(waiting)
+        self._read: deque[Request] = deque()
+
+    def pop(self) -> Request | None:
+        """Take the first request out; None if there is none."""
+        return self._read.popleft() if self._read else next(self._unread, None)
+
+    def first(self, most: int) -> Iterator[Request]:
+        """Iterate over up to ``most`` of the first requests."""
+        self._read.extend(islice(self._unread, max(0, most - len(self._read))))
+        return islice(self._read, most)
 
 
 class _Changed(NamedTuple):
@@ -29,6 +47,15 @@ class _Changed(NamedTuple):
 
     mode: Mode
     owned: SlotCounts
+
+
+class Mark(NamedTuple):
+    """What of a draft changes when running requests make room for others."""
+
+    available: SlotCounts
+    exchanges: dict[Request, Exchange]
+    changed: dict[Request, _Changed]
+    reserve: Reserve | None
 
 
 @dataclass
@@ -45,6 +72,8 @@ class PlanDraft:
     running: Sequence[Request]
     landing: Sequence[Request]
     matches: HeldMatches
+    queue: Queue
+    miss_cost: MissCost = CHEAP
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: dict[Request, Admission] = field(default_factory=dict)
@@ -104,6 +133,13 @@ class PlanDraft:
         back."""
         return slots.fits_in(self.available) and reserve.allows(slots)
 
+    def reserve_sharing(self, match: HeldMatch) -> Reserve:
+        """Return what can be given away if one more running request shares ``match``: nobody can count on
+        these pages to be free when those have ended that use them now."""
+        if not match.num_pages:
+            return self.reserve
+        return self._new_reserve(self.matches.pinned_with(match))
+
     def give(self, slots: SlotCounts, reserve: Reserve) -> None:
         """Note that running requests get ``slots``, which ``may_give`` has allowed."""
         self.available -= slots
@@ -113,6 +149,63 @@ class PlanDraft:
         """Note the mode and the slots that the plan leaves a running request with."""
         self._changed[request] = _Changed(mode, owned)
 
+    def make_hot_buffer(self, exchange: Exchange, freed: SlotCounts) -> None:
+        """Exchange a hisparse request's device slots for a smaller hot buffer. ``freed``: those that it gives
+        back."""
+        request = exchange.request
+        self.exchanges[request] = exchange
+        self.note_change(request, request.mode, request.owned_slots - freed)
+        self.available += freed
+        self._reserve = None  # it expects these slots at the request's end, later than they are free
+
+    def may_leave_pages(self, request: Request) -> bool:
+        """Return whether a running request of ``auto`` is dense and may leave its pages in this plan, to make
+        room for others. Further samples of its prompt count on its pages."""
+        return (
+            request.mode is Mode.DENSE
+            and request.flag is HisparseFlag.AUTO
+            and request.may_leave_pages
+            and not request.has_further_samples
+            and request.has_next_step
+            and request not in self._changed
+        )
+
+    def leave_pages(self, exchange: Exchange, given: SlotCounts) -> bool:
+        """Exchange a dense request's pages for a hot buffer, to make room for others, if all requests can
+        still end. Returns whether they can. ``given``: the slots that the exchange takes; device slots are
+        negative."""
+        request, available = exchange.request, self.available
+        if not (given + self._kept_for_growth).fits_in(available):
+            return False
+        self.available -= given
+        self.note_change(request, Mode.HISPARSE, request.owned_slots + given)
+        # One of the request's two ways to end is closed, so the present reserve may count on too much.
+        reserve = self._new_reserve(self.matches.pinned)
+        if not reserve.is_safe:
+            self.available = available
+            del self._changed[request]
+            return False
+        self._reserve = reserve
+        self.exchanges[request] = exchange
+        return True
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether a request runs or lands that is dense once the plan is carried out."""
+        live = any(
+            request.mode is Mode.DENSE and request not in self.exchanges
+            for request in (*self.running, *self.landing)
+        )
+        return live or any(admission.mode is Mode.DENSE for admission in self.admissions.values())
+
+    def mark(self) -> Mark:
+        """Return what ``undo`` needs."""
+        return Mark(self.available, dict(self.exchanges), dict(self._changed), self._reserve)
+
+    def undo(self, mark: Mark) -> None:
+        """Undo all exchanges since ``mark``. Nothing may have been given away or admitted meanwhile."""
+        self.available, self.exchanges, self._changed, self._reserve = mark
+
     def spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""
         return max(0, self.available.device - self._kept_for_growth.device)
@@ -121,11 +214,6 @@ class PlanDraft:
         """Return the free device slots in which nothing is held, beyond those that are left for growth. The
         plan must have admitted nobody."""
         return max(0, self.available.device - self.matches.unused.device - self._kept_for_growth.device)
-
-    @property
-    def device_margin(self) -> float:
-        """Device slots that must stay free if ``auto`` is to be dense, or hot buffers are to grow."""
-        return AUTO_DENSE_MARGIN * self.limits.totals.device
 
     # --- admissions -------------------------------------------------------------------------------
 

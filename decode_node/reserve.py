@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
@@ -45,15 +46,15 @@ class Claim(NamedTuple):
     owned: _Slots
     ways: tuple[_Slots, ...]
     """The slots that it lacks, for each of the one or two ways in which it can end."""
-    prefix: Prefix | None = None
-    """The prefix that it shares."""
+    prefixes: tuple[Prefix, ...] = ()
+    """The prefixes that it shares."""
 
     def can_end(self, available: _Slots) -> bool:
         """Return whether the request finds what it lacks, in one of its ways, when ``available`` is free."""
         return _fits(self.ways[0], available) or (len(self.ways) > 1 and _fits(self.ways[1], available))
 
     def shared(self) -> Iterator[Prefix]:
-        return self.prefix.chain() if self.prefix else iter(())
+        return chain.from_iterable(prefix.chain() for prefix in self.prefixes)
 
 
 class Place(NamedTuple):

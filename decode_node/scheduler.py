@@ -14,16 +14,21 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   life may still write, and pages that are set aside because of wrong rows.
 - Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
   (``local_kv.py``). The rest of the queue overtakes them.
-- ``auto`` is dense, with pages for its whole life, while device slots are plenty, and hisparse otherwise; it
-  is dense, too, when hisparse lacks slots and the device pages are there.
+- ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside it
+  (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
+  pages are there. Where one more hisparse request would cost more than it brings (``hisparse_pays``), it
+  waits for the pages of a dense one that runs or lands.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
-- While the first in the queue lacks only device slots for a hot buffer, hot buffers larger than their minimum
-  shrink to it, those admitted last first. They get their full size back when nobody waits and
-  ``AUTO_DENSE_MARGIN`` of the device pool stays free.
+- While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
+  theirs up for a hot buffer, if that pays, those admitted last first, unless another of ``auto`` wants to be
+  dense. When nobody waits, they do so where hot buffers are small (``share_pages``).
+- If the first in the queue lacks device slots for a hot buffer, and that is not enough, hot buffers shrink to
+  their minimum. They get their full size back when nobody waits and one of the full size stays free for the
+  next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
   and a hisparse request pages for all of its tokens. It gives up what exceeds the full size when others need
-  the slots, and its pages when it cannot get the next one.
+  the slots, before any dense request leaves its pages, and its pages when it cannot get the next one.
 - Slots for drafts come with the others if they are free; nobody waits for them.
 """
 
@@ -38,11 +43,12 @@ from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
-from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, use_free_slots
+from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, share_pages, use_free_slots
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.mode_choice import admit
-from hisparse_pd.decode_node.plan_draft import PlanDraft
+from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import StepPlan
@@ -63,25 +69,29 @@ def plan_step(
     *,
     quarantined: Iterable[Prefix] = (),
     may_use_free: bool = False,
+    miss_cost: MissCost = CHEAP,
 ) -> StepPlan:
     """Return what to do before the next step.
 
     ``free``: slots that can be given away, those of ``held`` prefixes without users included. ``waiting``:
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
     and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
-    in quarantine. ``may_use_free``: whether to look for a request that makes use of free device slots, which
-    takes a look at all that run."""
+    in quarantine. ``may_use_free``: whether to look for a request that makes use of device slots that are
+    free, or others' pages, which takes a look at all that run.
+    """
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
-    draft = PlanDraft(limits, free, running, landing, HeldMatches(held, remote, limits.page_size))
+    matches = HeldMatches(held, remote, limits.page_size)
+    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or ()), miss_cost)
     no_longer_local: list[Request] = []
     all_have_slots = grow(draft)
     if waiting is not None and all_have_slots:
         usable = replace(limits, totals=limits.totals - stuck) if stuck != SlotCounts() else limits
-        only_stuck_wait = _admit_in_order(draft, waiting, usable, no_longer_local)
+        only_stuck_wait = _admit_in_order(draft, usable, no_longer_local)
         if only_stuck_wait:
             enlarge_hot_buffers(draft)
             if may_use_free:
                 use_free_slots(draft)
+                share_pages(draft)
     return StepPlan(
         no_longer_local=tuple(no_longer_local),
         exchanges=tuple(draft.exchanges.values()),
@@ -90,9 +100,7 @@ def plan_step(
     )
 
 
-def _admit_in_order(
-    draft: PlanDraft, waiting: Iterable[Request], usable: Limits, no_longer_local: list[Request]
-) -> bool:
+def _admit_in_order(draft: PlanDraft, usable: Limits, no_longer_local: list[Request]) -> bool:
     """Admit requests of the queue until one does not fit. Returns True if all that are left in the queue wait
     for stuck slots, or leave it for their prefill nodes before anything else of the plan is done.
 
@@ -100,7 +108,7 @@ def _admit_in_order(
     a prefill node after all.
     """
     some_wait_for_first = False
-    for number, request in enumerate(waiting):
+    for number, request in enumerate(iter(draft.queue.pop, None)):
         if number == MAX_LOOKED_AT:
             return False
         if usable is not draft.limits and refusal(usable, request):
@@ -125,7 +133,7 @@ def _waits_for_first_sample(draft: PlanDraft, request: Request) -> bool:
     first, page_size = request.first_sample, draft.limits.page_size
     if first is None:
         return False
-    if first.state is RequestState.LANDING:
+    if first.state in (RequestState.LANDING, RequestState.FETCHING):
         return waits_for_landing(request, first.mode, first.held_prefix_tokens, page_size)
     admission = draft.admissions.get(first)
     if admission is None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from hisparse_pd.decode_node.draft_choice import DraftChoice
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.miss_cost import MissCosts
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.plan_moves import PlanMoves
 from hisparse_pd.decode_node.request import Request
@@ -28,6 +30,9 @@ from hisparse_pd.decode_node.step_results import StepResult
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 
 log = logging.getLogger(__name__)
+
+STEPS_BETWEEN_ESTIMATES: Final = 16
+"""Steps between two estimates of what misses cost. Each makes the next plan look at the queue again."""
 
 
 class StepLine:
@@ -43,9 +48,11 @@ class StepLine:
         *,
         most_drafts: int,
         scrubber: Scrubber,
+        miss_costs: MissCosts,
     ) -> None:
         """``most_drafts``: the most drafts of a request that a step may verify. ``scrubber``: verifies one
-        request's hot buffer from time to time, before a step."""
+        request's hot buffer from time to time, before a step. ``miss_costs``: estimates for plans what misses
+        cost."""
         self.runner = runner
         self.in_flight: Launched | None = None
         """The step that is launched and not read."""
@@ -58,6 +65,7 @@ class StepLine:
         self._plan_moves = plan_moves
         self._ends = plan_moves.ends
         self._scrubber = scrubber
+        self._miss_costs = miss_costs
         self._most_drafts = most_drafts
         self.draft_choice = DraftChoice(most_drafts)
         self.next_plan = NextPlan(plan_moves.limits, requests)
@@ -102,6 +110,9 @@ class StepLine:
         if self.in_flight is not None and not self.in_flight.feeds_next:
             self.settle()
         self.draft_choice.note_turn(len(batch), step.num_new - 1, time.monotonic())
+        if self.num_launched % STEPS_BETWEEN_ESTIMATES == 0 and batch:
+            step_secs = self.draft_choice.step_secs(len(batch))
+            self.next_plan.miss_cost = self._miss_costs.estimate(batch, step_secs)
         return True
 
     def may_follow(self) -> bool:

@@ -27,6 +27,14 @@ def states() -> tuple[HotBufferState, HotBufferState]:
     return HotBufferState.create(*sizes, DEVICE), HotBufferState.create(*sizes)
 
 
+def test_the_link_to_the_host_pool_is_measured() -> None:
+    totals = SlotCounts(host=4096, device=4096, index=4096, lookup=8192, aux=2, req_row=4)
+    memory = DecodeMemory(make_spec(), totals, 64, torch.device(DEVICE))
+    assert memory.measure_host_link() > 0
+    memory.close()
+    assert memory.measure_host_link() == 0, "there is no host pool"
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 299, 300, 1500])
 @pytest.mark.parametrize("item_bytes", [656, 10])
 def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> None:

@@ -140,9 +140,11 @@ class World:
     """``num_prefill`` prefill nodes, started, and a decode node. Call ``close`` in the end.
 
     ``num_shared``: the last of them write over shared memory, the others over the network.
+    ``num_index_slots``: of the decode node's index pool; few let held prefixes move to main memory and back.
     """
 
-    def __init__(self, num_prefill: int, num_shared: int = 0) -> None:
+    def __init__(self, num_prefill: int, num_shared: int = 0, num_index_slots: int = 0) -> None:
+        self._num_index_slots = num_index_slots
         self.now = 1000.0
         self.network = Network()
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -269,7 +271,8 @@ class World:
         front = SimFront()
         self._lookups = Lookups()
         with patch.object(sizing, "GROWTH_PAGES", 1), patch.object(sizing, "MAX_TAIL_STEPS", 1):
-            engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
+            settings = DECODE.model_copy(update={"index_pool_tokens": self._num_index_slots})
+            engine = DecodeEngine(settings, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine.memory)
 
     def restart_decode(self) -> None:

@@ -83,9 +83,13 @@ class BothEndsMachine(RuleBasedStateMachine):
         self.taken: dict[str, SimFront] = {}
         """By request id, the front that took the request; a dead one owes nothing."""
 
-    @initialize()
-    def meet(self) -> None:
-        """The nodes have served before, so that few steps are spent on registrations."""
+    @initialize(num_index_slots=st.sampled_from([0, 0, 48]))
+    def meet(self, num_index_slots: int) -> None:
+        """The nodes have served before, so that few steps are spent on registrations. In some histories the
+        decode node's index pool is short, and held prefixes move to main memory and back."""
+        if num_index_slots:
+            self.world.close()
+            self.world = World(NUM_PREFILL, NUM_SHARED, num_index_slots)
         for node in range(NUM_PREFILL):
             self.request(Arrival(node, HisparseFlag.TRUE))
         self.work(6, [])
@@ -379,6 +383,7 @@ class BothEndsMachine(RuleBasedStateMachine):
                 break
         assert self.unsettled() == []
         rooms = world.decode.engine.requests
+        rooms.held_tier.settle()
         assert rooms.available == rooms.pools.totals
         rooms.held.flush()
         assert rooms.pools.free == rooms.pools.totals

@@ -143,3 +143,19 @@ def test_turns_are_timed_between_steps_alike() -> None:
     ):
         choice.note_turn(num_reqs, num_drafts, now)
     assert choice.all == [(2, 3, 0.5), (2, 0, 0.25)]
+
+
+def test_the_seconds_of_a_step_are_those_with_the_present_number_of_drafts() -> None:
+    choice = DraftChoice(0)
+    assert choice.step_secs(5) is None
+    for _ in range(FIRST_STEPS):
+        choice.note_secs(5, 0, 0.25)
+    assert choice.step_secs(8) == 0.25, "batches up to the same power of two are alike"
+    assert choice.step_secs(9) is None
+    with_drafts = DraftChoice(1)
+    for num_drafts, secs in ((0, 1.0), (1, 4.0)):
+        for _ in range(FIRST_STEPS):
+            with_drafts.note_secs(1, num_drafts, secs)
+    assert with_drafts.step_secs(1) == 4.0
+    assert with_drafts.choose(1, 1) == 0
+    assert with_drafts.step_secs(1) == 1.0

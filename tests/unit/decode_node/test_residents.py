@@ -1,4 +1,5 @@
-"""Hisparse requests that are resident while device slots are free: bytes, tokens and wrong rows."""
+"""Hisparse requests that are resident while device slots are free, and dense ones of ``auto`` that make room:
+bytes, tokens and wrong rows."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse_pd.base.vocabulary import HisparseFlag
-from hisparse_pd.core.paging.pools import PoolKind
-from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import PoolKind, Stage
+from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing, step_line
 from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.miss_cost import CHEAP
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Exchange
 from tests.unit.decode_node.speculation_support import (
     HOT_BUFFER,
+    MAX_DRAFTS,
     NUM_NEW,
     PROMPTS,
     TOP_K,
@@ -26,7 +29,7 @@ from tests.unit.decode_node.speculation_support import (
     drafts,
     harness,
 )
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, random_prompt
 
 CHECKPOINT = "drafting"
 LONG = PROMPTS[-2:]
@@ -110,6 +113,41 @@ def test_a_resident_has_every_item_in_both_pools(
         assert answer.stats.num_retractions == 0
 
 
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_residents_of_a_common_beginning_read_the_same_pages(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """The first fills them; the others fill what is their own, and the pages outlive the first."""
+    beginning, num_new = LONG[1][:640], 3 * NUM_NEW
+    prompts = [(*beginning, *random_prompt(50 + n, 30 + 20 * n)) for n in range(3)]
+    with (
+        closing(automatic(checkpoint, tmp_path, monkeypatch, disable_prefix_cache=False)) as node,
+        drafts(node, num_drafts),
+    ):
+        expected = {prompt: node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts}
+        node.engine.requests.held.flush()
+        answers = [node.generate(prompts[0], num_new, HisparseFlag.TRUE)]
+        answers += [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts[1:]]
+        most_sharing = 0
+        while not all(answer.is_over for answer in answers):
+            node.turn()
+            node.engine.steps.settle()
+            running = residents(node)
+            for request in running:
+                check_both_copies(node, request)
+            sharing = [request for request in running if request.num_resident_pages]
+            most_sharing = max(most_sharing, len(sharing))
+            firsts = {int(slots_tensor(request.extents(PoolKind.DEVICE))[0]) for request in sharing}
+            assert len(firsts) <= 1
+        assert [answer.token_ids for answer in answers] == list(expected.values())
+        assert most_sharing == len(prompts)
+        node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
+        assert node.engine.requests.pools.used(Stage.HELD).device == 0
+        node.engine.requests.check_integrity()
+
+
 @pytest.mark.I5
 @pytest.mark.parametrize("largest", [HOT_BUFFER, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True)
@@ -136,6 +174,47 @@ def test_tokens_equal_the_oracle_while_residents_come_and_go(
         node.finish(answers, expected)
     assert exchanges.num_pages_given >= len(LONG)
     assert exchanges.num_pages_left > 0
+
+
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_tokens_equal_the_oracle_when_dense_requests_of_auto_make_room(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_drafts: int,
+) -> None:
+    """Two that fill the device pool have drawn some tokens when others come. The second leaves its pages."""
+    pools = {"host_pool_tokens": 4096, "device_pool_tokens": 1120, "max_running_requests": 10}
+    small = automatic(checkpoint, tmp_path, monkeypatch, growth_pages=1, **pools)
+    with closing(small) as node, drafts(node, num_drafts):
+        requests = node.engine.requests
+        dense = [node.generate(prompt, NUM_NEW, HisparseFlag.AUTO) for prompt in LONG]
+        node.begin_together(dense)
+        assert [r.mode for r in requests.select(RequestState.RUNNING)] == [Mode.DENSE] * 2
+        node.turn_until(lambda: all(answer.token_ids for answer in dense))
+        late = [node.generate(LONG[0], NUM_NEW, by_turns(number)) for number in range(3)]
+        with node.without_steps():
+            node.turn_until(lambda: any(r.num_retractions for r in requests.select(RequestState.RUNNING)))
+        node.finish([*dense, *late], expected)
+    assert (dense[1].stats.num_retractions, dense[1].stats.mode) == (1, Mode.HISPARSE)
+
+
+def test_plans_learn_what_hot_buffers_miss(
+    node: EngineHarness, expected: dict[Prompt, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_line, "STEPS_BETWEEN_ESTIMATES", 1)
+    plans = node.engine.steps.next_plan
+    assert plans.miss_cost == CHEAP
+    with drafts(node, MAX_DRAFTS):
+        node.finish([node.generate(LONG[1], NUM_NEW, HisparseFlag.TRUE)], expected)
+    assert plans.miss_cost.missed_entries > 0
+    assert plans.miss_cost.miss_secs == 0, "without a GPU misses cost nothing"
+    node.turn_until(lambda: node.stats and node.stats.gauges["step_seconds_per_req"] > 0)
+    assert node.stats is not None
+    assert node.stats.gauges["host_link_bytes_per_second"] == node.stats.gauges["miss_seconds_per_req"] == 0
 
 
 @pytest.mark.I3

@@ -15,6 +15,7 @@ from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source
+from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -48,6 +49,7 @@ class Node:
         self.limits = limits
         self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0)
         self.num_requests = 0
+        self.miss_cost = CHEAP
 
     def arrive(
         self,
@@ -75,6 +77,7 @@ class Node:
             self.rooms.stuck(now),
             self.rooms.held,
             may_use_free=True,
+            miss_cost=self.miss_cost,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
@@ -94,11 +97,11 @@ class Node:
 @pytest.mark.parametrize(
     ("flag", "num_prompt_tokens", "mode", "need"),
     [
-        # Dense takes whole pages of the device pool; 160 * 0.25 = 40 slots stay free for auto.
+        # Dense takes whole pages of the device pool, and auto all of them while it is alone.
         (FALSE, 100, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
-        (AUTO, 112, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
-        # One page more, and auto is not comfortable.
-        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=128, device=64, index=128, lookup=128, aux=1, req_row=1)),
+        (AUTO, 160, Mode.DENSE, SlotCounts(device=160, index=160, aux=1, req_row=1)),
+        # More than the device pool has.
+        (AUTO, 161, Mode.HISPARSE, SlotCounts(host=176, device=64, index=176, lookup=176, aux=1, req_row=1)),
         # A hot buffer never exceeds the whole life.
         (TRUE, 30, Mode.HISPARSE, SlotCounts(host=32, device=32, index=32, lookup=32, aux=1, req_row=1)),
         # Not even when the top-k does.
@@ -119,7 +122,8 @@ def test_what_a_request_gets(
 
 def test_auto_takes_what_is_possible_at_all() -> None:
     node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=100)))
-    node.arrive(AUTO, 150)  # Not comfortable dense, but beyond the host pool.
+    node.arrive(AUTO, 150)  # Beyond the host pool.
+    node.arrive(AUTO, 20)  # It would have too small a hot buffer.
     assert node.plan().admissions[0].mode is Mode.DENSE
     blocked = node.arrive(AUTO, 20)
     blocked.dense_refusal = "page sizes differ"
@@ -187,7 +191,198 @@ def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
     assert late.state is RequestState.RUNNING
 
 
-def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> None:
+MANY = Limits(
+    totals=SlotCounts(host=20000, device=16 * 272, index=40000, lookup=20000, aux=100, req_row=40),
+    page_size=16,
+    max_context=300,
+    index_topk=20,
+    device_buffer_size=32,
+    growth_tokens=16,
+    largest_hot_buffer=128,
+)
+"""Limits under which 16 dense requests of 272 tokens fill the device pool."""
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_dense"), [(1, 1), (16, 16), (17, 15), (24, 8), (32, 1), (34, 0), (100, 0)]
+)
+def test_auto_is_dense_while_all_others_could_have_the_largest_hot_buffer(
+    num_requests: int, num_dense: int
+) -> None:
+    """With n requests of which d are dense, d * 272 + (n - d) * 128 slots of 4,352 are needed. Only 40 run at
+    a time, and the others do not count."""
+    node = Node(MANY)
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(num_requests)]
+    node.step()
+    running = [request for request in requests if request.state is RequestState.RUNNING]
+    assert len(running) == min(40, num_requests)
+    assert [request.mode for request in running[:num_dense]] == [Mode.DENSE] * num_dense
+    assert [request.mode for request in running[num_dense:]] == [Mode.HISPARSE] * (len(running) - num_dense)
+
+
+def filled_by_auto(limits: Limits = MANY, num_requests: int = 16) -> tuple[Node, list[Request]]:
+    """Return a node whose device pool dense requests of ``auto`` fill."""
+    node = Node(limits)
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(num_requests)]
+    node.step()
+    assert {request.mode for request in requests} == {Mode.DENSE}
+    return node, requests
+
+
+@pytest.mark.parametrize(("flag", "num_leaving"), [(AUTO, 1), (TRUE, 1), (FALSE, 2)])
+def test_dense_requests_of_auto_leave_their_pages_for_who_waits(flag: HisparseFlag, num_leaving: int) -> None:
+    """Those admitted last leave first, for a hot buffer of their share; who must be dense gets the pages of
+    two."""
+    node, requests = filled_by_auto()
+    late = node.arrive(flag, 260, max_new_tokens=10)
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == requests[::-1][:num_leaving]
+    assert {exchange.hot_capacity for exchange in plan.exchanges} == {128}
+    assert late.state is RequestState.RUNNING
+    assert late.mode is (Mode.DENSE if flag is FALSE else Mode.HISPARSE)
+    leaving = plan.exchanges[0].request
+    assert (leaving.mode, leaving.num_retractions, leaving.has_slots_for_next) == (Mode.HISPARSE, 1, True)
+
+
+def test_hot_buffers_do_not_become_small_while_dense_requests_of_auto_may_leave() -> None:
+    node, requests = filled_by_auto()
+    late = [node.arrive(TRUE, 260, max_new_tokens=10) for _ in range(20)]
+    plan = node.step()
+    assert [each.request for each in plan.exchanges] == requests[:-5:-1]
+    assert all(request.hot_capacity == 32 for request in late)
+    assert all(each.hot_capacity >= 128 for each in plan.exchanges[:1])
+
+
+def test_who_must_be_dense_or_shares_pages_or_lacks_host_slots_keeps_its_pages() -> None:
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=3 * 272, host=400)))
+    first = node.arrive(AUTO, 250, 10, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharing = node.arrive(AUTO, 250, 10, family=1)
+    must_be_dense, of_auto = node.arrive(FALSE, 250, 10), node.arrive(AUTO, 250, 10)
+    node.step()
+    assert [r.mode for r in (sharing, must_be_dense, of_auto)] == [Mode.DENSE] * 3
+    assert sharing.held_prefix_tokens > 0
+    late = node.arrive(TRUE, 100, 10)
+    (exchange,) = node.plan().exchanges
+    assert exchange.request is of_auto
+    end(node.rooms, late)
+    node.arrive(TRUE, 200, 10)  # 208 of 400 host slots, of which the request of auto would take 272
+    assert node.plan() == StepPlan()
+
+
+def test_a_request_of_auto_does_not_leave_its_pages_for_another_that_could_be_dense() -> None:
+    """Without slots in the host pool both could only be dense."""
+    node, _ = filled_by_auto(replace(MANY, totals=replace(MANY.totals, host=0)))
+    node.arrive(AUTO, 260, max_new_tokens=10)
+    assert node.plan() == StepPlan()
+
+
+def test_first_samples_of_auto_keep_the_pages_that_further_ones_share() -> None:
+    node = Node(MANY)
+    first, second = (node.arrive(AUTO, 250, 10, family=1) for _ in range(2))
+    second.first_sample, first.has_further_samples = first, True
+    node.step()
+    node.step()
+    assert (first.num_shared_pages, second.num_shared_pages) == (15, 15)
+    alone = node.arrive(AUTO, 250, 10, family=2)
+    node.step()
+    assert (alone.mode, alone.num_shared_pages) == (Mode.DENSE, 0)
+    assert [node.rooms.held.unused.device, alone.may_leave_pages] == [0, True]
+
+
+# --- what misses cost ----------------------------------------------------------------------------------
+
+
+def cost_of(miss_secs: float, num_missed: int = 10) -> MissCost:
+    """Return the cost of ``num_missed`` misses a step with 128 entries, where a request's part of a step
+    takes a second."""
+    return MissCost(missed_entries=128 * num_missed, miss_secs=miss_secs, request_secs=1.0)
+
+
+def test_auto_waits_for_pages_where_misses_cost_more_than_a_request_brings() -> None:
+    """The first hisparse request would take 128 slots and make another leave its pages: 20 misses."""
+    node, requests = filled_by_auto()
+    node.miss_cost = cost_of(0.06)
+    late = node.arrive(AUTO, 260, max_new_tokens=10)
+    assert node.plan() == StepPlan()
+    node.miss_cost = cost_of(0.04)
+    assert [each.mode for each in node.plan().admissions] == [Mode.HISPARSE]
+    node.miss_cost = cost_of(0.06)
+    end(node.rooms, requests[3])
+    node.step()
+    assert late.mode is Mode.DENSE
+
+
+def test_auto_is_dense_whatever_others_then_lack_where_hisparse_does_not_pay() -> None:
+    node = Node(MANY)
+    node.miss_cost = cost_of(1.0)
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(24)]
+    node.step()
+    assert [request.state is RequestState.RUNNING for request in requests] == [True] * 16 + [False] * 8
+    assert {request.mode for request in requests[:16]} == {Mode.DENSE}
+
+
+def test_auto_waits_for_the_end_of_a_dense_request_alone() -> None:
+    """None runs here, and pages would make the hot buffers of the others as small as a hot buffer would."""
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=160)))
+    node.miss_cost = cost_of(1.0)
+    requests = [node.arrive(AUTO, num_tokens, 10) for num_tokens in (200, 200, 140)]
+    node.step()
+    assert [request.mode for request in requests] == [Mode.HISPARSE] * 3
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=160)))
+    node.miss_cost = cost_of(1.0)
+    lost = _lose(node, FALSE, 100)
+    alone = node.arrive(AUTO, 100, 10)
+    node.step(now=1.0)
+    assert alone.mode is Mode.HISPARSE, "the pages that it lacks may never be free"
+    node.rooms.quarantine.quiet(lost.room, False, now=2.0)
+
+
+@pytest.mark.parametrize("flag", [TRUE, FALSE])
+def test_no_dense_request_leaves_its_pages_where_that_does_not_pay(flag: HisparseFlag) -> None:
+    node, requests = filled_by_auto()
+    node.miss_cost = cost_of(0.06)
+    node.arrive(flag, 100, 10)
+    assert node.plan() == StepPlan()
+    end(node.rooms, requests[0])
+    assert len(node.plan().admissions) == 1
+
+
+def test_dense_requests_of_auto_leave_their_pages_where_hot_buffers_are_small() -> None:
+    """Three of 18 requests share 272 slots, and miss 423 positions a step. One that leaves makes that four in
+    544, which miss 400. The next would save none: all can have 128 entries by then."""
+    node = Node(replace(MANY, growth_tokens=64))
+    dense = [node.arrive(AUTO, 210, max_new_tokens=60) for _ in range(15)]
+    node.step()
+    hisparse = [node.arrive(TRUE, 210, max_new_tokens=60) for _ in range(3)]
+    node.step()
+    assert [each.mode for each in (*dense, *hisparse)] == [Mode.DENSE] * 15 + [Mode.HISPARSE] * 3
+    assert node.plan() == StepPlan(), "nobody has missed anything so far"
+    node.miss_cost = cost_of(0.0, num_missed=10)
+    assert node.plan() == StepPlan(), "the copies are more than it would save"
+    node.miss_cost = cost_of(0.0, num_missed=100)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(dense[-1], 128)]
+    dense[-1].is_filling = True
+    assert node.plan().exchanges == (), "one at a time sits out"
+    dense[-1].is_filling = False
+    assert node.plan().exchanges == ()
+
+
+def test_what_hot_buffers_have_beyond_their_use_is_room_for_auto() -> None:
+    """A request of 64 tokens leaves its pages only for hot buffers of less than half as many entries."""
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=320)))
+    large = [node.arrive(TRUE, 200, max_new_tokens=40) for _ in range(3)]
+    node.step()
+    settled(node)
+    assert [request.hot_capacity for request in large] == [96, 96, 96]
+    short, long = node.arrive(AUTO, 60, max_new_tokens=5), node.arrive(AUTO, 200, max_new_tokens=5)
+    node.step()
+    assert [request.mode for request in (short, long)] == [Mode.DENSE, Mode.HISPARSE]
+
+
+def test_auto_is_dense_beyond_that_rather_than_waiting_for_the_host() -> None:
     node = Node()
     hisparse = node.arrive(TRUE, 390)
     node.step()
@@ -213,7 +408,7 @@ def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None
     assert [exchange.request for exchange in plan.exchanges] == [requests[1]]
     assert [request.hot_capacity for request in requests] == [64, 21, 32]
     assert fourth.hot_capacity == 32
-    # 64 of 160 are free again: less than the margin of 40 would be left.
+    # 64 of 160 are free again: after an exchange there would be less than a hot buffer for the next one.
     end(node.rooms, requests[0])
     assert node.plan() == StepPlan()
     # With 96 free, the oldest gets its 64 back, the other does not.
@@ -322,6 +517,79 @@ def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() 
     assert node.rooms.pools.free.device == 64
     for request in requests:
         assert request.has_slots_for_next
+
+
+def share_pages(node: Node) -> None:
+    """Do what a node does once steps of its residents are read."""
+    for request in node.rooms.select(RequestState.RUNNING):
+        if request.is_resident:
+            node.rooms.share_resident(request, node.limits.in_pages(node.limits.min_capacity(request)))
+    node.rooms.check_integrity()
+
+
+def test_residents_have_the_pages_of_a_common_beginning_once() -> None:
+    """Of 448 slots each of four would take 192. The first shares the 144 of its whole pages, and the others
+    take 48 beside them, for what is behind and what they grow into."""
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=448)))
+    requests = [node.arrive(TRUE, 160 + n, max_new_tokens=40, family=1) for n in range(4)]
+    node.step()
+    assert node.rooms.pools.free.device == 448 - 4 * 64
+    for request in requests:
+        request.row_counters = SwapCounts(hits=50, misses=50)
+    node.step()
+    assert residents_of(requests) == [True, False, False, False]
+    assert (requests[0].num_device_slots, requests[0].num_resident_pages) == (192, 0)
+    share_pages(node)
+    assert (requests[0].num_device_slots, requests[0].num_resident_pages) == (48, 9)
+    settled(node)
+    assert residents_of(requests) == [True] * 4
+    assert [request.num_resident_pages for request in requests] == [9] * 4
+    assert [request.num_device_slots for request in requests] == [48] * 4
+    for request in requests:
+        assert request.has_slots_for_next
+        assert request.extents(PoolKind.DEVICE)[0].start == requests[0].extents(PoolKind.DEVICE)[0].start
+    for request in requests[:3]:
+        end(node.rooms, request)
+        node.rooms.check_integrity()
+    assert node.rooms.pools.free.device == 448 - 144 - 48, "the last user keeps them"
+    late = node.arrive(FALSE, 300)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == []
+    end(node.rooms, requests[3])
+    node.rooms.check_integrity()
+    assert node.rooms.pools.free.device == 448, "nobody keeps what is in the host pool, too"
+    node.step()
+    assert late.state is RequestState.RUNNING
+
+
+def test_shared_pages_of_residents_are_counted_on_at_their_last_users_end() -> None:
+    """A dense request needs 304 of 400 slots to its end, and two residents have 48 each and 144 together. It
+    can be admitted because all of these are free at their end; a third one may share the 144, too."""
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=400)))
+    residents = [node.arrive(TRUE, 160, max_new_tokens=40, family=1) for _ in range(2)]
+    node.step()
+    settled(node)
+    share_pages(node)
+    settled(node)
+    assert [request.num_device_slots for request in residents] == [48, 48]
+    dense = node.arrive(FALSE, 64, max_new_tokens=240)
+    node.step()
+    assert dense.state is RequestState.RUNNING
+    third = node.arrive(TRUE, 160, max_new_tokens=40, family=1)
+    num_steps = 0
+    while running := node.rooms.select(RequestState.RUNNING):
+        for request in running:
+            if not request.has_next_step:
+                end(node.rooms, request)
+            elif request.has_slots_for_next:
+                node.run(request, 1)
+        node.step()
+        settled(node)
+        share_pages(node)
+        num_steps += 1
+        assert num_steps < 400
+    assert third.state is RequestState.ENDED
+    assert node.rooms.available == node.limits.totals
 
 
 def test_the_one_that_saves_most_for_its_slots_becomes_resident_first() -> None:
@@ -702,7 +970,7 @@ def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
     requests = [node.arrive(TRUE, 16) for _ in range(3)]
     prefix = Prefix(KV_POOLS[Mode.HISPARSE], None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
     own = (16, 0, 16, 16)
-    sharing = Claim(own, ((0, 0, 0, 0),), prefix)
+    sharing = Claim(own, ((0, 0, 0, 0),), (prefix,))
     claims = [sharing, sharing, Claim(own, ((100, 0, 100, 0),))]
     for pinned, num_host in (({}, 16 + 16 + 160), ({prefix: 4}, 16 + 16 + 96)):
         order = order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16)

@@ -1,0 +1,81 @@
+"""What misses cost: by how much they lengthen a step, and what one more request brings."""
+
+from __future__ import annotations
+
+import pytest
+
+from hisparse_pd.decode_node.miss_cost import CHEAP, FADE, MissCost, MissCosts
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.swap_counts import SwapCounts
+from tests.books import make_request
+
+
+def hisparse(hot_capacity: int, hits: int, misses: int) -> Request:
+    counters = SwapCounts(hits=hits, misses=misses)
+    return make_request(hot_capacity=hot_capacity, row_counters=counters)
+
+
+DENSE = make_request(row_counters=SwapCounts())
+
+
+@pytest.mark.parametrize(
+    ("num_hot", "num_slots", "num_missed"),
+    [
+        (0, 1000, 0),
+        (1, 1000, 5),  # it has 200 entries, and no more
+        (4, 800, 20),
+        (8, 800, 80),  # twice as many, each with half as many entries
+        (2, 0, 2000),
+    ],
+)
+def test_hot_buffers_share_slots_and_miss_half_with_each_doubling(
+    num_hot: int, num_slots: int, num_missed: int
+) -> None:
+    cost = MissCost(missed_entries=1000)
+    assert cost.num_missed(num_hot, num_slots, most=200) == num_missed
+
+
+def test_one_more_pays_if_it_adds_less_than_a_requests_part_of_a_step() -> None:
+    cost = MissCost(missed_entries=1.0, miss_secs=1e-6, request_secs=1e-3)
+    assert cost.pays(999)
+    assert not cost.pays(1001)
+    assert CHEAP.pays(1e9)
+    assert cost.secs_of(4) == 2.5e-7
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "step_secs", "pays"), [(61, 0.0164, False), (11, 0.0105, True), (1, 0.0045, True)]
+)
+def test_what_was_measured_with_a_x_k2_light(num_requests: int, step_secs: float, pays: bool) -> None:
+    """67% of 2,048 positions were missed with 4,096 entries, of 48 layers of 320 bytes, at 55 GB/s."""
+    costs = MissCosts(2048, 48 * 320 / 55e9)
+    costs.estimate([hisparse(4096, hits=33, misses=67)], None)
+    cost = costs.estimate([DENSE] * num_requests, step_secs)
+    assert cost.pays(cost.num_missed(1, 1 << 20, most=4096)) == pays
+
+
+def test_requests_count_by_what_they_have_selected() -> None:
+    costs = MissCosts(index_topk=10, miss_secs=0.5)
+    cost = costs.estimate([hisparse(100, 0, 10), hisparse(400, 25, 5), hisparse(0, 50, 0)], 60.0)
+    assert cost == MissCost(10 * (100 * 10 + 400 * 5) / 40, 0.5, 20.0)
+
+
+def test_what_a_request_adds_without_misses_is_known_from_steps_of_fewer() -> None:
+    """Steps take 10 seconds, 1 for each request, and 3 for what one of them misses."""
+    costs = MissCosts(index_topk=10, miss_secs=0.5)
+    assert costs.estimate([DENSE] * 4, 14.0).request_secs == 14 / 4, "how it grows is not known"
+    one_misses = [hisparse(100, hits=4, misses=6)] + [DENSE] * 9
+    assert costs.estimate(one_misses, 10 + 10 + 3.0).request_secs == pytest.approx(23 / 10 - 1)
+    assert costs.estimate([DENSE] * 4, 14.0).request_secs == 14 / 4, "larger steps do not count"
+    assert costs.estimate([DENSE] * 20, 5.0).request_secs == 5 / 20, "no step is shorter with more"
+
+
+def test_what_was_missed_is_forgotten_while_nobody_has_a_hot_buffer() -> None:
+    costs = MissCosts(index_topk=10, miss_secs=0.5)
+    before = costs.estimate([hisparse(100, 5, 5)], None).missed_entries
+    assert before == 500
+    after = [costs.estimate([DENSE], 2.0).missed_entries for _ in range(100)]
+    assert after[0] == before * FADE
+    assert after[-1] < before / 2
+    assert costs.estimate([hisparse(100, 5, 5)], 2.0).missed_entries == before
+    assert costs.estimate([hisparse(100, 5, 5)], None).pays(1e9), "seconds of a step are not known"
