@@ -27,6 +27,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Pools
 from hisparse_pd.core.paging.prompt_keys import PromptKeys
 from hisparse_pd.decode_node.end_moves import EndMoves
+from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.metrics import Metrics
@@ -43,6 +44,7 @@ from hisparse_pd.decode_node.scrub import Scrubber
 from hisparse_pd.decode_node.sizing import (
     check_swap_in,
     drafts_without_room,
+    key_bytes,
     make_limits,
     max_hot_capacity,
     size_device_pool,
@@ -77,24 +79,28 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         settings, spec, send = self._settings, self._spec, self.socket.send
         self.metrics = Metrics()
 
-        # How large everything is, and the books.
+        # How large everything is.
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
         if fault := drafts_without_room(settings, spec):
             log.warning("%s", fault)
-        self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
+        pools = Pools(self.limits.totals, settings.page_size)
 
-        # Memory, and the tables over it.
+        # Memory, the books of it, and the tables over it.
         send(EngineLoading("pools"))
         self.memory = DecodeMemory(
             spec,
-            self.requests.pools.totals,
+            pools.totals,
             settings.page_size,
             device,
             shared=settings.same_host_lane == "auto",
             placement=self._placement,
         )
+        self._key_pages: KeyPages | None = None
+        if settings.keeps_idle_keys:
+            self._key_pages = KeyPages(self.memory, settings.page_size, placement=self._placement)
+        self.requests = LiveRequests(pools, settings.quarantine_secs, self._key_pages)
         self.tables = RequestTables(
             spec,
             self.memory,
@@ -109,7 +115,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         kv = {PoolKind.HOST: self.memory.k_host, PoolKind.DEVICE: self.memory.k_dev}
         checks = self.memory.row_checks
         row_checks = {} if checks is None else {PoolKind.INDEX: checks}
-        self._set_live_record(self.requests, self.requests.held, kv, row_checks)
+        stored = None if checks is None or self._key_pages is None else self._key_pages.row_checks
+        self._set_live_record(self.requests, self.requests.held, kv, row_checks, stored)
 
         # Prefill nodes, and what else goes on beside the loop's thread.
         shared = self.memory.shared_memory()  # for prefill nodes of this machine
@@ -186,6 +193,12 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         totals = make_limits(settings, spec, settings.device_pool_tokens).totals
         return num_host_bytes(spec, totals, settings.page_size, torch.device(settings.device))
 
+    @staticmethod
+    def other_host_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+        if not settings.keeps_idle_keys:
+            return 0
+        return settings.host_pool_tokens // settings.page_size * settings.page_size * key_bytes(spec)
+
     def _ready(self) -> EngineReady:
         return EngineReady(
             context_length=self._spec.context_length,
@@ -207,6 +220,8 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self.grammars.close()
         self._wakeup.close()
         self.transfer.close()
+        if self._key_pages is not None:
+            self._key_pages.close()
         self.memory.close()
 
     # --- receive ------------------------------------------------------------------------------------
@@ -220,9 +235,14 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             self.prefill_events.handle(event, now)
         self.end_moves.release_ended(now)
         self.prefill_events.expire_quarantine(now)
+        self.plan_moves.go_on_with_fetched(now)
         self.queue_moves.expire(now)
         self.queue_moves.refresh(now)
         self._follow_grammars(now)
+
+    def _flush(self) -> None:
+        self.requests.held_tier.settle()  # what is being copied counts as used
+        super()._flush()
 
     def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:
         match message:
@@ -257,7 +277,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
     def _follow_grammars(self, now: float) -> None:
         """Give compiled grammars to the running requests that wait for them."""
-        for request in self.requests.select(RequestState.LANDING):
+        for request in self.requests.select(RequestState.LANDING, RequestState.FETCHING):
             ask_for_grammar(request, self.grammars, now)
         for request in self.requests.select(RequestState.RUNNING):
             if request.run_stage is RunStage.AWAITS_GRAMMAR:
@@ -282,10 +302,11 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         if not self.steps.advance(is_stopping=self._is_stopping):
             self._has_stopped = True
         # The next turn comes at once: after a step, which brings tokens and may free slots for requests that
-        # sat it out, and while a request ends, is filled or can go on.
+        # sat it out, and while a request ends, is filled or can go on, or a held prefix is copied.
         return (
             self.steps.has_launched
             or bool(self.requests.select(RequestState.ENDING))
+            or self.requests.held_tier.num_copies > 0
             or any(
                 request.run_stage in (RunStage.FILLING, RunStage.READY)
                 for request in self.requests.select(RequestState.RUNNING)

@@ -57,7 +57,9 @@ def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
     left = draft.spare_device() - num_taken
     for request, mode, num_slots in _running(draft):  # what one has beyond that, others can get
         if mode is Mode.HISPARSE:
-            left -= lacked(request, num_slots)
+            lacks = lacked(request, num_slots)
+            stays_resident = request.is_resident and request not in draft.exchanges
+            left -= min(0, lacks) if stays_resident else lacks
     for request, mode, num_slots in _coming(draft):
         if left < 0:
             return False
@@ -249,28 +251,32 @@ def use_free_slots(draft: PlanDraft) -> None:
     given up for that.
 
     It is the request, and the size, that saves most misses in the rest of its life for the slots that it
-    takes. The next one has its turn once its row is filled, so that one request at a time sits steps out. As
-    ``enlarge_hot_buffers``, this is a plan's last part.
+    takes. The next one has its turn once its row is filled, so that one request at a time sits steps out, and
+    once it shares its pages, so that those of a common beginning are filled once. As ``enlarge_hot_buffers``,
+    this is a plan's last part.
     """
     limits = draft.limits
-    if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
+    if draft.exchanges or draft.admissions or any(r.is_filling or r.will_share for r in draft.running):
         return
-    spare = draft.unheld_device() - _kept_for_arrival(limits)
-    if spare <= 0:
-        return
+    spare = max(0, draft.unheld_device() - _kept_for_arrival(limits))
     share = _share_of(draft)
     best, slots, most_saved = None, SlotCounts(), 0.0
     for request in draft.running:
         if not request.hot_capacity or not request.has_next_step:
             continue
-        for exchange, num_saved in _larger(limits, request, share):
+        for exchange, num_saved in _larger(draft, request, share):
             gain = limits.in_pages(exchange.num_device_slots) - request.num_device_slots
             saved = num_saved / max(limits.page_size, gain)
             if gain <= spare and saved > most_saved:
                 best, slots, most_saved = exchange, SlotCounts(device=gain), saved
-    if best is not None and draft.may_give(slots, draft.reserve):
+    if best is None:
+        return
+    reserve = draft.reserve
+    if best.num_resident_pages:
+        reserve = draft.reserve_sharing(draft.matches.find_resident(best.request))
+    if reserve.is_safe and draft.may_give(slots, reserve):
         draft.exchanges[best.request] = best
-        draft.give(slots, draft.reserve)
+        draft.give(slots, reserve)
 
 
 def _kept_for_arrival(limits: Limits) -> int:
@@ -284,7 +290,7 @@ def share_pages(draft: PlanDraft) -> None:
 
     The slots are for ``use_free_slots`` to give away. One request at a time sits steps out, as there.
     """
-    if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
+    if draft.exchanges or draft.admissions or any(r.is_filling or r.will_share for r in draft.running):
         return
     request = next(_leaving(draft), None)
     if request is None:
@@ -296,9 +302,10 @@ def share_pages(draft: PlanDraft) -> None:
         _leave(draft, request, capacity)
 
 
-def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
+def _larger(draft: PlanDraft, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
     """Yield what a request with a hot buffer may get instead, each with the copies that it saves, as far as
     these are more than those that fill it. One that misses nothing stays as it is."""
+    limits = draft.limits
     num_missed = _num_missed(limits, request)
     larger = limits.max_capacity(request, share)
     if larger >= MIN_GROWTH * request.hot_capacity:
@@ -306,8 +313,13 @@ def _larger(limits: Limits, request: Request, share: int) -> Iterator[tuple[Exch
         num_saved = num_missed * (1 - request.hot_capacity / larger)
         if 0 < num_saved >= MIN_SAVED * request.hot_capacity:
             yield Exchange(request, larger), num_saved
-    if limits.keeps_residents and 0 < num_missed >= MIN_SAVED * request.num_kv_tokens:
-        yield Exchange(request, 0, num_page_slots=_resident_slots(limits, request)), num_missed
+    if limits.keeps_residents and num_missed > 0:
+        num_pages = draft.matches.find_resident(request).num_pages  # which need no copy
+        num_shared = num_pages * limits.page_size
+        if num_missed >= MIN_SAVED * (request.num_kv_tokens - num_shared):
+            num_own = _resident_slots(limits, request, num_shared)
+            exchange = Exchange(request, 0, num_page_slots=num_own, num_resident_pages=num_pages)
+            yield exchange, num_missed
 
 
 def _num_missed(limits: Limits, request: Request) -> float:
@@ -317,12 +329,13 @@ def _num_missed(limits: Limits, request: Request) -> float:
     return request.row_counters.miss_share * limits.index_topk * num_steps
 
 
-def _resident_slots(limits: Limits, request: Request) -> int:
-    """Return the device slots of a request that becomes resident: whole pages for its next tokens, and no
-    fewer than the smallest hot buffer has, for which it may have to leave them."""
+def _resident_slots(limits: Limits, request: Request, num_shared: int) -> int:
+    """Return the device slots of its own for a request that becomes resident: whole pages for its next tokens
+    behind ``num_shared``, and no fewer than the smallest hot buffer has, for which it may have to leave
+    them."""
     with_growth = min(request.next_seq_len + limits.growth_tokens, request.life_tokens)
-    num_tokens = max(with_growth, request.next_seq_len, limits.min_capacity(request))
-    return limits.in_pages(num_tokens)
+    num_behind = max(with_growth, request.next_seq_len) - num_shared
+    return limits.in_pages(max(num_behind, limits.min_capacity(request)))
 
 
 def _admission_order(request: Request) -> int:

@@ -94,7 +94,9 @@ class Limits:
         """Return the slots, in whole pages, that a running request needs for ``num_tokens`` of KV, without
         those of its hot buffer and of the pages that it shares."""
         kv = self.kv_slots(request.mode, num_tokens, request.num_shared_pages)
-        return kv + SlotCounts(device=self.in_pages(num_tokens)) if request.is_resident else kv
+        if not request.is_resident:
+            return kv
+        return kv + SlotCounts(device=self.in_pages(num_tokens) - request.num_resident_pages * self.page_size)
 
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
         """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
@@ -108,10 +110,10 @@ class Limits:
         lacks_lookup = max(0, life - owned.lookup)
         # A way to end is what the request lacks for it: host, device, index and lookup slots, in this order.
         if mode is Mode.HISPARSE:  # its hot buffer is complete, or its pages suffice for the smallest
-            return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefix)
+            return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefixes)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
         if num_shared_pages:
-            return Claim(slots_of(owned), (in_pages,), request.prefix)
+            return Claim(slots_of(owned), (in_pages,), request.prefixes)
         lacks_device = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
         in_hot_buffer = lacks_host, lacks_device, lacks_index, lacks_lookup
         return Claim(slots_of(owned), (in_pages, in_hot_buffer))

@@ -12,15 +12,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
+from hisparse_pd.decode_node.held_tier import HeldTier, KeyCopies
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
@@ -36,13 +38,17 @@ class DuplicateRoom(Exception):
 
 
 class LiveRequests:
-    """All requests between their arrival and their end. Times are those of ``time.monotonic``."""
+    """All requests between their arrival and their end. Times are those of ``time.monotonic``.
 
-    def __init__(self, pools: Pools, quarantine_secs: float) -> None:
+    ``copies``: see ``HeldTier``.
+    """
+
+    def __init__(self, pools: Pools, quarantine_secs: float, copies: KeyCopies | None = None) -> None:
         self.pools = pools
         self.held = PrefixTree(pools)
+        self.held_tier = HeldTier(self.held, pools.page_size, copies)
         self.set_aside = SetAside(pools, self.held, "decode")
-        self.quarantine = Quarantine(quarantine_secs, pools.release)
+        self.quarantine = Quarantine(quarantine_secs, self._release_quarantined)
         self.num_queue_changes = 0
         """How often a request has entered or left WAITING."""
         self._by_room: dict[Room, Request] = {}
@@ -57,6 +63,7 @@ class LiveRequests:
         """State and prefill node of queues that are sorted when they are next read."""
         self._admitted: dict[RequestState, dict[Request, None]] = {
             RequestState.LANDING: {},
+            RequestState.FETCHING: {},
             RequestState.RUNNING: {},
             RequestState.ENDING: {},
         }
@@ -168,6 +175,8 @@ class LiveRequests:
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
             request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
+            num_prefilled_pages = self.held.num_prefilled(keys, KV_POOLS[admission.mode])
+            request.num_prefilled_tokens = num_prefilled_pages * self.pools.page_size
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
     def give_back_held(self, request: Request) -> None:
@@ -178,13 +187,15 @@ class LiveRequests:
         request.held_prefix_tokens = 0
 
     def reserve(self, admission: Admission, instance_id: str, deadline: float) -> None:
-        """Move a request from WAITING to LANDING, after ``use_held``, with all slots reserved.
+        """Move a request from WAITING to LANDING, after ``use_held``, with all slots reserved, and begin to
+        fetch what has moved down of its prefix.
 
         Raises PoolExhausted.
         """
         request = admission.request
         self.held.make_room(self.pools.rounded(admission.need))
         holding = self.pools.reserve(request.room, admission.need)
+        self.held_tier.fetch(request.prefix)
         self._move(request, RequestState.LANDING, deadline)
         request.holding = holding
         request.mode = admission.mode
@@ -194,8 +205,22 @@ class LiveRequests:
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
 
+    def await_fetch(self, request: Request, deadline: float) -> bool:
+        """Move a request from LANDING to FETCHING if part of its prefix is still on its way up. Returns
+        whether it is. Its own KV is here, and the aux record is read."""
+        if not self.held_tier.is_arriving(request.prefix):
+            return False
+        self._move(request, RequestState.FETCHING, deadline)
+        return True
+
+    def fetched(self) -> list[Request]:
+        """Note which copies of the held tier are over. Returns the FETCHING requests that may start."""
+        self.held_tier.poll()
+        waiting = self.select(RequestState.FETCHING)
+        return [request for request in waiting if not self.held_tier.is_arriving(request.prefix)]
+
     def start(self, request: Request) -> None:
-        """Move a request from LANDING to RUNNING: all bytes are here, and the aux record is read.
+        """Move a request from LANDING or FETCHING to RUNNING: all bytes are here, and the aux record is read.
 
         The whole pages of its prompt that no step writes to are held from now on, unless the request may have
         to give them up (``may_share``). Where equal pages are held already, the request uses those, and its
@@ -206,13 +231,17 @@ class LiveRequests:
         self.pools.move(request.owned, Stage.RUNNING)
         # A prefix is dropped when one of its rows is wrong: nothing behind it may be found.
         is_dropped = request.prefix is not None and request.prefix.is_dropped
-        # This comes before the tables are filled, since it may change which pages the request uses.
-        if request.may_share and not is_dropped:
-            keys = request.kept_keys(request.first_stepped(self.pools.page_size))
+        if not request.may_share or is_dropped:
+            return
+        # This comes before the tables are filled, since it may change which pages the request uses. Pages
+        # that others left meanwhile are of no use to it if they are not on the device.
+        keys = request.kept_keys(request.first_stepped(self.pools.page_size))
+        if self.held.is_up(keys, request.kv_pools):
             token_ids = request.prompt if self.publishes(request) else None
             request.prefix = self.held.share(
                 request.owned, keys, request.kv_pools, request.prefix, token_ids=token_ids
             )
+            self.held_tier.store(request.prefix)
             self._note_reserved(request)
 
     def grow(self, request: Request, need: SlotCounts) -> None:
@@ -232,6 +261,9 @@ class LiveRequests:
         request = exchange.request
         was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
+        self._leave_residents(request)
+        if keys := request.usable_keys[: exchange.num_resident_pages]:
+            request.resident_prefix = self.held.use(keys, RESIDENT_POOLS)
         self.held.make_room(SlotCounts(device=exchange.num_device_slots))
         self.pools.grow(request.owned, PoolKind.DEVICE, exchange.num_device_slots)
         request.mode = Mode.HISPARSE
@@ -239,6 +271,29 @@ class LiveRequests:
         is_retraction = was_dense or request.num_device_slots < num_before
         request.num_retractions += is_retraction
         self._note_reserved(request)
+
+    def share_resident(self, request: Request, min_own_slots: int) -> None:
+        """Let other residents use a resident request's device pages of its prompt, which are filled and
+        right, for as long as any of them does. It keeps ``min_own_slots`` of its own."""
+        request.shares_from = None
+        page_size, num_before = self.pools.page_size, request.num_resident_pages
+        num_pages = num_before + max(0, request.num_device_slots - min_own_slots) // page_size
+        keys = request.usable_keys[:num_pages]
+        # Pages that others have added since it began would take the place of its own, which steps read.
+        found = self.held.find(keys, RESIDENT_POOLS)
+        num_found = 0 if found is None else found.num_pages
+        if len(keys) > num_before == num_found and not request.num_tail_tokens:
+            prefix = self.held.share(request.owned, keys, RESIDENT_POOLS, request.resident_prefix)
+            request.resident_prefix = prefix
+            self._note_reserved(request)
+
+    def _leave_residents(self, request: Request) -> None:
+        """Let go of the device pages that a request shares with other residents. Nobody keeps them when the
+        last one has gone, because their items are in the host pool."""
+        prefix, request.resident_prefix = request.resident_prefix, None
+        request.shares_from = None
+        if prefix is not None:
+            self.held.let_go(prefix, keeps=False)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
         """Move a request from RUNNING to ENDING: it keeps its slots until nothing on the device uses them.
@@ -258,8 +313,9 @@ class LiveRequests:
     def release(self, request: Request, now: float) -> None:
         """Move a request from any state but RUNNING to ENDED: the one release path.
 
-        Slots of a LANDING request that its prefill node may still write to go to quarantine. The whole pages
-        of a sound request are held. Everything else is free at once. Pages that it shares stay held.
+        Slots of a LANDING request, to which its prefill node may still write, go to quarantine, with the
+        pages that it shares, which the prefill node may still read. The whole pages of a sound request are
+        held. Everything else is free at once. Pages that it shares stay held.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is not RequestState.ENDING:
@@ -269,22 +325,38 @@ class LiveRequests:
             return
         holding, request.holding = request.owned, None
 
+        self._leave_residents(request)
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
         request.is_sound &= prefix is None or not prefix.is_dropped
-        if prefix is not None:  # first, so that the pages held below can be merged with it
-            self.held.let_go(prefix)
-
         if was_landing:  # slots that no remote write can land in are free at once
             self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
             self.pools.move(holding, Stage.QUARANTINED)
-            self.quarantine.add(Quarantined(request.room, holding, request.peer, request.instance_id, now))
+            self.quarantine.add(
+                Quarantined(request.room, holding, request.peer, request.instance_id, now, prefix)
+            )
             return
+        if prefix is not None:  # first, so that the pages held below can be merged with it
+            self.held.let_go(prefix)
         if request.is_sound:
             keys = request.kept_keys(request.num_kv_tokens)
-            token_ids = request.all_token_ids if self.publishes(request) else None
-            self.held.hold(holding, keys, request.kv_pools, num_shared_pages, token_ids=token_ids)
+            page_size = self.pools.page_size
+            self.held.hold(
+                holding,
+                keys,
+                request.kv_pools,
+                num_shared_pages,
+                token_ids=request.all_token_ids if self.publishes(request) else None,
+                num_prefilled=request.first_stepped(page_size) // page_size,
+            )
+            if (found := self.held.find(keys, request.kv_pools)) is not None:
+                self.held_tier.store(found.prefix)
         self.pools.release(holding)
+
+    def _release_quarantined(self, entry: Quarantined) -> None:
+        self.pools.release(entry.holding)
+        if entry.prefix is not None:
+            self.held.let_go(entry.prefix)
 
     def publishes(self, request: Request) -> bool:
         """Whether others may know of the pages that the request leaves: if anybody listens, and it has no
@@ -293,7 +365,8 @@ class LiveRequests:
 
     def stuck(self, now: float) -> SlotCounts:
         """Return the slots that may never be free again: those in quarantine whose prefill node gives no sign
-        of life, and pages that are set aside."""
+        of life, and pages that are set aside. Pages that such rooms share are not counted: a request that
+        begins alike can have them."""
         in_quarantine = self.pools.owned_by(entry.holding for entry in self.quarantine.stuck(now))
         return in_quarantine + self.pools.used(Stage.SET_ASIDE)
 
@@ -377,7 +450,8 @@ class LiveRequests:
         else:
             request.reserved_tokens = min(num_shared + min(owned.host, owned.index), owned.lookup)
             if request.is_resident:
-                request.reserved_tokens = min(request.reserved_tokens, owned.device)
+                num_on_device = request.num_resident_pages * self.pools.page_size + owned.device
+                request.reserved_tokens = min(request.reserved_tokens, num_on_device)
 
     # --- what the node holds ----------------------------------------------------------------------
 
@@ -386,7 +460,7 @@ class LiveRequests:
         admitted = self._admitted
         self.pools.check_integrity(
             {
-                Stage.LANDING: len(admitted[RequestState.LANDING]),
+                Stage.LANDING: len(admitted[RequestState.LANDING]) + len(admitted[RequestState.FETCHING]),
                 Stage.RUNNING: len(admitted[RequestState.RUNNING]),
                 Stage.ENDING: len(admitted[RequestState.ENDING]),
                 Stage.QUARANTINED: len(self.quarantine),
@@ -394,9 +468,9 @@ class LiveRequests:
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }
         )
-        self.held.check_integrity(
-            request.prefix for request in self.select(*admitted) if request.prefix is not None
-        )
+        using = [prefix for request in self.select(*admitted) for prefix in request.prefixes]
+        using += [entry.prefix for entry in self.quarantine if entry.prefix is not None]
+        self.held.check_integrity(chain(using, self.held_tier.users()))
 
 
 def _queue_of(request: Request) -> PeerAddress:

@@ -13,6 +13,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import TOKEN_POOLS, Stage
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
+from hisparse_pd.decode_node.request import RESIDENT_POOLS
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import CachedTokens, EngineStats, PeerLane
@@ -93,11 +94,12 @@ class Metrics:
         )
         queued = requests.num_queued()
         num_running, num_queued = running.total(), queued.total()
-        num_landing = len(requests.select(RequestState.LANDING))
+        num_landing = len(requests.select(RequestState.LANDING, RequestState.FETCHING))
 
         gauges = {
             "num_running_reqs": num_running,
             "num_resident_reqs": sum(request.is_resident for request in all_running),
+            "resident_shared_tokens": requests.held.num_tokens_in(RESIDENT_POOLS),
             "num_paused_reqs": num_paused,
             "num_queue_reqs": num_queued,
             "num_transfer_queue_reqs": num_landing,
@@ -138,6 +140,8 @@ class Metrics:
         for name, total in swap_ins._asdict().items():
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
+        counters["held_moved_down_tokens_total"] = float(requests.held.num_moved_down_tokens)
+        counters["held_fetched_tokens_total"] = float(requests.held_tier.num_fetched_tokens)
         counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
         return counters
 

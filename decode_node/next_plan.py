@@ -67,16 +67,17 @@ class NextPlan:
             self.limits,
             self._requests.available,
             running,
-            self._requests.select(RequestState.LANDING),
+            self._requests.select(RequestState.LANDING, RequestState.FETCHING),
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
+            quarantined=[entry.prefix for entry in self._requests.quarantine if entry.prefix is not None],
             may_use_free=looks,
             miss_cost=self.miss_cost,
         )
         if self._plans_until_look:
             self._plans_until_look -= 1
-        elif not plan.exchanges and not any(request.is_filling for request in running):
+        elif not plan.exchanges and not any(r.is_filling or r.will_share for r in running):
             self._plans_until_look = PLANS_BETWEEN
         if plan == StepPlan() and situation.first is not None:
             self._last_empty = situation

@@ -2,14 +2,15 @@
 
 Each move has up to three parts, which one method does together: the books (``LiveRequests``), the memory and
 tables (``RequestTables``), and a message to the prefill node. Before each step ``StepLine`` calls
-``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a request has landed.
+``carry_out``, then ``fill_rows``. ``PrefillEvents`` calls ``start`` when the KV of a request has landed, and
+the engine ``go_on_with_fetched`` in each turn.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, Mode
 from hisparse_pd.core.paging.extents import slice_extents
@@ -25,7 +26,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
-from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap
+from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap, HeldKv
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class PlanMoves:
     metrics: Metrics
     queue: QueueMoves
     ends: EndMoves
+    _unsent: list[Request] = field(default_factory=list)
+    """Requests whose Bootstrap waits for the keys of their held prefix, which the prefill node may read."""
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
         """Do what the scheduler has planned.
@@ -87,14 +90,39 @@ class PlanMoves:
         self.metrics.add("requests_total", mode=admission.mode)
         if not request.needs_prefill_node:
             self.start(request, now)
-        elif not self.peers.send(request.peer, bootstrap_of(request)):
+        elif self.requests.held_tier.is_arriving(request.prefix):
+            self._unsent.append(request)
+        else:
+            self._send_bootstrap(request, now)
+
+    def _send_bootstrap(self, request: Request, now: float) -> None:
+        if not self.peers.send(request.peer, bootstrap_of(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.ends.fail(request, 503, error, now, PREFILL_NODE_FAILED)
             self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # the peer never got it
 
     def start(self, request: Request, now: float) -> None:
-        """Move a request to RUNNING, and begin to fill its row. All its KV is here but what its steps
-        compute: that of the last token, and of a short tail."""
+        """Start a request, once all of its held prefix is on the device. All its KV is here but what its
+        steps compute: that of the last token, and of a short tail."""
+        if not self.requests.await_fetch(request, now + self.queue.room_timeout_secs):
+            self._run(request, now)
+
+    def go_on_with_fetched(self, now: float) -> None:
+        """Start the requests whose held prefixes have come from main memory, and send the Bootstraps that
+        waited for them."""
+        for request in self.requests.fetched():
+            self._run(request, now)
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
+            if request.state is not RequestState.LANDING:  # it has ended, and nobody writes to its zone
+                self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)
+            elif self.requests.held_tier.is_arriving(request.prefix):
+                self._unsent.append(request)
+            else:
+                self._send_bootstrap(request, now)
+
+    def _run(self, request: Request, now: float) -> None:
+        """Move a request to RUNNING, and begin to fill its row."""
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         for tier, num_tokens in request.cached_tokens.by_tier().items():
             self.metrics.add("cached_tier_tokens_total", num_tokens, tier=tier)
@@ -124,16 +152,22 @@ class PlanMoves:
         self._do_or_fail(self.tables.start, request, "started", now)
 
     def fill_rows(self, now: float) -> None:
-        """Launch the next slices of rows that are being filled, and note which rows are filled."""
+        """Launch the next slices of rows that are being filled, and note which rows are filled. Residents
+        whose first step behind that is read share their pages."""
         failed = self.tables.go_on()
         for request in self.requests.select(RequestState.RUNNING):
             if not request.is_filling:
+                if request.shares_from is not None and len(request.output_token_ids) >= request.shares_from:
+                    min_own = self.limits.in_pages(self.limits.min_capacity(request))
+                    self.requests.share_resident(request, min_own)
                 continue
             if (error := failed.get(request.req_row)) is not None:
                 log.error("room %d cannot be started", request.room, exc_info=error)
                 self.ends.fail(request, 500, f"the request cannot be started: {error}", now)
             else:
                 request.is_filling = not self.tables.is_ready(request)
+                if request.is_resident and request.usable_keys and not request.is_filling:
+                    request.shares_from = max(0, request.next_index) + 1
 
     def _do_or_fail(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
@@ -154,8 +188,15 @@ class PlanMoves:
 
 
 def bootstrap_of(request: Request) -> Bootstrap:
-    """Return the message that says which KV of the prompt is missing, and where it is to land."""
+    """Return the message that says which KV of the prompt is missing and where it is to land, and where the
+    rest is."""
     start, stop = request.held_prefix_tokens, request.num_landing_tokens
+    held: HeldKv | None = None
+    if start:
+        kv, index = (
+            slice_extents(request.extents(kind), 0, start) for kind in (request.kv_pools[0], PoolKind.INDEX)
+        )
+        held = HeldKv(kv, index, request.num_prefilled_tokens)
     return Bootstrap(
         room=request.room,
         kv_extents=slice_extents(request.extents(request.kv_pools[0]), start, stop),
@@ -167,5 +208,6 @@ def bootstrap_of(request: Request) -> Bootstrap:
         num_held_tokens=start,
         num_resumed_tokens=request.sampling.num_resumed_tokens,
         scores=request.scores,
+        held=held,
         hisparse=request.mode is Mode.HISPARSE,
     )

@@ -100,7 +100,7 @@ class PrefillEvents:
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
                         self._fail_waiting(request, event.error, now)
-                case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
+                case RequestState.FETCHING | RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     pass
                 case _:
                     assert_never(request.state)

@@ -1,5 +1,8 @@
 """Owns the holdings of rooms that ended while the prefill node might still write to them (I1). Pure.
 
+A room's held pages, from which the prefill node may read, stay in use as long: read again by others, a slot
+would have rows of its own, with right checks, and the prefill node would take them for the room's.
+
 ``LiveRequests.release`` adds a room; ``PrefillEvents`` and an operator report what is known of it since. A
 run is a prefill node's process from its start to its end (``instance_id``); each room was given to one run.
 A room's slots are free again when it is known that nothing can land there:
@@ -28,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hisparse_pd.core.paging.pools import Holding
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.protocol.messages import Room
 
@@ -45,6 +49,8 @@ class Quarantined:
     """The run of the prefill node that got the room."""
     since: float
     """When its request ended."""
+    prefix: Prefix | None = None
+    """The held pages that it shares, in use until the slots are free."""
     batch_failed: bool = False
     """Whether a batch of the room failed, so that bytes of it may still sit in the transport."""
     free_at: float = _NEVER
@@ -60,12 +66,12 @@ class Quarantined:
 
 
 class Quarantine:
-    """Keeps holdings until their slots are safe to reuse, and hands them to ``release`` then.
+    """Keeps holdings until their slots are safe to reuse, and hands their rooms to ``release`` then.
 
     Times are those of ``time.monotonic``.
     """
 
-    def __init__(self, quarantine_secs: float, release: Callable[[Holding], None]) -> None:
+    def __init__(self, quarantine_secs: float, release: Callable[[Quarantined], None]) -> None:
         self._quarantine_secs = quarantine_secs
         self._release = release
         self._entries: dict[Room, Quarantined] = {}
@@ -131,7 +137,7 @@ class Quarantine:
         for entry in tuple(self._entries.values()):
             if entry.instance_id == instance_id:
                 del self._entries[entry.room]
-                self._release(entry.holding)
+                self._release(entry)
 
     def postpone(self, secs: float) -> None:
         """Move all times by ``secs`` in which this node stood still."""
@@ -144,4 +150,4 @@ class Quarantine:
         for entry in tuple(self._entries.values()):
             if entry.free_at <= now:
                 del self._entries[entry.room]
-                self._release(entry.holding)
+                self._release(entry)

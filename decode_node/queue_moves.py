@@ -207,6 +207,10 @@ class QueueMoves:
                     error = f"prefill node {request.peer} delivered no KV within {self.room_timeout_secs:g} s"
                     self.ends.abort_at_peer(request, error)
                     self.ends.fail(request, 504, error, now)
+                case RequestState.FETCHING:
+                    secs = self.room_timeout_secs
+                    error = f"the held prefix did not come from main memory within {secs:g} s"
+                    self.ends.fail(request, 503, error, now)
                 case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     continue
                 case _:
@@ -227,7 +231,8 @@ class QueueMoves:
     def _expire_waiting(self, request: Request, now: float) -> None:
         """Fail a request that got no slots, unless it waits for a first sample whose own time is not over."""
         first = request.first_sample
-        if first is not None and first.state is RequestState.LANDING and first.deadline > now:
+        is_coming = first is not None and first.state in (RequestState.LANDING, RequestState.FETCHING)
+        if first is not None and is_coming and first.deadline > now:
             self.requests.queue(request, RequestState.WAITING, first.deadline, is_local=request.is_local)
             return
         error = f"the pools had no room for this request within {self.room_timeout_secs:g} s"

@@ -35,6 +35,8 @@ KV_POOLS: Final[dict[Mode, Kinds]] = {
     Mode.DENSE: (PoolKind.DEVICE, PoolKind.INDEX),
 }
 """The pools in which a request of each mode, or the prefix that it leaves, has KV and indexer keys."""
+RESIDENT_POOLS: Final[Kinds] = (PoolKind.DEVICE,)
+"""The pool in which resident requests share pages, beside what they share in KV_POOLS."""
 
 
 _NO_COUNTS = SwapCounts()
@@ -97,8 +99,13 @@ class Request:
     held_prefix_tokens: int = 0
     """Leading tokens of the prompt for which nothing lands: those of held pages, and all others if they are
     copied from the first sample."""
+    num_prefilled_tokens: int = 0
+    """Those of held pages before the first that has KV of decode steps."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
+    resident_prefix: Prefix | None = None
+    """The device pages at its start that it shares with other residents while it is resident itself; those of
+    its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
     """The numbers of slots that it owns in ``TOKEN_POOLS``."""
     reserved_tokens: int = 0
@@ -131,6 +138,9 @@ class Request:
     """The output's place in the grammar, without steps in flight; None until the grammar is compiled."""
     is_filling: bool = False
     """Whether its row of the tables or its hot buffer may still be incomplete."""
+    shares_from: int | None = None
+    """The number of output tokens from which on a resident request shares its pages: those of its fill were
+    right if a step that began behind it is read. None: it shares all that it may, or is not resident."""
     is_sound: bool = False
     """Whether, when it is ENDING, all of its KV is right, so that it may be held."""
     num_in_flight: int = 0
@@ -288,9 +298,10 @@ class Request:
 
     def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
         """Return its slots in the order of positions: those that it shares, then its own."""
-        if self.prefix is None or kind not in self.kv_pools:
-            return self.owned[kind]
-        return joined(self.prefix.extents(kind) + self.owned[kind])
+        prefix = self.prefix if kind in self.kv_pools else None
+        if kind in RESIDENT_POOLS and self.is_resident:
+            prefix = self.resident_prefix
+        return self.owned[kind] if prefix is None else joined(prefix.extents(kind) + self.owned[kind])
 
     @property
     def kv_pools(self) -> Kinds:
@@ -299,6 +310,21 @@ class Request:
     @property
     def num_shared_pages(self) -> int:
         return self.prefix.end_page if self.prefix else 0
+
+    @property
+    def num_resident_pages(self) -> int:
+        """The number of device pages that it shares with other residents."""
+        return self.resident_prefix.end_page if self.resident_prefix else 0
+
+    @property
+    def will_share(self) -> bool:
+        """Whether it has become resident and its next step lets others share its pages."""
+        return self.shares_from is not None and self.run_stage is RunStage.READY
+
+    @property
+    def prefixes(self) -> tuple[Prefix, ...]:
+        """The prefixes whose pages it uses."""
+        return tuple(prefix for prefix in (self.prefix, self.resident_prefix) if prefix is not None)
 
     @property
     def req_row(self) -> int:

@@ -21,6 +21,9 @@ class RequestState(StrEnum):
     index pages, an aux slot and a req_row; a hisparse request also owns lookup slots (``request_tables.py``),
     and the device slots of its future hot buffer. It may use pages of a held prefix before these, which it
     does not own."""
+    FETCHING = "fetching"
+    """Its KV is here, and nobody may write any more. Part of the held prefix that it uses is on its way from
+    main memory to the device (``held_tier.py``). Owns the same as LANDING."""
     RUNNING = "running"
     """Owns the same without the aux slot, and besides the slots that it has grown by. It is in the next step
     if it is ``READY``. The newest token of its first step is the prompt's last one, or an earlier one if its
@@ -41,7 +44,8 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset(
         {RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING, RequestState.ENDED}
     ),
-    RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.LANDING: frozenset({RequestState.FETCHING, RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.FETCHING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset({RequestState.ENDING}),
     RequestState.ENDING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),

@@ -282,6 +282,7 @@ class RequestTables:
             lookup_pages=self._pages(request, PoolKind.LOOKUP),
             index_pages=self._pages(request, PoolKind.INDEX),
             num_tokens=request.num_kv_tokens,
+            num_filled=request.num_resident_pages * self.page_size,
             k_host=self.memory.k_host,
             k_dev=self.memory.k_dev,
         )

@@ -17,13 +17,14 @@ B then has 10 + 30 = 40. Up to 5 slots can be given to a third request: A still 
 - Shared pages are free when the last of their users has ended. Held pages without users count as free until a
   plan lets a request share them (``held_matches.py``).
 - Requests whose KV is on its way come last, and no other request counts on their slots: if the prefill node
-  vanishes, these may never be free again. Slots in quarantine are not counted on either.
-"""
+  vanishes, these may never be free again. Slots in quarantine, and pages that its rooms share, are not
+  counted on either."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
@@ -45,15 +46,15 @@ class Claim(NamedTuple):
     owned: _Slots
     ways: tuple[_Slots, ...]
     """The slots that it lacks, for each of the one or two ways in which it can end."""
-    prefix: Prefix | None = None
-    """The prefix that it shares."""
+    prefixes: tuple[Prefix, ...] = ()
+    """The prefixes that it shares."""
 
     def can_end(self, available: _Slots) -> bool:
         """Return whether the request finds what it lacks, in one of its ways, when ``available`` is free."""
         return _fits(self.ways[0], available) or (len(self.ways) > 1 and _fits(self.ways[1], available))
 
     def shared(self) -> Iterator[Prefix]:
-        return self.prefix.chain() if self.prefix else iter(())
+        return chain.from_iterable(prefix.chain() for prefix in self.prefixes)
 
 
 class Place(NamedTuple):

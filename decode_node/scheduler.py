@@ -39,6 +39,7 @@ from dataclasses import replace
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
@@ -66,6 +67,7 @@ def plan_step(
     stuck: SlotCounts,
     held: PrefixTree,
     *,
+    quarantined: Iterable[Prefix] = (),
     may_use_free: bool = False,
     miss_cost: MissCost = CHEAP,
 ) -> StepPlan:
@@ -73,11 +75,12 @@ def plan_step(
 
     ``free``: slots that can be given away, those of ``held`` prefixes without users included. ``waiting``:
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
-    and nothing has changed. ``stuck``: slots that may never be free again. ``may_use_free``: whether to look
-    for a request that makes use of device slots that are free, or others' pages, which takes a look at all
-    that run.
+    and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
+    in quarantine. ``may_use_free``: whether to look for a request that makes use of device slots that are
+    free, or others' pages, which takes a look at all that run.
     """
-    matches = HeldMatches(held, landing, limits.page_size)
+    remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
+    matches = HeldMatches(held, remote, limits.page_size)
     draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or ()), miss_cost)
     no_longer_local: list[Request] = []
     all_have_slots = grow(draft)
@@ -130,7 +133,7 @@ def _waits_for_first_sample(draft: PlanDraft, request: Request) -> bool:
     first, page_size = request.first_sample, draft.limits.page_size
     if first is None:
         return False
-    if first.state is RequestState.LANDING:
+    if first.state in (RequestState.LANDING, RequestState.FETCHING):
         return waits_for_landing(request, first.mode, first.held_prefix_tokens, page_size)
     admission = draft.admissions.get(first)
     if admission is None:

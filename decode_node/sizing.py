@@ -18,6 +18,7 @@ from hisparse_pd.core.model.token_counts import TokenCounts
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
 from hisparse_pd.decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
+from hisparse_pd.decode_node.key_pages import STAGED_BYTES
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.split_choice import MIN_REQS
 from hisparse_pd.kernels.gpu_sizes import check_swap_in_sizes
@@ -67,6 +68,8 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         settings.host_pool_tokens + device_pool_tokens, page_size
     )
     lookup_tokens = LOOKUPS_PER_HOST_TOKEN * settings.host_pool_tokens
+    if settings.keeps_idle_keys:  # most of the host pool may be idle, and running requests need index slots
+        lookup_tokens = LOOKUPS_PER_HOST_TOKEN * min(settings.host_pool_tokens, index_tokens)
     return Limits(
         totals=SlotCounts(
             host=settings.host_pool_tokens // page_size * page_size,
@@ -174,7 +177,7 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
     pool."""
     page_size = settings.page_size
     item_bytes = spec.num_kv_layers * spec.item_bytes
-    key_bytes = spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
+    token_key_bytes = key_bytes(spec)
     # Without a size of its own the index pool covers host and device pool, and grows with their tokens. The
     # device pool's part then counts for each of its tokens.
     is_index_derived = settings.index_pool_tokens == 0
@@ -184,18 +187,23 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
     return PoolDemand(
         option="--device-pool-tokens",
         fixed={
-            "indexer keys and row checks" + (" of the host pool" if is_index_derived else ""): key_bytes
+            "indexer keys and row checks" + (" of the host pool" if is_index_derived else ""): token_key_bytes
             * index_tokens,
-            "scratch pages": page_size * (item_bytes + key_bytes),
+            "scratch pages": page_size * (item_bytes + token_key_bytes),
             "per-request tables": table_bytes(settings, spec),
             "counts of tokens": TokenCounts.num_bytes(settings.max_running_requests, spec.vocab_size),
             "reserve for activations": reserve_bytes(settings, spec),
         },
-        bytes_per_token=item_bytes + (key_bytes if is_index_derived else 0),
+        bytes_per_token=item_bytes + (token_key_bytes if is_index_derived else 0),
         page_size=page_size,
         remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens "
         "(tables, indexer keys) or --index-pool-tokens (indexer keys), or free GPU memory",
     )
+
+
+def key_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of one token's indexer keys and row checks, in all layers."""
+    return spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
@@ -221,11 +229,13 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Return the bytes that a step computes with: a fixed part, logits, and twice the indexer's scores."""
+    """Return the bytes that a step computes with: a fixed part, logits, twice the indexer's scores, and what
+    copies of idle keys stage, in both directions and each time in two orders."""
     num_new = settings.speculative_num_steps + 1
     logit_bytes, score_bytes, token_bytes = 4 * spec.vocab_size, 4 * spec.context_length, 8
     per_row = LOGIT_COPIES * logit_bytes + 2 * score_bytes
     if num_new > 1:  # logits, hidden state and token between a step's two graphs
         per_row += logit_bytes + spec.dtype.itemsize * spec.hidden_size + token_bytes
     num_rows = settings.max_running_requests * num_new
-    return BASE_RESERVE_BYTES + num_rows * per_row
+    staged_bytes = 4 * STAGED_BYTES if settings.keeps_idle_keys else 0
+    return BASE_RESERVE_BYTES + num_rows * per_row + staged_bytes

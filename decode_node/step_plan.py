@@ -51,7 +51,9 @@ class Exchange:
     need: SlotCounts = _NONE
     """Further slots in the host, index and lookup pools for a request that leaves its pages."""
     num_page_slots: int = 0
-    """Device slots of the pages of a request that becomes resident; 0 if it gets a hot buffer."""
+    """Device slots of the own pages of a request that becomes resident; 0 if it gets a hot buffer."""
+    num_resident_pages: int = 0
+    """Device pages of its prompt that it shares with other residents then."""
 
     @property
     def num_device_slots(self) -> int:

@@ -53,10 +53,12 @@ class ResidentStart:
         num_tokens: int,
         k_host: Tensor,
         k_dev: Tensor,
+        num_filled: int = 0,
     ) -> None:
         """``pages``, ``host_pages``, ``lookup_pages``, ``index_pages``: integer [n] on the CPU, the ids of
         the row's first pages in the device, host, lookup and index pool. Positions [0, ``num_tokens``) are in
-        the host pool; all four have pages for them. Raises KernelArgumentError before it changes anything.
+        the host pool; all four have pages for them. The first ``num_filled`` of them are in the device pages,
+        too, and not copied. Raises KernelArgumentError before it changes anything.
         """
         page_size = state.page_size
         check_range("row", row, 0, state.num_rows)
@@ -72,6 +74,7 @@ class ResidentStart:
         state.check_pages("index_pages", 0, index_pages)
         num_pages = min(each.shape[0] for each in (pages, host_pages, index_pages))
         check_range("num_tokens", num_tokens, 0, min(state.max_context, num_pages * page_size) + 1)
+        check_range("num_filled", num_filled, 0, num_tokens + 1)
 
         self._state, self._row = state, row
         self._pages, self._host_pages = pages, host_pages
@@ -79,7 +82,7 @@ class ResidentStart:
         self._k_host, self._k_dev = k_host, k_dev
         self._copies = [
             _Copy(start, min(start + CHUNK_TOKENS, num_tokens), layer)
-            for start in range(0, num_tokens, CHUNK_TOKENS)
+            for start in range(num_filled, num_tokens, CHUNK_TOKENS)
             for layer in range(k_dev.shape[0])
         ]
         """Copies that are not launched yet."""

@@ -2,15 +2,15 @@
 
 ``PrefillLife.bootstrap`` calls ``BootstrapChecks.why_refused``. It checks, in this order, that the prompt
 suits the model, that positions lie in the prompt, that the pool could hold what this node is to compute
-(``num_computed_tokens``: all tokens but the last), and that the landing zone can be written.
-"""
+(``num_computed_tokens``: all tokens but the last), that the landing zone can be written, and that what is
+held can be read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hisparse_pd.engine.messages import unpack_token_ids
-from hisparse_pd.prefill_node.registrations import Peer, why_not_landing
+from hisparse_pd.prefill_node.registrations import Peer, why_held_wrong, why_not_landing
 from hisparse_pd.prefill_node.scheduler import StepLimits, why_never
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap
 
@@ -30,6 +30,7 @@ class BootstrapChecks:
             or _why_positions_wrong(message)
             or why_never(message.num_computed_tokens, self.limits)
             or why_not_landing(message, peer, self.limits.page_size)
+            or why_held_wrong(message, peer)
         )
 
     def _why_prompt_wrong(self, message: Bootstrap) -> str | None:

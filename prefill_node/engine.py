@@ -34,6 +34,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
+from hisparse_pd.prefill_node.decode_tier import ReadMemory
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory, bytes_per_token, num_host_bytes
 from hisparse_pd.prefill_node.page_objects import PageObjects, namespace_of
@@ -59,7 +60,7 @@ from hisparse_pd.protocol.messages import (
     ToDecode,
     ToPrefill,
 )
-from hisparse_pd.transfer.lane import Lane, Lanes
+from hisparse_pd.transfer.lane import Lane, LaneReader, Lanes
 from hisparse_pd.transfer.page_store import MooncakeStore
 from hisparse_pd.transfer.sender import Ready, Sender
 
@@ -115,6 +116,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             gpu=GpuWriter(device, self.memory.sent) if device.type == "cuda" else None,
         )
         self.sender = Sender(self.lanes, self._wakeup.set)
+        self._held_reads: Sender | None = None
+        if settings.read_held != "off":
+            self._held_reads = Sender(LaneReader(self.lanes), self._wakeup.set)
 
         # The forward.
         self.runner = PromptRunner(
@@ -163,6 +167,15 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             grace_secs=settings.heartbeat_timeout_secs,
             host_pages=self._host_pages,
             store_orders=self._store_threads,
+            held_reads=self._held_reads,
+            read_memory=ReadMemory(
+                self.memory.regions,
+                void=lambda page_ids: self.memory.void_before_read(page_ids, settings.page_size),
+                wrong_items=self.memory.wrong_items,
+                part_bytes=self.lanes.slice_bytes,
+            ),
+            which_held=settings.read_held,
+            clock=lambda: time.monotonic(),
             wrong_items=self.memory.wrong_items,
         )
         self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
@@ -256,6 +269,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         for request in list(self.life.requests):
             self.life.fail(request, 503, f"room {request.room}: the prefill node is shutting down", now_secs)
         is_quiet = self.sender.close(CLOSE_TIMEOUT_SECS)
+        is_quiet &= self._held_reads is None or self._held_reads.close(CLOSE_TIMEOUT_SECS)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now_secs)
         is_store_quiet = self._store_threads is None or self._store_threads.close(CLOSE_TIMEOUT_SECS)
@@ -272,6 +286,9 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def _receive(self, now: float) -> None:
         self.life.tier.poll()
+        self.life.decode_tier.poll()
+        for completion in self._held_reads.poll() if self._held_reads is not None else ():
+            self.life.decode_tier.returned(completion)
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)
@@ -415,8 +432,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 raise
             self._fail_batch(batch, error)
             return True
-        if (store := self.life.tier.store_tier) is not None:
-            store.note_computed(num_tokens, time.monotonic() - started_secs)
+        self.life.pace.note(num_tokens, time.monotonic() - started_secs)
         self._commit(batch, computed)
         return True
 
@@ -461,7 +477,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 num_available_pages=life.num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
-            if not chunks and life.tier.unpin():
+            if not chunks and life.unpin():
                 continue
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
@@ -499,7 +515,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             "cache_hit_rate": life.counters["cached_tokens_total"] / num_prompt_tokens,
             "num_registered_peers": float(len(self.peers)),
         }
-        counters = dict(life.counters)
+        counters = life.counters | life.decode_tier.counters
         if num_host_tokens := life.pools.totals.host:
             num_available = (life.pools.free + life.prefixes.unused).host
             gauges['pool_used_tokens{pool="host"}'] = float(num_host_tokens - num_available)

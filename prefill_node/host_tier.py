@@ -6,8 +6,8 @@ cache on the device, too, until that evicts it. A waiting request whose prompt m
 the device waits for a copy up; then it finds the pages in the cache on the device, as any others.
 
 Both levels are prefixes of one ``PrefixTree``, of different kinds. ``HostTier`` owns the copies under way,
-with the slots that they write, and the pins: prefixes that were fetched stay in use until their request
-begins or ends. Main memory gives up first what was used longest ago, as the device does.
+with the slots that they write. Prefixes that were fetched stay in use until their request begins or ends
+(``pins.py``). Main memory gives up first what was used longest ago, as the device does.
 
 Fetched rows are verified before anybody finds them. A wrong one is counted, its page in main memory is set
 aside, and the request computes from there on.
@@ -32,6 +32,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.host_pages import HostPages
+from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.store_tier import HOST_POOLS as HOST_POOLS
 from hisparse_pd.prefill_node.store_tier import StoreTier
 from hisparse_pd.protocol.messages import FetchedTokens, Room
@@ -70,18 +71,14 @@ class _Copy:
 
 
 @dataclass(eq=False, slots=True)
-class _Pin:
+class _Fetch:
     """A request that waits for a copy, or for its turn after it."""
 
-    num_pages: int
-    """Pages that its whole prompt needs on the device."""
     first_page: int
     """The first page of its prompt that the copy brings."""
     has_arrived: bool = False
     num_arrived_pages: int = 0
     """Pages that the copy has brought, whether they are still there or not."""
-    prefix: Prefix | None = None
-    """What it finds there once the copy has arrived, in use."""
 
 
 class HostTier:
@@ -108,7 +105,8 @@ class HostTier:
         self._wrong_items = wrong_items
         self.store_tier = store
         self._copies: list[_Copy] = []
-        self._pins: dict[Room, _Pin] = {}
+        self.pins = Pins(prefixes)
+        self._fetches: dict[Room, _Fetch] = {}
         self.num_stored_tokens = 0
         """Tokens that were copied down since the start."""
         self.num_fetched_tokens = 0
@@ -135,7 +133,7 @@ class HostTier:
             yield copy.source
             if copy.before is not None:
                 yield copy.before
-        yield from (pin.prefix for pin in self._pins.values() if pin.prefix is not None)
+        yield from self.pins.users()
         if self.store_tier is not None:
             yield from self.store_tier.users()
 
@@ -177,8 +175,8 @@ class HostTier:
         """
         if self._pages is None:
             return False
-        if (pin := self._pins.get(room)) is not None:
-            return not pin.has_arrived
+        if (fetch := self._fetches.get(room)) is not None:
+            return not fetch.has_arrived
         num_cached = self._num_found(keys, CACHE_POOLS)
         if self.store_tier is not None and self.store_tier.fetch(room, keys, num_cached, token_ids):
             return True
@@ -187,11 +185,9 @@ class HostTier:
             return False
         if self._is_coming(keys, num_cached, CACHE_POOLS):
             return True
-        # All pinned requests fit at once, so that none of them waits for pages that another one keeps.
-        num_pinned = sum(pin.num_pages for pin in self._pins.values())
         page_size = self._pools.page_size
-        if num_pinned + num_pages > self._num_usable(PoolKind.DEVICE):
-            return bool(self._pins)
+        if not self.pins.fits(room, num_pages, self._num_usable(PoolKind.DEVICE)):
+            return bool(self.pins)
         before = self._use(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=(num_stored - num_cached) * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):
@@ -200,26 +196,28 @@ class HostTier:
         source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(need)
         self._begin(room, CACHE_POOLS, keys[:num_stored], source, before, token_ids)
-        self._pins[room] = _Pin(num_pages, end_of(before))
+        self._fetches[room] = _Fetch(end_of(before))
+        self.pins.put(room, num_pages)
         return True
 
     def fetched(self, room: Room, num_pages: int) -> FetchedTokens:
         """Return how many tokens of the first ``num_pages`` pages of a request's prompt, which are on the
         device, were copied up for it, and how many of them the store had brought."""
-        pin = self._pins.get(room)
-        num_fetched = 0 if pin is None else min(max(0, num_pages - pin.first_page), pin.num_arrived_pages)
+        fetch = self._fetches.get(room)
+        num_fetched = 0
+        if fetch is not None:
+            num_fetched = min(max(0, num_pages - fetch.first_page), fetch.num_arrived_pages)
         first_brought = None if self.store_tier is None else self.store_tier.first_brought(room)
         num_brought = 0
-        if pin is not None and first_brought is not None:  # what the store brings comes behind all others
-            num_brought = min(num_fetched, max(0, pin.first_page + num_fetched - first_brought))
+        if fetch is not None and first_brought is not None:  # what the store brings comes behind all others
+            num_brought = min(num_fetched, max(0, fetch.first_page + num_fetched - first_brought))
         page_size = self._pools.page_size
         return FetchedTokens((num_fetched - num_brought) * page_size, num_brought * page_size)
 
     def release(self, room: Room) -> None:
         """Let go of what was fetched for a request, which begins or ends."""
-        pin = self._pins.pop(room, None)
-        if pin is not None:
-            self._let_go(pin.prefix)
+        self._fetches.pop(room, None)
+        self.pins.release(room)
         if self.store_tier is not None:
             self.store_tier.release(room)
 
@@ -229,13 +227,7 @@ class HostTier:
         The engine calls it when nothing can be computed: a request in front may need what is kept for one
         behind it. Nothing is fetched twice for a request, so one that finds it evicted computes it.
         """
-        if self._copies:
-            return False
-        pins = [pin for pin in self._pins.values() if pin.prefix is not None]
-        for pin in pins:
-            self._let_go(pin.prefix)
-            pin.prefix = None
-        return bool(pins)
+        return not self._copies and self.pins.let_go_all()
 
     # --- copies --------------------------------------------------------------------------------------
 
@@ -321,10 +313,11 @@ class HostTier:
     def _pin_arrived(self, copy: _Copy, num_kept: int) -> None:
         """Keep what the copy's request now finds on the device, if it still waits. ``num_kept``: pages of the
         copy that are right."""
-        if (pin := self._pins.get(copy.room)) is not None:
-            pin.has_arrived = True
-            pin.num_arrived_pages = num_kept
-            pin.prefix = self._use(copy.keys[: self._num_found(copy.keys, CACHE_POOLS)], CACHE_POOLS)
+        if (fetch := self._fetches.get(copy.room)) is not None:
+            fetch.has_arrived = True
+            fetch.num_arrived_pages = num_kept
+            found = copy.keys[: self._num_found(copy.keys, CACHE_POOLS)]
+            self.pins.keep(copy.room, self._use(found, CACHE_POOLS))
 
     def _is_coming(self, keys: Sequence[PageKey], number: int, kinds: Kinds) -> bool:
         """Whether a copy under way brings page ``number`` of ``keys`` to ``kinds``."""

@@ -100,6 +100,16 @@ class PrefillMemory:
         if self.row_checks is not None and page_ids:
             void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
+    def void_before_read(self, page_ids: Sequence[int], page_size: int) -> torch.cuda.Event | None:
+        """``void_checks`` of pages that another node's bytes are to land in: what does not come matches no
+        check. Returns the event after which they may land; None: at once."""
+        self.void_checks(page_ids, page_size)
+        if self.kv.device.type != "cuda":
+            return None
+        voided = torch.cuda.Event(blocking=True)  # a sender's thread waits for it and must not spin
+        voided.record()
+        return voided
+
     def wrong_items(self, pages: PageRows, page_size: int) -> list[WrongItem]:
         """Return the KV items in ``pages`` that are not as they were written, at most one for each slot: that
         of the first layer in which its item is wrong.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hisparse_pd.base.access import PeerList, is_host
+from hisparse_pd.core.paging.extents import total_length
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     ROW_CHECK_BYTES,
@@ -258,6 +259,26 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
     num_aux_slots = peer.regions[RegionKind.AUX].num_slots
     if bootstrap.aux_slot >= num_aux_slots:
         return f"aux_slot {bootstrap.aux_slot} is not in [0, {num_aux_slots}) of region aux"
+    return None
+
+
+def why_held_wrong(bootstrap: Bootstrap, peer: Peer) -> str | None:
+    """Return why what is said to be held cannot be read, or None when it lies in the peer's regions."""
+    held = bootstrap.held
+    if held is None:
+        return None
+    for kind, extents in ((kv_region_of(bootstrap), held.kv_extents), (RegionKind.INDEX, held.index_extents)):
+        num_slots = peer.regions[kind].num_slots
+        end = max((extent.end for extent in extents), default=0)
+        if end > num_slots:
+            return f"held {kind.value} extents end at slot {end}, past the region's {num_slots} slots"
+        num_given = total_length(extents)
+        if num_given != bootstrap.num_held_tokens:
+            return f"held {kind.value} extents are of {num_given} of {bootstrap.num_held_tokens} held tokens"
+    if held.num_prefilled_tokens > bootstrap.num_held_tokens:
+        return (
+            f"{held.num_prefilled_tokens} of {bootstrap.num_held_tokens} held tokens are said to be prefilled"
+        )
     return None
 
 

@@ -15,10 +15,14 @@ then, is told so by RoomFailed with ``quiet`` or by RoomQuiet.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
+from msgspec.structs import replace
+
+from hisparse_pd.base.prefill_settings import HeldReads
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
@@ -28,8 +32,10 @@ from hisparse_pd.engine.phases import PREFILL_PHASES
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
+from hisparse_pd.prefill_node.decode_tier import DecodeTier, ReadMemory, Reads
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier
+from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.push import Pusher
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import (
@@ -91,13 +97,19 @@ class PrefillLife:
         grace_secs: float = 10.0,
         host_pages: HostPages | None = None,
         store_orders: Orders | None = None,
+        held_reads: Reads | None = None,
+        read_memory: ReadMemory | None = None,
+        which_held: HeldReads = "all",
+        clock: Callable[[], float] = time.monotonic,
         wrong_items: Callable[[PageRows, int], list[WrongItem]] = lambda rows, page_size: [],
     ) -> None:
         """``max_queued``: most requests that wait. ``tell_peer`` sends a message without waiting and returns
         whether it is on its way. ``room_timeout_secs``: how long a decode node waits for anything about a
         room; this node keeps the request ``grace_secs`` longer, so that clients get the decode node's
         error. ``host_pages``: main memory below the prefix cache, if there is any; ``store_orders``: what
-        carries out orders to the store below it, if there is one; ``wrong_items``: see ``HostTier``."""
+        carries out orders to the store below it, if there is one; ``wrong_items``: see ``HostTier``.
+        ``held_reads``, ``read_memory``, ``which_held``: see ``DecodeTier``. ``clock``: that of
+        ``now_secs``."""
         self.requests = PrefillRequests()
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
@@ -115,11 +127,24 @@ class PrefillLife:
         """The prefix cache: KV of prompts that were computed."""
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         """Pages in which a wrong row was found: nobody gets them again."""
+        self.pace = Pace()
         store = None
         if store_orders is not None:
-            store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside)
+            store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, clock, self.pace)
         self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items, store)
         """What main memory and the store keep of prompts that were computed."""
+        self.decode_tier = DecodeTier(
+            held_reads,
+            read_memory,
+            which_held,
+            self.pools,
+            self.prefixes,
+            self.set_aside,
+            self.tier.pins,
+            self.pace,
+            clock,
+        )
+        """What decode nodes hold of their requests' prompts."""
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)
@@ -239,8 +264,8 @@ class PrefillLife:
 
     def candidates(self) -> Iterator[Waiting]:
         """Yield the waiting requests in order of arrival, without those whose decode node has too many bytes
-        pending, and those whose pages are on their way up from the store or main memory. Cached prefixes of
-        earlier candidates count as pending, because admission sends them."""
+        pending, and those whose pages are on their way up from the store or main memory, or from their decode
+        node. Cached prefixes of earlier candidates count as pending, because admission sends them."""
         num_bytes_pending: dict[str, int] = {}
         for request in self.waiting():
             session = request.peer.session
@@ -250,7 +275,10 @@ class PrefillLife:
                 continue
             waiting = self.look_up(request)
             num_pages = self._limits.pages_for(waiting.num_tokens)
-            if self.tier.fetch(waiting.room, waiting.keys, num_pages, self._published_ids(request)):
+            token_ids = self._published_ids(request)
+            if self.tier.fetch(waiting.room, waiting.keys, num_pages, token_ids):
+                continue
+            if self.decode_tier.fetch(request, num_pages, token_ids):
                 continue
             num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - request.bootstrap.num_held_tokens)
@@ -280,8 +308,11 @@ class PrefillLife:
             keys = request.reusable_keys(self._limits.page_size)
             if (found := self.prefixes.find(keys, CACHE_POOLS)) is not None:
                 request.prefix = self.prefixes.use(keys[: found.num_pages], CACHE_POOLS)
-                request.fetched = self.tier.fetched(request.room, found.num_pages)
-            self.tier.release(request.room)
+                request.fetched = replace(
+                    self.tier.fetched(request.room, found.num_pages),
+                    decode=self.decode_tier.fetched(request.room, found.num_pages),
+                )
+            self._release_tiers(request.room)
         for request in requests:
             num_cached_pages = 0 if request.prefix is None else request.prefix.end_page
             num_new_pages = self._limits.pages_for(request.num_computed_tokens) - num_cached_pages
@@ -476,11 +507,20 @@ class PrefillLife:
             )
         if request.prefix is not None:
             self.prefixes.let_go(request.prefix)
-        self.tier.release(request.room)
+        self._release_tiers(request.room)
         if request.holding is not None:
             self.pools.release(request.holding)
         request.prefix, request.holding, request.page_ids = None, None, []
         self.requests.move(request, state, now_secs)
+
+    def _release_tiers(self, room: Room) -> None:
+        """Let go of what lower tiers have brought for a request, which begins or ends."""
+        self.decode_tier.release(room)
+        self.tier.release(room)
+
+    def unpin(self) -> bool:
+        """Do ``HostTier.unpin``, unless a request waits for its decode node."""
+        return not self.decode_tier.is_awaited and self.tier.unpin()
 
     # --- accounts ------------------------------------------------------------------------------------
 
@@ -489,10 +529,10 @@ class PrefillLife:
         request."""
         self.pools.check_integrity(
             {
-                Stage.LANDING: self.tier.num_landing,
+                Stage.LANDING: self.tier.num_landing + self.decode_tier.num_landing,
                 Stage.RUNNING: self.requests.count(PrefillState.COMPUTING, PrefillState.SENDING),
                 Stage.ENDING: self.requests.count(PrefillState.DRAINING),
-                Stage.QUARANTINED: self.tier.num_quarantined,
+                Stage.QUARANTINED: self.tier.num_quarantined + self.decode_tier.num_quarantined,
                 Stage.HELD: len(self.prefixes),
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }

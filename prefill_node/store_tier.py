@@ -28,6 +28,7 @@ from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
 from hisparse_pd.protocol.messages import Extent, Room
 
@@ -44,8 +45,6 @@ LEAST_WAIT_SECS: Final = 0.02
 """A prompt that is computed sooner than this is not looked up: the answer would hardly come in time."""
 LONGEST_WAIT_SECS: Final = 30.0
 """Longest wait for an answer, however long computing would take."""
-SHARE_OF_EARLIER: Final = 0.8
-"""What an earlier forward counts against the one after it, in the time that computing takes."""
 FIRST_PAUSE_SECS: Final = 1.0
 LONGEST_PAUSE_SECS: Final = 60.0
 """Time for which the store is left alone after the first error or late answer, and after many."""
@@ -131,8 +130,10 @@ class StoreTier:
         prefixes: PrefixTree,
         set_aside: SetAside,
         clock: Callable[[], float] = time.monotonic,
+        pace: Pace | None = None,
     ) -> None:
         self._orders = orders
+        self._pace = pace or Pace()
         self._pools = pools
         self._prefixes = prefixes
         self._set_aside = set_aside
@@ -145,8 +146,6 @@ class StoreTier:
         """Slots of failed reads, and when they are free."""
         self._unverified: set[int] = set()
         """Pages of main memory that came from the store, until the host tier has verified their rows."""
-        self._num_computed_tokens = self._computed_secs = 0.0
-        """Tokens of forwards and the time that they took, of which earlier ones count less."""
         self._paused_until = self._pause_secs = 0.0
         self.is_connected = False
         """Whether the last order went well."""
@@ -211,11 +210,6 @@ class StoreTier:
         """Yield the prefixes that reads and writes use, once for each use."""
         yield from (landing.before for landing in self._landings if landing.before is not None)
         yield from (writing.source for writing in self._writings)
-
-    def note_computed(self, num_tokens: int, secs: float) -> None:
-        """Note how long a forward took: a measure for how long the store is waited for."""
-        self._num_computed_tokens = SHARE_OF_EARLIER * self._num_computed_tokens + num_tokens
-        self._computed_secs = SHARE_OF_EARLIER * self._computed_secs + secs
 
     # --- to the store ----------------------------------------------------------------------------------
 
@@ -295,10 +289,8 @@ class StoreTier:
 
     def _wait_secs(self, num_pages: int) -> float:
         """Return how long to wait for so many pages: the time that computing them would take."""
-        if not self._num_computed_tokens:
-            return FIRST_WAIT_SECS
-        num_tokens = num_pages * self._pools.page_size
-        return min(num_tokens * self._computed_secs / self._num_computed_tokens, LONGEST_WAIT_SECS)
+        secs = self._pace.secs_for(num_pages * self._pools.page_size)
+        return FIRST_WAIT_SECS if secs is None else min(secs, LONGEST_WAIT_SECS)
 
     # --- answers ---------------------------------------------------------------------------------------
 

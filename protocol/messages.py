@@ -40,7 +40,7 @@ from hisparse_pd.protocol.decoding import TypedDecoder
 from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.protocol.prompt_scores import MAX_LOGPROBS, MAX_ROWS_BYTES, WantedScores
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 ROOT_BYTES = 16
 """Length of a request's root key, from which the keys of its pages are derived."""
@@ -193,6 +193,19 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
     seq: Count
 
 
+class HeldKv(Struct, frozen=True, array_like=True):
+    """Where the decode node has a prompt's first tokens, which the prefill node may read from there.
+
+    ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``; ``index_extents``: those
+    of ``INDEX`` and ``ROW_CHECKS``. Both are in position order from 0 on, and of the same number of tokens.
+    ``num_prefilled_tokens``: how many of these tokens come before the first one whose KV is rounded as in
+    decode steps. The slots stand until the room is delivered or quiet."""
+
+    kv_extents: Extents
+    index_extents: Extents
+    num_prefilled_tokens: Count
+
+
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     """The KV that a room lacks, and where it is to land.
 
@@ -211,6 +224,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     ``num_resumed_tokens``: how many tokens at the prompt's end are output of a stream that is resumed here.
     From ``first_stepped`` on the prefill node computes with the roundings of decode steps.
     ``scores``: the wanted logprobs of the prompt's own tokens, if any.
+    ``held``: where the first ``num_held_tokens`` are; None if nothing is to be read there.
     ``hisparse``: the request's mode; false is dense. It stays the last field. Unlike in other messages, a new
     field therefore comes before a known one and shifts it, so it raises PROTOCOL_VERSION.
     """
@@ -225,6 +239,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     num_held_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     num_resumed_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     scores: WantedScores | None = None
+    held: HeldKv | None = None
     hisparse: bool = False
 
     @property
@@ -316,10 +331,11 @@ class PrefillTimes(Struct, frozen=True, array_like=True):
 
 class FetchedTokens(Struct, frozen=True, array_like=True):
     """Cached tokens that the prefill node brought to its device for a room, by the tier that had them.
-    ``storage``: the cluster's store, under SGLang's name."""
+    ``storage``: the cluster's store, under SGLang's name. ``decode``: the room's decode node."""
 
     host: Count = 0
     storage: Count = 0
+    decode: Count = 0
 
 
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):

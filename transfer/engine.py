@@ -1,11 +1,10 @@
-"""Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes from it.
+"""Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes and reads by it.
 
 Both nodes' engines make one ``TransferEngine`` and register their pools with it; a prefill node's ``Lanes``
-write with it. Mooncake returns bare codes and does not check its caller. This module refuses a source that is
-not registered (Mooncake reports success for it and sends nothing), enforces the chosen transport (Mooncake
-takes what it finds), keeps batches below the size at which Mooncake's queues overflow, and raises an
-exception for every code.
-"""
+write and read with it. Mooncake returns bare codes and does not check its caller. This module refuses own
+memory that is not registered (Mooncake reports success for it and moves nothing), enforces the chosen
+transport (Mooncake takes what it finds), keeps batches below the size at which Mooncake's queues overflow,
+and raises an exception for every code."""
 
 from __future__ import annotations
 
@@ -22,18 +21,27 @@ import numpy as np
 
 from hisparse_pd.base.access import WILDCARD_HOSTS, in_url, is_loopback
 from hisparse_pd.core.memory.machine import Machine
-from hisparse_pd.core.paging.extents import ranges_around
+from hisparse_pd.core.paging.extents import SlotArray, ranges_around
 from hisparse_pd.transfer.errors import TransferError as TransferError
 from hisparse_pd.transfer.errors import TransferSetupError as TransferSetupError
-from hisparse_pd.transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, Writes, as_descriptors, cut_long
+from hisparse_pd.transfer.plan import (
+    MAX_DESCRIPTOR_BYTES,
+    Descriptors,
+    Reads,
+    Writes,
+    as_descriptors,
+    cut_long,
+)
 from hisparse_pd.transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH_DESCRIPTORS = 512
-"""Most descriptors in one call of Mooncake. Over TCP it queues 1024 for each peer. Beyond that it fails the
-batch and, as seen with 0.3.13, the connections to the peer for good. Half leaves room for descriptors that a
-failed batch left queued."""
+"""Most descriptors in one call of Mooncake that writes. Over TCP it queues 1024 for each peer. Beyond that it
+fails the batch and, as seen with 0.3.13, the connections to the peer for good. Half leaves room for reads,
+and for descriptors that a failed batch left queued."""
+MAX_READ_DESCRIPTORS = 128
+"""Most descriptors in one call of Mooncake that reads."""
 
 
 class HasMemory(Protocol):
@@ -61,8 +69,8 @@ def quiet_mooncake_logs() -> None:
 
 
 class TransferEngine:
-    """One Mooncake engine. Any thread may call it, but two must not write to one session at once, because
-    they would overflow Mooncake's queue. A ``Sender`` has one thread for each session.
+    """One Mooncake engine. Any thread may call it, but two must not write to one session at once, nor read
+    from it, because they would overflow Mooncake's queue. A ``Sender`` has one thread for each session.
 
     ``host``: the address at which peers reach this engine, not a wildcard. ``transport``: the result of
     ``choose_transport``. Raises TransferSetupError.
@@ -154,44 +162,67 @@ class TransferEngine:
         returns a reason, the write ends with it. Raises TransferError, with ``may_still_land`` False when the
         arguments were refused and when ``stop`` ended the write.
         """
-        columns = as_descriptors(writes)
+        self.check_sources(columns := as_descriptors(writes))
+        self._move(session, columns, "write", stop)
+
+    def read(self, session: str, reads: Reads, stop: Callable[[], str] | None = None) -> None:
+        """Read from addresses in the peer's memory to addresses in this process, as ``write`` does the other
+        way round."""
+        self.check_destinations(columns := as_descriptors(reads))
+        self._move(session, columns, "read", stop)
+
+    def _move(self, session: str, columns: Descriptors, verb: str, stop: Callable[[], str] | None) -> None:
+        """Write or read, which ``verb`` says."""
         if not columns.lengths.size:
             return
+        preposition = "to" if verb == "write" else "from"
         if self.fault:
-            raise TransferError(f"write to session {session}: {self.fault}; nothing was sent")
-        self.check_sources(columns)
+            raise TransferError(f"{verb} {preposition} session {session}: {self.fault}; nothing was sent")
         columns = cut_long(columns, MAX_DESCRIPTOR_BYTES)
         with self._lock:
             name = self._names.setdefault(session, session)
-        num_written = 0
-        for first in range(0, columns.lengths.size, MAX_BATCH_DESCRIPTORS):
+        most = MAX_BATCH_DESCRIPTORS if verb == "write" else MAX_READ_DESCRIPTORS
+        num_moved = 0
+        for first in range(0, columns.lengths.size, most):
             if stop is not None and (reason := stop()):
-                raise TransferError(f"stopped after {num_written} bytes: {reason}")
-            part = columns.at(slice(first, first + MAX_BATCH_DESCRIPTORS))
+                raise TransferError(f"stopped after {num_moved} bytes: {reason}")
+            part = columns.at(slice(first, first + most))
+            src, dst, lengths = (column.tolist() for column in part)
             started_secs = time.monotonic()
-            code = self.mooncake.batch_transfer_sync_write(name, *(column.tolist() for column in part))
+            # Mooncake takes this process's addresses first, whichever way the bytes go.
+            if verb == "write":
+                code = self.mooncake.batch_transfer_sync_write(name, src, dst, lengths)
+            else:
+                code = self.mooncake.batch_transfer_sync_read(name, dst, src, lengths)
             if code != 0:
                 took_secs = time.monotonic() - started_secs
+                theirs = "destination" if verb == "write" else "source"
                 raise TransferError(
-                    f"write of {columns.num_bytes} bytes to session {session} failed with code {code} "
-                    f"after {num_written} bytes, {took_secs:.1f} s into the next {part.num_bytes}; "
-                    "the peer is gone, does not answer, or has not registered the destination",
+                    f"{verb} of {columns.num_bytes} bytes {preposition} session {session} failed with code "
+                    f"{code} after {num_moved} bytes, {took_secs:.1f} s into the next {part.num_bytes}; "
+                    f"the peer is gone, does not answer, or has not registered the {theirs}",
                     may_still_land=True,
                 )
-            num_written += part.num_bytes
+            num_moved += part.num_bytes
 
     def check_sources(self, writes: Descriptors) -> None:
         """Raise TransferError unless all sources lie in registered memory."""
+        self._check_registered("source", writes.src_addrs, writes.lengths)
+
+    def check_destinations(self, reads: Descriptors) -> None:
+        """Raise TransferError unless all destinations lie in registered memory."""
+        self._check_registered("destination", reads.dst_addrs, reads.lengths)
+
+    def _check_registered(self, what: str, addrs: SlotArray, num_bytes: SlotArray) -> None:
         with self._lock:
             pieces = sorted((start, memory.end) for start, memory in self.registered.items())
         starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
-        src, _, num_bytes = writes
-        bad = ranges_around(starts, ends, src, num_bytes) < 0
+        bad = ranges_around(starts, ends, addrs, num_bytes) < 0
         if bad.any():
             worst = int(np.argmax(bad))
             raise TransferError(
-                f"source of {num_bytes[worst]} bytes at {src[worst]:#x} (descriptor {worst} of {src.size}) "
-                "is not in registered memory; nothing was sent"
+                f"{what} of {num_bytes[worst]} bytes at {addrs[worst]:#x} (descriptor {worst} of "
+                f"{addrs.size}) is not in registered memory; nothing was sent"
             )
 
     def renew(self, session: str) -> None:

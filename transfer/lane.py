@@ -8,6 +8,8 @@ The prefill engine makes one ``Lanes`` and calls ``register`` for each Register;
   is over when the call returns. Memory that the decode node does not share is written over the network.
 - The transport's, ``tcp`` or ``rdma``: everything is written over the network.
 
+What the decode node holds is read over the same lane (``LaneReader``).
+
 The choice stands for as long as both processes live. Where a CPU writes and all memory is shared, the shared
 memory is the pair's only way (``is_sole``). The kernel tells the decode node when this process has ended, and
 from then on nothing can land. It cannot say that of writes over the network, nor of a GPU's, which may
@@ -27,7 +29,7 @@ from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.transfer.engine import TransferEngine
 from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane_memory import LaneError, Mapping
-from hisparse_pd.transfer.plan import SLICE_BYTES, Writes, as_descriptors
+from hisparse_pd.transfer.plan import SLICE_BYTES, Reads, Writes, as_descriptors
 
 if TYPE_CHECKING:
     from hisparse_pd.core.memory.peer import GpuWriter
@@ -85,7 +87,7 @@ class _Opened(NamedTuple):
 
 @dataclass
 class Lanes:
-    """Writes to all decode nodes, each over its lane. Any thread may call it.
+    """Writes to all decode nodes and reads from them, each over its lane. Any thread may call it.
 
     ``protocol``: the network's. ``why_off``: why this node does not use shared memory; empty if it does.
     ``directory``: where decode nodes have sockets, beside the abstract names. ``on_decided``: called from any
@@ -158,11 +160,7 @@ class Lanes:
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
         """Write over the session's lane, as ``TransferEngine.write`` does. After an error over shared memory,
         bytes may still land only if a GPU copied them."""
-        with self._lock:
-            pair = self.pairs.get(session)
-        if pair is None or pair.lane is None:
-            reason = "it has ended or was never registered; nothing was written"
-            raise TransferError(f"session {session} has no lane: {reason}")
+        pair = self._chosen(session)
         if (mapping := pair.mapping) is None:
             self.network.write(session, writes, stop)
             return
@@ -171,6 +169,28 @@ class Lanes:
         elsewhere = mapping.write(columns, stop, may_be_elsewhere=not pair.is_sole)
         if elsewhere.any():
             self.network.write(session, columns.at(elsewhere), stop)
+
+    def read(self, session: str, reads: Reads, stop: Callable[[], str] | None = None) -> None:
+        """Read over the session's lane, as ``TransferEngine.read`` does. After an error over shared memory,
+        bytes may still land only if a GPU copied them."""
+        pair = self._chosen(session)
+        if (mapping := pair.mapping) is None:
+            self.network.read(session, reads, stop)
+            return
+        columns = as_descriptors(reads)
+        self.network.check_destinations(columns)
+        elsewhere = mapping.read(columns, stop, may_be_elsewhere=not pair.is_sole)
+        if elsewhere.any():
+            self.network.read(session, columns.at(elsewhere), stop)
+
+    def _chosen(self, session: str) -> _Pair:
+        """Return the pair of a session whose lane is chosen. Raises TransferError."""
+        with self._lock:
+            pair = self.pairs.get(session)
+        if pair is None or pair.lane is None:
+            reason = "it has ended or was never registered; nothing was moved"
+            raise TransferError(f"session {session} has no lane: {reason}")
+        return pair
 
     # --- choosing --------------------------------------------------------------------------------------
 
@@ -240,3 +260,13 @@ class Lanes:
             self._decide(session, pair, opened.lane)
             self._decided.append(session)
             return True
+
+
+@dataclass(frozen=True)
+class LaneReader:
+    """Reads over ``lanes`` where a ``Sender`` would write: its batches are then reads."""
+
+    lanes: Lanes
+
+    def write(self, session: str, writes: Reads, stop: Callable[[], str] | None = None) -> None:
+        self.lanes.read(session, writes, stop)

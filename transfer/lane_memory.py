@@ -1,11 +1,11 @@
-"""A decode node's memory in a prefill node of the same machine: opens, maps, writes and unmaps it.
+"""A decode node's memory in a prefill node of the same machine: opens, maps, writes, reads and unmaps it.
 
 ``Lanes`` makes a ``Mapping`` in a thread for each decode node that offers its memory (``lane_host.py`` is the
-other end), writes through it, and closes it when that node has ended.
+other end), writes and reads through it, and closes it when that node has ended.
 
 The decode node's answer lists windows: each is one file, or memory of a GPU, and the addresses that it has in
-the decode node. Destinations come as such addresses; a ``Mapping`` finds the window of each and writes to the
-place where that window is mapped here.
+the decode node. Destinations of writes and sources of reads come as such addresses; a ``Mapping`` finds the
+window of each, and the place where that window is mapped here.
 
 Everything that the decode node's socket sends is checked: a file must have the stated length and be sealed
 against shrinking. If its owner cut the file off, SIGBUS would end this process in the middle of a write.
@@ -81,14 +81,14 @@ class _OpenWindow(NamedTuple):
 class Mapping:
     """Memory of a decode node, mapped into this process and registered with its ``gpu``. Raises LaneError.
 
-    It is unmapped when it is closed and the last write is over; the decode node then sees the connection end.
+    It is unmapped when it is closed and the last copy is over; the decode node then sees the connection end.
     """
 
     def __init__(
         self, offer: LaneOffer, instance_id: str, directory: str, gpu: GpuWriter | None = None
     ) -> None:
         self._lock = threading.Lock()
-        self._num_writes = 0
+        self._num_copies = 0
         self._is_closing = False
         self._is_unmapped = threading.Event()
         self._connection = _connect(offer.socket, directory)
@@ -130,7 +130,7 @@ class Mapping:
                 yield _OpenWindow(window, base + window.cuda_offset)
 
     def _register(self, addr: int, num_bytes: int) -> None:
-        """Let this node's GPU, if it has one, write to mapped main memory. Raises LaneError."""
+        """Let this node's GPU, if it has one, reach mapped main memory. Raises LaneError."""
         if self._gpu is None:
             return
         try:
@@ -154,63 +154,80 @@ class Mapping:
         called between parts; if it returns a reason, the write ends with it. Raises TransferError, also once
         the mapping is closed; bytes may still land only after a failure of the GPU.
         """
+        return self._copy(writes, stop, may_be_elsewhere, is_read=False)
+
+    def read(
+        self, reads: Descriptors, stop: Callable[[], str] | None = None, *, may_be_elsewhere: bool = False
+    ) -> NDArray[np.bool_]:
+        """Copy what comes from this memory, as ``write`` copies what goes there; returns which sources are
+        elsewhere."""
+        return self._copy(reads, stop, may_be_elsewhere, is_read=True)
+
+    def _copy(
+        self, moves: Descriptors, stop: Callable[[], str] | None, may_be_elsewhere: bool, *, is_read: bool
+    ) -> NDArray[np.bool_]:
         with self._lock:
             if self._is_closing:
                 raise TransferError("this node has closed the decode node's memory")
-            self._num_writes += 1
+            self._num_copies += 1
         try:
-            windows = self._windows_of(writes, may_be_elsewhere)
-            self._copy_in_parts(windows, writes, stop)
+            windows = self._windows_of(moves, may_be_elsewhere, is_read=is_read)
+            self._copy_in_parts(windows, moves, stop, is_read=is_read)
             return windows < 0
         finally:
             with self._lock:
-                self._num_writes -= 1
-                is_last = self._is_closing and not self._num_writes
+                self._num_copies -= 1
+                is_last = self._is_closing and not self._num_copies
             if is_last:
                 self._unmap()
 
-    def _windows_of(self, writes: Descriptors, may_be_elsewhere: bool) -> SlotArray:
-        """Return the window in which each destination lies, or -1 for none. Raises TransferError for a -1
-        unless it ``may_be_elsewhere``, and for a destination that lies across the end of a window."""
-        _, dst, num_bytes = writes
-        found = ranges_around(self._starts, self._ends, dst, num_bytes)
+    def _windows_of(self, moves: Descriptors, may_be_elsewhere: bool, *, is_read: bool) -> SlotArray:
+        """Return the window in which each address of the decode node lies, or -1 for none. Raises
+        TransferError for a -1 unless it ``may_be_elsewhere``, and for a range across the end of a window."""
+        addrs, num_bytes = moves.src_addrs if is_read else moves.dst_addrs, moves.lengths
+        found = ranges_around(self._starts, self._ends, addrs, num_bytes)
         bad = found < 0
         if may_be_elsewhere and bad.any():
-            begins_in_window = ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0
+            begins_in_window = ranges_around(self._starts, self._ends, addrs, np.ones_like(addrs)) >= 0
             bad &= begins_in_window
         if bad.any():
             worst = int(np.argmax(bad))
+            side, done = ("source", "read") if is_read else ("destination", "written")
             raise TransferError(
-                f"destination of {num_bytes[worst]} bytes at {dst[worst]:#x} (descriptor {worst} of "
-                f"{dst.size}) is not within the decode node's memory; nothing was written"
+                f"{side} of {num_bytes[worst]} bytes at {addrs[worst]:#x} (descriptor {worst} of "
+                f"{addrs.size}) is not within the decode node's memory; nothing was {done}"
             )
         return found
 
-    def _copy_in_parts(self, windows: SlotArray, writes: Descriptors, stop: Callable[[], str] | None) -> None:
+    def _copy_in_parts(
+        self, windows: SlotArray, moves: Descriptors, stop: Callable[[], str] | None, *, is_read: bool
+    ) -> None:
         """Copy window by window, in parts. While a GPU copies one part, the next is prepared."""
         num_copied = 0
         in_flight: GpuCopy | None = None
         try:
             num_by_window = np.bincount(windows + 1)[1:]  # without the -1 of destinations elsewhere
             for window in np.flatnonzero(num_by_window).tolist():
-                for part in _parts(writes.at(windows == window)):
+                for part in _parts(moves.at(windows == window)):
                     if stop is not None and (reason := stop()):
                         raise TransferError(f"stopped after {num_copied} bytes: {reason}")
-                    previous, in_flight = in_flight, self._start_copy(window, part)
+                    previous, in_flight = in_flight, self._start_copy(window, part, is_read=is_read)
                     _wait(previous)  # after this part has started, so that the GPU always has work
                     num_copied += part.num_bytes
         finally:
             _wait(in_flight)
 
-    def _start_copy(self, window: int, part: Descriptors) -> GpuCopy | None:
-        """Copy to destinations in ``window``: sources in the GPU's pools by the GPU, others by this process.
-        Returns the copy of the GPU that is under way, or None if all bytes have landed."""
+    def _start_copy(self, window: int, part: Descriptors, *, is_read: bool) -> GpuCopy | None:
+        """Copy to or from ``window``: what is in the GPU's pools on this side by the GPU, the rest by this
+        process. Returns the copy of the GPU that is under way, or None if all bytes have landed."""
         to_here = self._starts_here[window] - self._starts[window]
-        part = Descriptors(part.src_addrs, part.dst_addrs + to_here, part.lengths)
-
-        by_gpu = (
-            np.zeros(part.lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(part.src_addrs)
+        src, dst, lengths = part
+        own = dst if is_read else src
+        part = (
+            Descriptors(src + to_here, dst, lengths) if is_read else Descriptors(src, dst + to_here, lengths)
         )
+
+        by_gpu = np.zeros(lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(own)
         copying: GpuCopy | None = None
         if self._gpu is not None and by_gpu.any():
             is_long = by_gpu & (part.lengths >= LONG_BYTES)
@@ -222,15 +239,19 @@ class Mapping:
         if by_cpu.lengths.size:
             if self._is_on_gpu[window]:
                 _wait(copying)  # the caller will not: it gets no copy to wait for
-                raise TransferError("sources in main memory cannot be written to the decode node's GPU")
+                raise TransferError(
+                    "the decode node's GPU cannot be read into main memory"
+                    if is_read
+                    else "sources in main memory cannot be written to the decode node's GPU"
+                )
             copy_ranges(*by_cpu)
         return copying
 
     def close(self) -> None:
-        """Unmap the memory once no write is in progress. Returns at once; may be called again."""
+        """Unmap the memory once no copy is in progress. Returns at once; may be called again."""
         with self._lock:
             was_closing, self._is_closing = self._is_closing, True
-            is_last = not was_closing and not self._num_writes
+            is_last = not was_closing and not self._num_copies
         if is_last:  # unmapping a large pool takes seconds, and unregistering it with CUDA even more
             threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
 
@@ -269,7 +290,7 @@ def _gpu_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = f"the GPU's write to the decode node failed: {type(error).__name__}: {error}"
+        reason = f"the GPU's copy to or from the decode node failed: {type(error).__name__}: {error}"
         raise TransferError(reason, may_still_land=True) from error
 
 

@@ -1,8 +1,9 @@
 """Plans writes: turns token slots on both sides into as few byte ranges as possible, as arrays of numpy.
 
-``prefill_node/push.py`` plans each chunk with it, in three stages. ``plan_writes`` joins slots into runs
-that are contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for
-some layers and refuses slots outside the registered memory. ``SlicedWrites`` does that slice by slice as the
+``prefill_node/push.py`` plans each chunk with it, in three stages. ``prefill_node/decode_tier.py`` plans
+reads as writes whose source is the decode node's memory. ``plan_writes`` joins slots into runs that are
+contiguous in both pools, the same for every layer. ``descriptors`` turns the runs into addresses for some
+layers and refuses slots outside the registered memory. ``SlicedWrites`` does that slice by slice as the
 sender's threads write.
 
 For example, the slots 8, 9, 10, 3 that go to 100, 101, 102, 103 are two runs: three slots from 8 to 100, and
@@ -108,6 +109,9 @@ class Descriptors(NamedTuple):
 
 Writes: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike]
 """The columns of ``Descriptors`` as a transport takes them: integers of any kind."""
+
+Reads: TypeAlias = Writes
+"""The same columns where the sources are the peer's and the destinations this process's."""
 
 
 def plan_writes(src: SlotRanges, dst: SlotRanges) -> RunPlan:

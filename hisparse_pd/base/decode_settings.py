@@ -72,6 +72,13 @@ class DecodeSettings(NodeSettings, TracedSettings):
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
     )
+    idle_keys: Literal["auto", "host", "device"] = Field(
+        "auto",
+        description="where held prefixes keep their indexer keys while no request uses them; device: in the "
+        "index pool alone, which gives prefixes up when it is short; host: in main memory, too, where the "
+        "keys of all tokens of the host pool have room; auto: host if --index-pool-tokens is less than "
+        "--host-pool-tokens",
+    )
     stream_interval: int = Field(
         1,
         ge=1,
@@ -101,6 +108,13 @@ class DecodeSettings(NodeSettings, TracedSettings):
         description="maximum number of drafts: tokens that the checkpoint's draft layer guesses in a step "
         "and the next step verifies; the node chooses how many, by how often they were right; 0: no drafts",
     )
+
+    @property
+    def keeps_idle_keys(self) -> bool:
+        """Whether main memory keeps the indexer keys of held prefixes, too."""
+        if self.disable_prefix_cache or self.idle_keys == "device":
+            return False
+        return self.idle_keys == "host" or 0 < self.index_pool_tokens < self.host_pool_tokens
 
     @property
     def num_fronts(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree, TokensOrZero, check_address
+
+HeldReads = Literal["all", "prompts", "off"]
 
 
 class PrefillSettings(NodeSettings):
@@ -28,6 +30,12 @@ class PrefillSettings(NodeSettings):
         0,
         description="token slots of each rank in main memory, where the prefix cache keeps what the KV pool "
         "has no room for; 0: none",
+    )
+    read_held: HeldReads = Field(
+        "all",
+        description="which KV of a prompt is read from the decode node that holds it, where this node has it "
+        "nowhere, instead of being computed; all: any whole page; prompts: pages before the first with KV of "
+        "decode steps, which on a GPU is rounded differently; off: none",
     )
 
     kv_store: str = Field(

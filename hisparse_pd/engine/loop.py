@@ -11,7 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -132,16 +132,18 @@ class EngineLoop(ABC, Generic[SettingsT]):
         prefixes: PrefixTree,
         kv: Mapping[PoolKind, Tensor],
         row_checks: Mapping[PoolKind, Tensor],
+        stored_checks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Set the record that the loop checks while it is idle, and the prefixes that it flushes and
         verifies.
 
-        ``kv``, ``row_checks``: see ``PrefixScrub``.
+        ``kv``, ``row_checks``, ``stored_checks``: see ``PrefixScrub``.
         """
         self._live = live
         self._prefixes = prefixes
         prefixes.listener = self._kv_events
-        self._scrub = PrefixScrub(prefixes, live.set_aside, self._settings.page_size, kv, row_checks)
+        page_size = self._settings.page_size
+        self._scrub = PrefixScrub(prefixes, live.set_aside, page_size, kv, row_checks, stored_checks)
 
     def run(self) -> None:
         """Tell the fronts that this engine is ready, and serve until ``_has_stopped``."""
@@ -186,7 +188,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
         for message in self.socket.receive():
             match message:
                 case FlushCache():
-                    self._prefixes.flush()
+                    self._flush()
                 case ReleasePage():
                     self._live.set_aside.give_back(message.pool, message.start)
                 case Shutdown():
@@ -194,6 +196,10 @@ class EngineLoop(ABC, Generic[SettingsT]):
                 case _:
                     self._on_request_message(message, now)
         self._lockstep.read_rings()
+
+    def _flush(self) -> None:
+        """Give up all prefixes that no request uses."""
+        self._prefixes.flush()
 
     def _report(self, now: float) -> None:
         """Send statistics to the fronts. Stop if the process that started this one is gone."""
@@ -225,6 +231,11 @@ class EngineLoop(ABC, Generic[SettingsT]):
     @abstractmethod
     def registered_host_bytes(settings: SettingsT, spec: ModelSpec) -> int:
         """Return the main memory that a rank registers. Raises StartError for sizes that cannot work."""
+
+    @staticmethod
+    def other_host_bytes(settings: SettingsT, spec: ModelSpec) -> int:
+        """Return the main memory that a rank takes beside this, and that no peer writes to."""
+        return 0
 
     @abstractmethod
     def _build(self, model: DsaModel) -> None:

@@ -198,7 +198,8 @@ class CachedTokens(Struct, frozen=True):
 
     ``device``, ``host``: the prefill node's tiers. What another request brought up counts as on the device.
     ``storage``: the cluster's store; what it brought to main memory for another request counts as there.
-    ``decode``: what the decode node had of a prompt that no prefill node was asked for.
+    ``decode``: what the decode node had of a prompt that no prefill node was asked for, and what the prefill
+    node read from there.
     """
 
     device: int = 0
@@ -209,16 +210,18 @@ class CachedTokens(Struct, frozen=True):
     @classmethod
     def of_room(cls, done: RoomDone) -> Self:
         """Return those of a prefill node's RoomDone. It cannot have fetched more than it had cached."""
-        storage = min(done.fetched.storage, done.num_cached_tokens)
-        host = min(done.fetched.host, done.num_cached_tokens - storage)
-        return cls(device=done.num_cached_tokens - host - storage, host=host, storage=storage)
+        left = done.num_cached_tokens
+        decode = min(done.fetched.decode, left)
+        storage = min(done.fetched.storage, left - decode)
+        host = min(done.fetched.host, left - decode - storage)
+        return cls(device=left - host - storage - decode, host=host, storage=storage, decode=decode)
 
     def by_tier(self) -> dict[str, int]:
         return asdict(self)
 
     def first(self, num_tokens: int) -> CachedTokens:
-        """Return those of the prompt's first ``num_tokens`` tokens; the device's come before the host's, and
-        the store's behind them."""
+        """Return those of the prompt's first ``num_tokens`` tokens; the device's come before the host's,
+        then come the store's and the decode node's."""
         counts = {}
         for tier, count in self.by_tier().items():
             counts[tier] = min(count, num_tokens)

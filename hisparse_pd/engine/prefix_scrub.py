@@ -5,7 +5,7 @@ A prefix's KV may be damaged while no request reads it. Scrubbing finds that bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import wrong_items
+from hisparse_pd.protocol.messages import Extent
 
 STRETCH_BYTES: Final = 1 << 20
 """Bytes of KV that are verified in one turn."""
@@ -36,7 +37,8 @@ class PrefixScrub:
     A prefix has its KV in the pool that is the first of its ``kinds``, its indexer keys in that of the last
     one. ``kv``: the pools that KV may be in, uint8 [num_layers, num_slots, item_bytes] each. ``row_checks``:
     int32 [num_layers, num_slots], at the slots of the indexer keys, by their pool; without any nothing is
-    verified.
+    verified. ``stored_checks``: returns the checks of a prefix that has moved down, int32 [num_layers, n], by
+    its slots of KV, int64 [n], both on the CPU.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class PrefixScrub:
         page_size: int,
         kv: Mapping[PoolKind, Tensor],
         row_checks: Mapping[PoolKind, Tensor],
+        stored_checks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._prefixes = prefixes
         self._set_aside = set_aside
         self._page_size = page_size
         self._kv = kv
         self._row_checks = row_checks
+        self._stored_checks = stored_checks
         self._stretches: Iterator[Stretch] = iter(())
 
     def verify_next(self) -> None:
@@ -69,13 +73,17 @@ class PrefixScrub:
         begin, end = prefix.start_page * self._page_size, prefix.end_page * self._page_size
         if prefix not in self._prefixes or prefix.is_dropped or start < begin or stop > end:
             return  # the prefix was given up or cut since the stretches were listed
+        if prefix.is_arriving:
+            return  # its checks are on their way
         kv_kind, check_kind = prefix.kinds[0], prefix.kinds[-1]
-        slots, check_slots = (
-            torch.from_numpy(extents_to_slots(slice_extents(extents, start - begin, stop - begin)))
-            for extents in (prefix.holding[kv_kind], prefix.holding[check_kind])
-        )
         kv, row_checks = self._kv[kv_kind], self._row_checks[check_kind]
         device = row_checks.device
+        slots = _slots(prefix.holding[kv_kind], start - begin, stop - begin)
+        if prefix.is_down:
+            assert self._stored_checks is not None, "only what is stored moves down"
+            row_checks, check_slots = self._stored_checks(slots).to(device), torch.arange(stop - start)
+        else:
+            check_slots = _slots(prefix.holding[check_kind], start - begin, stop - begin)
         positions = torch.arange(start, stop, device=device)
         for item in wrong_items(kv, slots.to(device), row_checks, check_slots.to(device), positions):
             self._set_aside.record_wrong_row("scrub", kv_kind, item)
@@ -88,3 +96,9 @@ class PrefixScrub:
             stop = prefix.end_page * self._page_size
             for start in range(prefix.start_page * self._page_size, stop, num_tokens):
                 yield Stretch(prefix, start, min(start + num_tokens, stop))
+
+
+def _slots(extents: tuple[Extent, ...], start: int, stop: int) -> Tensor:
+    """Return the token slots of positions [start, stop), counted from the first of ``extents``: int64, on the
+    CPU."""
+    return torch.from_numpy(extents_to_slots(slice_extents(extents, start, stop)))

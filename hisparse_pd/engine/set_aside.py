@@ -24,11 +24,12 @@ from hisparse_pd.kernels.row_check import WrongItem
 log = logging.getLogger(__name__)
 
 WRONG_ROW_KINDS: Final = {
-    "prefill": ("cached", "host", "store", "scrub"),
+    "prefill": ("cached", "host", "store", "decode", "scrub"),
     "decode": ("landing", "page-in", "newest", "scrub"),
 }
 """Labels of ``kv_rows_corrupt_total``: when a wrong row is found. cached: before a forward reads it again.
 host: when it has come back from main memory. store: the same, of a page that the cluster's store gave.
+decode: when it has come from the decode node that holds it.
 landing: when its request begins. page-in: when a step pages it in. newest: when a step pages in a row that
 this node wrote. scrub: in an idle turn, while no request is live."""
 

@@ -54,8 +54,9 @@ def run_engine_process(
         spec = _check_model(settings)
         num_host_bytes = engine_class.registered_host_bytes(settings, spec)
         # Free memory is read before the ranks meet, and so before any of them makes its pools.
-        transport = transport_of(settings, num_host_bytes, placement.nics)
-        placement = with_allowed_policy(with_pools(placement, num_host_bytes, Machine()))
+        num_other_bytes = engine_class.other_host_bytes(settings, spec)
+        transport = transport_of(settings, num_host_bytes, placement.nics, num_other_bytes)
+        placement = with_allowed_policy(with_pools(placement, num_host_bytes + num_other_bytes, Machine()))
         log.log(logging.WARNING if placement.remedy else logging.INFO, "NUMA: %s", placement)
         ranks = _meet_ranks(settings, spec, place) if place.size > 1 else None
         model = load_model(
@@ -144,12 +145,14 @@ def _serve(engine: EngineLoop[SettingsT]) -> None:
         engine.close()
 
 
-def transport_of(settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = ()) -> Transport:
-    """Return the transport of a rank that registers ``num_host_bytes`` of main memory. ``near``: RDMA devices
-    near the rank, which are preferred.
+def transport_of(
+    settings: NodeSettings, num_host_bytes: int, near: Sequence[str] = (), num_other_bytes: int = 0
+) -> Transport:
+    """Return the transport of a rank that registers ``num_host_bytes`` of main memory, and takes
+    ``num_other_bytes`` beside. ``near``: RDMA devices near the rank, which are preferred.
 
     Raises StartError, also if free memory is too small for the pools of all ranks on this machine together:
     all ranks check this before any allocates its own.
     """
-    check_host_memory(num_host_bytes * len(settings.ranks_here))
+    check_host_memory((num_host_bytes + num_other_bytes) * len(settings.ranks_here))
     return choose_transport(settings, num_host_bytes, near=near)

@@ -43,8 +43,12 @@ class NoNetwork:
     def write(self, *_: object, **__: object) -> None:
         raise AssertionError("over the network")
 
+    read = write
+
     def check_sources(self, writes: object) -> None:
         pass
+
+    check_destinations = check_sources
 
 
 def lanes_from(source: Tensor) -> Lanes:
@@ -111,6 +115,27 @@ def test_rows_of_any_length_land_bitwise_and_nothing_else_changes(
     for start, to in zip(src.tolist(), dst.tolist(), strict=True):
         landed[where][to : to + item_bytes] = content[start : start + item_bytes]
     assert writer.peer.crc(where) == zlib.crc32(landed[where].data)
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+@pytest.mark.parametrize("item_bytes", [3, 656, 1152, LONG_BYTES + 64])
+def test_rows_are_read_bitwise(
+    writer: Writer, landed: dict[str, np.ndarray], where: str, item_bytes: int
+) -> None:
+    """What earlier tests have written there comes back to where this node's GPU has another row."""
+    num_slots = min(5000, NUM_BYTES // item_bytes)
+    rng = np.random.default_rng(item_bytes)
+    src, dst = (rng.permutation(num_slots)[: num_slots // 2] * item_bytes for _ in range(2))
+    base = writer.peer.host_addr if where == "host" else writer.peer.gpu_addr
+    lengths = np.full(src.size, item_bytes)
+    try:
+        writer.lanes.read(SESSION, (src + base, dst + writer.source.data_ptr(), lengths))
+        expected = writer.content.numpy().copy()
+        for start, to in zip(src.tolist(), dst.tolist(), strict=True):
+            expected[to : to + item_bytes] = landed[where][start : start + item_bytes]
+        assert torch.equal(writer.source.cpu(), torch.from_numpy(expected))
+    finally:
+        writer.source.copy_(writer.content)
 
 
 def test_a_room_of_long_and_short_runs_lands_in_slices(writer: Writer, landed: dict[str, np.ndarray]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hisparse_pd.protocol.messages import first_stepped
 from tests.integration.harness import (
     at_once,
     deployment,
@@ -19,6 +21,7 @@ from tests.integration.harness import (
 )
 from tests.oracle_beside import Oracle
 
+PAGE = 16
 NUM_NEW_TOKENS = 30
 TURN_TOKENS = 10
 NUM_CONCURRENT = 4
@@ -74,3 +77,48 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
         refused = generate(pair.url, hisparse=False)
         assert refused.status_code == 400
         assert "dense needs equal pages: page_size is 24 on prefill node" in refused.text
+
+
+@pytest.mark.I2
+@pytest.mark.I5
+@pytest.mark.timeout(600)
+def test_conversations_beyond_the_index_pool_are_sent_once(
+    tied_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The host pool has room for all of them, and main memory for their keys."""
+    drawn = random.Random(9)
+    prompts = [[drawn.randint(32, 126) for _ in range(130 + length)] for length in range(0, 60, 5)]
+    checkpoint = tied_checkpoint("v32")
+    with (
+        closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle,
+        deployment(
+            checkpoint,
+            tmp_path,
+            prefill_options=["--page-size", str(PAGE)],
+            decode_options=[
+                *("--page-size", str(PAGE), "--device-buffer-size", "80", "--index-pool-tokens", "1024"),
+                *("--host-pool-tokens", "4096", "--device-pool-tokens", "1024", "--debug-checks"),
+            ],
+        ) as pair,
+    ):
+
+        def turn(number: int, said: int) -> tuple[int, int]:
+            """Return how many tokens were held, and how many could be."""
+            prompt = prompts[number] + oracle.tokens[number][:said]
+            params = {"max_new_tokens": TURN_TOKENS}
+            answer = generated(pair.url, input_ids=prompt, hisparse=True, params=params)
+            assert answer["output_ids"] == oracle.tokens[number][said : said + TURN_TOKENS], len(prompt)
+            return answer["meta_info"]["held_tokens"], first_stepped(len(prompt), 0, PAGE) if said else 0
+
+        for said in range(0, NUM_NEW_TOKENS, TURN_TOKENS):
+            turns = at_once(partial(turn, said=said), range(len(prompts)), NUM_CONCURRENT)
+            assert all(num_held == most for num_held, most in turns), turns
+        decode = pair.decode[0]
+        metrics = decode.metrics()
+        assert metrics["hisparse_pd:held_evicted_tokens_total"] == 0
+        assert metrics["hisparse_pd:held_moved_down_tokens_total"] > 1024
+        assert metrics["hisparse_pd:held_fetched_tokens_total"] > 1024
+        wait_until(lambda: pool_usage(decode) == 0, "what is held is nobody's")
+        pair.flush_prefix_caches()
+        num_held, _ = turn(0, TURN_TOKENS)
+        assert num_held == 0

@@ -31,6 +31,7 @@ from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
 from hisparse_pd.prefill_node.engine import PrefillEngine
 from hisparse_pd.protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from hisparse_pd.protocol.messages import PROTOCOL_VERSION, RegionKind, Room
+from hisparse_pd.transfer.lane import LaneReader
 from hisparse_pd.transfer.transport import TCP
 from tests.property.sim_network import Lookups, Network, SimClient, SimServer
 from tests.property.sim_nodes import (
@@ -110,9 +111,21 @@ class PrefillNode:
     server: SimServer
     instance_id: str
     lanes: SimLanes
+    reads: SimSender
     is_stopped: bool = False
     """Whether it is stopped as by SIGSTOP: it neither answers nor ends, and later goes on where it was."""
     stopped_secs: float = 0.0
+
+
+@dataclass(frozen=True)
+class LateRead:
+    """Bytes of a failed read on their way to a prefill node."""
+
+    node: PrefillNode
+    room: Room
+    dst_addr: int
+    content: bytes
+    lands_until: float
 
 
 _POOL_OF_REGION = {
@@ -127,9 +140,11 @@ class World:
     """``num_prefill`` prefill nodes, started, and a decode node. Call ``close`` in the end.
 
     ``num_shared``: the last of them write over shared memory, the others over the network.
+    ``num_index_slots``: of the decode node's index pool; few let held prefixes move to main memory and back.
     """
 
-    def __init__(self, num_prefill: int, num_shared: int = 0) -> None:
+    def __init__(self, num_prefill: int, num_shared: int = 0, num_index_slots: int = 0) -> None:
+        self._num_index_slots = num_index_slots
         self.now = 1000.0
         self.network = Network()
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -138,7 +153,9 @@ class World:
         self.forward_fails_at: int | None = None
         self.late: list[Piece] = []
         """Bytes of failed writes, and of writers that died, which sit in the transport."""
-        self.num_landed = 0
+        self.late_reads: list[LateRead] = []
+        """Bytes of failed reads, which sit in the transport."""
+        self.num_landed = self.num_read = 0
         self._num_runs = 0
         self._patches = ExitStack()
         self._patch()
@@ -193,10 +210,15 @@ class World:
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
                     memory, lambda: self.forward_fails_at
                 ),
-                "Sender": lambda *_: SimSender(lambda: self.now),
+                "Sender": lambda lanes, *_: SimSender(lambda: self.now, reads=isinstance(lanes, LaneReader)),
                 "Lanes": self._new_lanes,
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
             },
+        }
+        replaced["hisparse_pd.prefill_node.decode_tier"] = {
+            "LEAST_SECS": 0.0,  # forwards take no time here
+            "PAUSE_SECS": 1.0,
+            "QUARANTINE_SECS": QUARANTINE_SECS,
         }
         for module, names in replaced.items():
             self._patches.enter_context(patch.multiple(module, **names))
@@ -224,7 +246,14 @@ class World:
         engine.life.pusher.min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(
-            engine, parts.socket, address, parts.sender, parts.control, parts.instance_id, parts.lanes
+            engine,
+            parts.socket,
+            address,
+            parts.sender,
+            parts.control,
+            parts.instance_id,
+            parts.lanes,
+            parts._held_reads,
         )
 
     def kill_prefill(self, address: PeerAddress) -> PrefillNode:
@@ -234,6 +263,7 @@ class World:
         for room in node.sender.in_flight if not node.lanes.is_shared else ():
             self._leave_in_transport(node.sender.pieces(room))
         self.late = [piece.in_socket() if piece.sender is node.sender else piece for piece in self.late]
+        self.late_reads = [read for read in self.late_reads if read.node is not node]
         self.network.server_died(node.server)
         return node
 
@@ -241,7 +271,8 @@ class World:
         front = SimFront()
         self._lookups = Lookups()
         with patch.object(sizing, "GROWTH_PAGES", 1), patch.object(sizing, "MAX_TAIL_STEPS", 1):
-            engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
+            settings = DECODE.model_copy(update={"index_pool_tokens": self._num_index_slots})
+            engine = DecodeEngine(settings, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine.memory)
 
     def restart_decode(self) -> None:
@@ -268,6 +299,7 @@ class World:
         node.engine.turn()
         node.engine.life.check_integrity()
         node.sender.start()
+        node.reads.start()
 
     def turn_decode(self, *, answers_lookups: bool = True) -> None:
         if answers_lookups:
@@ -297,6 +329,47 @@ class World:
                 self.finish_write(node, room, fate)
                 if fate is WriteFate.SLOW:
                     return
+            for room in list(node.reads.in_flight):
+                fate = next(fates)
+                self.finish_read(node, room, fate)
+                if fate is WriteFate.SLOW:
+                    return
+
+    def finish_read(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
+        """Ranges of a failed read may land late, but not from shared memory."""
+        session, moves = node.reads.moves(room)
+        if session != self.decode.session:  # that decode node is dead
+            fate, moves = WriteFate.FAILED, []
+        num_landed = {WriteFate.WRITTEN: len(moves), WriteFate.FAILED: 0}.get(fate, 1)
+        for src_addr, dst_addr, length in moves[:num_landed]:
+            self._land_read(node, room, dst_addr, ctypes.string_at(src_addr, length))
+        if fate is WriteFate.SLOW:
+            return
+        is_shared = node.lanes.is_shared
+        if fate is not WriteFate.WRITTEN and not is_shared:
+            self.late_reads += [
+                LateRead(node, room, dst_addr, ctypes.string_at(src_addr, length), self.now + LATE_SECS)
+                for src_addr, dst_addr, length in moves[num_landed:]
+            ]
+        node.reads.finish(room, ok=fate is WriteFate.WRITTEN, lands_late=not is_shared)
+        node.reads.start()
+
+    def _land_read(self, node: PrefillNode, room: Room, dst_addr: int, content: bytes) -> None:
+        """Raises SafetyViolation unless the slots under the bytes are kept for the read."""
+        memory = node.engine.memory
+        pool = next(pool for pool in memory.sent if 0 <= dst_addr - pool.data_ptr() < pool.nbytes)
+        first = (dst_addr - pool.data_ptr()) // pool.shape[2] % pool.shape[1]
+        owners = {
+            slot: (holding.room, holding.stage)
+            for holding in node.engine.life.pools.holdings
+            for slot in extents_to_slots(holding[PoolKind.DEVICE]).tolist()
+        }
+        for slot in range(first, first + len(content) // pool.shape[2]):
+            owner, stage = owners.get(slot, (None, "free"))
+            if owner != room or stage not in (Stage.LANDING, Stage.QUARANTINED):
+                raise SafetyViolation(f"a read of room {room} landed in slot {slot}, {stage} of room {owner}")
+        ctypes.memmove(dst_addr, content, len(content))
+        self.num_read += 1
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
         """Descriptors of a failed write may land late, but not in shared memory."""
@@ -330,6 +403,10 @@ class World:
         if late_bytes_land:
             for piece in expired:
                 self.land(piece)
+        for read in [read for read in self.late_reads if read.lands_until < self.now + secs]:
+            self.late_reads.remove(read)
+            if late_bytes_land:
+                self._land_read(read.node, read.room, read.dst_addr, read.content)
         self.now += secs
         for node in self.prefill.values():
             node.stopped_secs = node.stopped_secs + secs if node.is_stopped else 0.0

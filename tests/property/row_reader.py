@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 from unittest.mock import patch
@@ -27,6 +28,7 @@ from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.device_step import DeviceStep
 from hisparse_pd.decode_node.drafting import full_buffer
 from hisparse_pd.decode_node.end_moves import EndMoves
+from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
@@ -199,7 +201,11 @@ def _one_hot(token_ids: Tensor) -> Tensor:
 class Node:
     """``turn`` is what the engine's loop does, without its sockets. ``sent`` is for the front."""
 
-    def __init__(self, spec: ModelSpec, seed: int, *, is_behind: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, seed: int, *, is_behind: bool, num_index_slots: int | None = None
+    ) -> None:
+        """``num_index_slots``: of an index pool that is short, with main memory below it."""
+        totals = TOTALS if num_index_slots is None else replace(TOTALS, index=num_index_slots)
         max_drafts = MAX_DRAFTS * spec.num_draft_layers
         self.spec, self.model, self.peers = spec, RowReader(spec, seed), FakePeers(PAGE_SIZE)
         self.sent: list[FromEngine] = []
@@ -211,8 +217,10 @@ class Node:
             patch.object(scrub, "STEPS_BETWEEN", 4),
         ]
         buffer = full_buffer(max_drafts, TOP_K) + 1
-        self.limits = Limits(TOTALS, PAGE_SIZE, CONTEXT, TOP_K, buffer, 2 * PAGE_SIZE, max_drafts)
-        self.requests = LiveRequests(Pools(TOTALS, PAGE_SIZE), 1e9)
+        self.limits = Limits(totals, PAGE_SIZE, CONTEXT, TOP_K, buffer, 2 * PAGE_SIZE, max_drafts)
+        self.memory = DecodeMemory(spec, totals, PAGE_SIZE, torch.device("cpu"))
+        self.key_pages = None if num_index_slots is None else KeyPages(self.memory, PAGE_SIZE)
+        self.requests = LiveRequests(Pools(totals, PAGE_SIZE), 1e9, self.key_pages)
         set_aside = self.requests.pools.set_aside
 
         def watched(kind: PoolKind, slot: int) -> int:
@@ -222,7 +230,6 @@ class Node:
             return start
 
         self._patches.append(patch.object(self.requests.pools, "set_aside", watched))
-        self.memory = DecodeMemory(spec, TOTALS, PAGE_SIZE, torch.device("cpu"))
         self.tables = RequestTables(
             spec,
             self.memory,
@@ -259,6 +266,7 @@ class Node:
             PAGE_SIZE,
             kv,
             {} if self.memory.row_checks is None else {PoolKind.INDEX: self.memory.row_checks},
+            None if self.key_pages is None else self.key_pages.row_checks,
         )
         self.steps = StepLine(
             runner,
@@ -278,6 +286,8 @@ class Node:
     def close(self) -> None:
         for each in self._patches:
             each.stop()
+        if self.key_pages is not None:
+            self.key_pages.close()
         self.memory.close()
 
     def generate(self, prompt: Sequence[int], num_new: int, flag: HisparseFlag) -> int:
@@ -294,6 +304,7 @@ class Node:
         now = time.monotonic()
         self.end_moves.release_ended(now)
         self.prefill_events.expire_quarantine(now)
+        self.plan_moves.go_on_with_fetched(now)
         self.queue_moves.expire(now)
         self.queue_moves.refresh(now)
         self.steps.carry_out_plan(now)

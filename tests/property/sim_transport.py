@@ -124,11 +124,12 @@ class SimLanes:
 class SimSender:
     """In place of a ``Sender``: its queue, with slices and turns of a few ranges, and no threads.
 
-    A slice is in flight from ``start`` to ``finish``, which only the test calls.
-    """
+    A slice is in flight from ``start`` to ``finish``, which only the test calls. ``reads``: whether its
+    batches are reads, whose sources may change once nobody wants them any more."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, reads: bool = False) -> None:
         self._clock = clock
+        self._reads = reads
         self._queue = SendQueue(turn_bytes=SLICE_COST)
         self._by_session: dict[str, Slice | None] = {}
         self._as_submitted: dict[tuple[Room, int], bytes] = {}
@@ -148,7 +149,7 @@ class SimSender:
 
     def submit(self, session: str, batch: WriteBatch) -> None:
         self._by_session.setdefault(session, None)
-        for writes in batch.slices:
+        for writes in () if self._reads else batch.slices:
             for src_addr, content in _read(writes):
                 self._as_submitted[batch.room, src_addr] = content
         self._queue.submit(session, batch)
@@ -200,6 +201,12 @@ class SimSender:
                 )
             pieces.append(Piece(self, room, session, src_addr, dst_addr, content))
         return pieces
+
+    def moves(self, room: Room) -> tuple[str, list[tuple[int, int, int]]]:
+        """Return the session of the slice in flight, and each source, destination and length of it."""
+        taken = self.in_flight[room]
+        (session,) = (session for session, other in self._by_session.items() if other is taken)
+        return session, list(zip(*(column.tolist() for column in taken.writes), strict=True))
 
     def finish(self, room: Room, *, ok: bool, lands_late: bool = True) -> None:
         taken = self.in_flight[room]

@@ -5,10 +5,14 @@ Whoever fits beside slots that may never come back overtakes those who do not.
 After each step every pool is whole (I2), no slot that a prefill node may still write to belongs to anybody
 else (I1), everybody can still end, somebody comes nearer to it, and nobody has lost a slot of what it
 computed. Answers mostly end long before their max_new_tokens, which nobody knows beforehand.
+
+In some histories the index pool is always short, and held prefixes move to main memory and back, by copies
+that take their time. What the index pool has of a held page is then always what was written there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
@@ -19,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
-from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -37,6 +41,7 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.books import carry_out, end, enqueue, make_request
 from tests.property.examples import num_examples
+from tests.slow_copies import SlowCopies
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
 
@@ -86,7 +91,7 @@ def slots_of(request: Request) -> dict[PoolKind, list[int]]:
 class DecodeNodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
+        self.copies = SlowCopies()
         self.choose(0, keeps_residents=False)
         self.now = 0.0
         self.num_arrived = 0
@@ -95,6 +100,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.lands_until: dict[Room, float] = {}
         """Rooms that are over for the prefill node, and when their last bytes may land."""
         self.failed_batches: set[Room] = set()
+        self.resident_items: dict[int, tuple[object, int]] = {}
+        """By device slot the item that a resident request has there: of which prompt, or room, and where."""
         self.stops_after: dict[Room, int] = {}
         """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
 
@@ -102,6 +109,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 3]),
         keeps_residents=st.booleans(),
         largest_hot_buffer=st.sampled_from([0, 24]),
+        num_index_slots=st.sampled_from([0, 40, 60]),
         miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST]),
     )
     def choose(
@@ -110,12 +118,18 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         *,
         keeps_residents: bool,
         largest_hot_buffer: int = 0,
+        num_index_slots: int = 0,
         miss_cost: MissCost = CHEAP,
     ) -> None:
         """With drafts, the steps of requests verify some, where these have slots. Requests may get more of
-        what is free than hot buffers of the full size."""
+        what is free than hot buffers of the full size. ``num_index_slots``: of an index pool that is short,
+        with main memory below it; 0: it is not, and has none below."""
+        totals = replace(TOTALS, index=num_index_slots) if num_index_slots else TOTALS
+        copies = self.copies if num_index_slots else None
+        self.rooms = LiveRequests(Pools(totals, PAGE_SIZE), QUARANTINE_SECS, copies)
         self.limits = replace(
             LIMITS,
+            totals=totals,
             max_drafts=max_drafts,
             keeps_residents=keeps_residents,
             largest_hot_buffer=largest_hot_buffer,
@@ -180,6 +194,19 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
         return local_modes(request, self.limits, num_held)
 
+    @precondition(lambda self: self.limits.totals.index < TOTALS.index)
+    @rule(families=st.lists(st.integers(0, 4), min_size=2, max_size=6))
+    def turns_of_conversations(self, families: list[int]) -> None:
+        """One after the other, so that held prefixes move down and are asked for again."""
+        for family in families:
+            self._arrive(HisparseFlag.TRUE, 17, 2, 2, PEERS[0], "", family, 1)
+            self.steps_and_deliveries(3)
+
+    @precondition(lambda self: self.copies.under_way)
+    @rule(most=st.integers(1, 4))
+    def end_copies(self, most: int) -> None:
+        self.copies.finish(most)
+
     @rule()
     def flush(self) -> None:
         """What is held and unused is evicted: requests that lacked nothing may lack it now."""
@@ -222,6 +249,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        self.copies.finish(1)
+        for request in self.rooms.fetched():
+            self._run_first(request)
         ending = self.rooms.select(RequestState.ENDING)
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
         were_local = {request for request in waiting if request.is_local}
@@ -240,6 +270,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"
             assert self.limits.keeps_residents or not exchange.num_page_slots
         carry_out(self.rooms, plan, float("inf"))
+        for exchange in plan.exchanges:
+            self._fill_pages(exchange.request, exchange.num_resident_pages * PAGE_SIZE)
         admitted = [admission.request for admission in plan.admissions]
         sources = {
             request: copy_source(request, request.mode, request.held_prefix_tokens, PAGE_SIZE)
@@ -265,6 +297,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
         for request in ending:  # the step that was in flight is read
+            self._write_keys(request)
             self.rooms.release(request, self.now)
 
     def _is_passed_over(self, request: Request) -> bool:
@@ -275,7 +308,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def _waits_for_first(self, request: Request) -> bool:
         first = request.first_sample
-        return first is not None and first.state is RequestState.LANDING
+        return first is not None and first.state in (RequestState.LANDING, RequestState.FETCHING)
 
     def _check_can_copy(self, source: Request, request: Request) -> None:
         """Both have slots for what is copied, each of its own, and nobody may write to either."""
@@ -309,13 +342,31 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         paused = [r for r in running if not r.has_slots_for_next]
         assert not (paused and admitted), "somebody is admitted to slots that another waits for"
-        is_for_a_while = self.returning() or self.rooms.select(RequestState.ENDING)
+        is_for_a_while = self.returning() or self.rooms.select(RequestState.ENDING) or self.copies.under_way
         assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
         for request in running:
             if request in paused:
                 continue
             self._check_can_run(request)
+            num_before = request.num_kv_tokens
             self._run(request)
+            if request.is_resident and request.state is RequestState.RUNNING:
+                self._fill_pages(request, num_before)
+                if request.room % 3:
+                    min_own = self.limits.in_pages(self.limits.min_capacity(request))
+                    self.rooms.share_resident(request, min_own)
+
+    def _fill_pages(self, request: Request, start: int) -> None:
+        """Copy the items of a resident request from position ``start`` on to its device pages."""
+        if request.is_resident:
+            slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
+            for position in range(start, request.num_kv_tokens):
+                self.resident_items[slots[position]] = self._item(request, position)
+
+    def _item(self, request: Request, position: int) -> tuple[object, int]:
+        keys = request.usable_keys
+        page = position // PAGE_SIZE
+        return (keys[page] if page < len(keys) else request.room), position
 
     def _run(self, request: Request) -> None:
         """A step, in which some of the drafts that have slots are accepted."""
@@ -330,6 +381,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def returning(self) -> list[Quarantined]:
         """Slots that time alone frees: somebody may have counted on them before they were quarantined."""
         return [entry for entry in self.rooms.quarantine if not entry.is_unacknowledged]
+
+    def being_copied(self) -> list[Holding]:
+        """Slots of prefixes that copies alone use, which end by themselves."""
+        by_copies = Counter(run for prefix in self.rooms.held_tier.users() for run in prefix.chain())
+        return [run.holding for run, num_users in by_copies.items() if run.num_users == num_users]
 
     def _end_if_last(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
@@ -356,6 +412,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert num_slots[PoolKind.DEVICE] >= entries >= self.limits.min_capacity(request)
             if request.is_resident:
                 assert num_slots[PoolKind.DEVICE] >= request.next_seq_len
+                slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
+                for position in range(request.num_kv_tokens):
+                    assert self.resident_items[slots[position]] == self._item(request, position)
 
     # --- prefill nodes ----------------------------------------------------------------------------
 
@@ -368,9 +427,14 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self._start(data.draw(st.sampled_from(self.landing())))
 
     def _start(self, request: Request) -> None:
+        self.over(request.room, batch_failed=False)
+        if not self.rooms.await_fetch(request, float("inf")):
+            self._run_first(request)
+
+    def _run_first(self, request: Request) -> None:
+        self._write_keys(request)
         self.rooms.start(request)
         request.row_counters = SwapCounts(hits=1, misses=request.room % 4)
-        self.over(request.room, batch_failed=False)
         request.output_token_ids.append(0)
         self._end_if_last(request)
 
@@ -419,7 +483,16 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     # --- both -------------------------------------------------------------------------------------
 
+    def _write_keys(self, request: Request) -> None:
+        """What the request's own index slots have before it leaves its pages, or lets others use them."""
+        keys, start = request.kept_keys(request.num_kv_tokens), request.num_shared_pages * PAGE_SIZE
+        slots = extents_to_slots(request.owned[PoolKind.INDEX]).tolist()
+        names = [(key, number) for key in keys for number in range(PAGE_SIZE)]
+        self.copies.index.update(dict.fromkeys(slots) | dict(zip(slots, names[start:], strict=False)))
+
     def end(self, request: Request, *, is_sound: bool = False) -> None:
+        if request.state is RequestState.RUNNING:
+            self._write_keys(request)
         if request.state is RequestState.RUNNING and self.num_arrived % 3:
             self.rooms.start_ending(request, is_sound=is_sound)  # it is in a step in flight
         else:
@@ -438,6 +511,19 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.rooms.check_integrity()
 
     @invariant()
+    def held_pages_have_their_keys(self) -> None:
+        for run in self.rooms.held:
+            if not run.is_down and not run.is_arriving:
+                slots = extents_to_slots(run.holding[PoolKind.INDEX]).tolist()
+                names = [(key, number) for key in run.keys for number in range(PAGE_SIZE)]
+                assert [self.copies.index.get(slot) for slot in slots] == names
+
+    @invariant()
+    def steps_read_what_is_there(self) -> None:
+        for request in self.rooms.select(RequestState.RUNNING):
+            assert not self.rooms.held_tier.is_arriving(request.prefix)
+
+    @invariant()
     def everybody_can_end(self) -> None:
         def claim(request: Request) -> Claim:
             shared_pages = request.num_shared_pages
@@ -449,12 +535,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             for request in self.rooms.select(RequestState.ENDING)
         ]
         returning = [entry.holding for entry in self.returning()]
-        free = self.rooms.available + self.rooms.pools.owned_by(returning)
-        shared = [request.prefix for request in self.landing() if request.prefix]
+        free = self.rooms.available + self.rooms.pools.owned_by([*returning, *self.being_copied()])
+        landing = self.rooms.select(RequestState.LANDING, RequestState.FETCHING)
+        shared = [request.prefix for request in landing if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
         claims = [(request, claim(request)) for request in running] + ends
         order = order_ends(free, claims, pinned, PAGE_SIZE)
-        assert Reserve(order, [claim(request) for request in self.landing()]).is_safe
+        assert Reserve(order, [claim(request) for request in landing]).is_safe
 
     @invariant()
     def what_may_be_written_is_nobody_elses(self) -> None:
@@ -479,6 +566,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if len(self.rooms):
                 self.steps_and_deliveries(10)
         assert not self.rooms.all(), "somebody starves"
+        self.rooms.held_tier.settle()
         assert self.rooms.available == self.rooms.pools.totals
         self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals

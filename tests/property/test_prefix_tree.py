@@ -83,6 +83,8 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.users: list[User] = []
         self.page_of: dict[Prompt, int] = {}
         """A prompt that is held -> its last page."""
+        self.arriving: list[Prefix] = []
+        """The ends of what copies bring up; each copy uses it."""
 
     def known(self, prompt: Prompt) -> list[Prompt]:
         """The longest start of a prompt that is held, page by page."""
@@ -91,10 +93,12 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         return starts[:num]
 
     def used(self, kinds: Kinds) -> set[int]:
-        return {page for user in self.users if user.prompt.kinds == kinds for page in user.shared_pages()}
+        by_users = {page for user in self.users if user.prompt.kinds == kinds for page in user.shared_pages()}
+        copied = {run for prefix in self.arriving for run in prefix.chain() if run.kinds == kinds}
+        return by_users.union(*(extents_to_pages(run.holding[kinds[0]], PAGE_SIZE) for run in copied))
 
     def forget(self, num_gone: int) -> None:
-        """What was given up, ``num_gone`` pages."""
+        """What was given up, ``num_gone`` pages, or fewer where runs could move down instead."""
         left = {
             prompt: page
             for prompt, page in self.page_of.items()
@@ -104,7 +108,8 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             assert set(prompt.starts()) <= left.keys(), "a page outlived the page before it"
         for prompt, page in self.page_of.items() - left.items():
             assert page not in self.used(prompt.kinds), "what is used was given up"
-        assert len(self.page_of) - len(left) == num_gone
+        num_stored = sum(len(run.keys) for run in self.tree if run.is_stored)
+        assert num_gone - num_stored <= len(self.page_of) - len(left) <= num_gone
         self.page_of = left
 
     @rule(prompt=prompts)
@@ -117,16 +122,42 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             assert num_unused == len({self.page_of[start] for start in known} - self.used(prompt.kinds))
         prefix = self.tree.use(prompt.keys[: len(known)], prompt.kinds) if known else None
         need = SlotCounts.of(prompt.kinds, (len(prompt.pages) - len(known)) * PAGE_SIZE)
-        if not need.fits_in(self.pools.free + self.tree.unused):
+        down = [run for run in (prefix.chain() if prefix else ()) if run.is_down]
+        num_down = sum(len(run.keys) for run in down)
+        if not (need + SlotCounts(index=num_down * PAGE_SIZE)).fits_in(self.pools.free + self.tree.unused):
             if prefix is not None:
                 self.tree.let_go(prefix)
             return
         self.users.append(user := User(prompt, Holding(Room(0), Stage.LANDING), prefix))
         assert user.shared_pages() == [self.page_of[start] for start in known]
-        missing = max((need[kind] - self.pools.free[kind] for kind in prompt.kinds), default=0)
+        wanted = need + SlotCounts(index=num_down * PAGE_SIZE)
+        missing = max((wanted[kind] - self.pools.free[kind] for kind in prompt.kinds), default=0)
         self.tree.make_room(need)
-        self.forget(max(0, missing) // PAGE_SIZE)
         user.holding = self.pools.reserve(Room(len(self.users)), need)
+        if prefix is not None and num_down:
+            assert set(self.tree.bring_up(prefix)) == set(down)
+            self.tree.use_run(prefix)
+            self.arriving.append(prefix)
+        self.forget(max(0, missing) // PAGE_SIZE)
+
+    @precondition(lambda self: self.arriving)
+    @rule()
+    def arrive(self) -> None:
+        """Copies end in the order in which they began."""
+        prefix = self.arriving.pop(0)
+        self.tree.mark_arrived(prefix)
+        self.tree.let_go(prefix)
+
+    @precondition(lambda self: any(run.kinds == HOST for run in self.tree))
+    @rule(data=st.data(), num_free=st.integers(0, NUM_PAGES))
+    def store(self, data: st.DataObject, num_free: int) -> None:
+        """Main memory gets a copy of what one sequence has in the index pool, which is short afterwards."""
+        runs = [run for run in self.tree if run.kinds == HOST]
+        self.tree.mark_stored(data.draw(st.sampled_from(runs)), 0)
+        missing = max(0, num_free - self.pools.free.index // PAGE_SIZE)
+        may_be_lost = any(not (run.num_users or run.is_down or run.is_stored) for run in runs)
+        self.tree.make_room(SlotCounts(index=num_free * PAGE_SIZE))
+        self.forget(missing if may_be_lost else 0)
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), keeps_copies=st.booleans())
@@ -175,6 +206,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             num_unused = len(self.page_of) - len(self.used(DEVICE)) - len(self.used(HOST))
             self.tree.flush()
             self.forget(num_unused)
+            assert self.tree.unused == SlotCounts()
 
     @invariant()
     def a_subscriber_knows_the_pages_without_a_salt(self) -> None:
@@ -183,7 +215,9 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self) -> None:
-        self.tree.check_integrity(user.prefix for user in self.users if user.prefix is not None)
+        using = [user.prefix for user in self.users if user.prefix is not None]
+        self.tree.check_integrity([*using, *self.arriving])
+        assert not any(run.is_down for prefix in using for run in prefix.chain())
         self.pools.check_integrity({Stage.LANDING: len(self.users), Stage.HELD: len(self.tree)})
         assert self.tree.num_tokens == len(self.page_of) * PAGE_SIZE
         for kinds in (DEVICE, HOST):

@@ -26,6 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
 from hisparse_pd.core.paging.pools import Stage
+from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.decode_node.prefill_peers import LATE_MESSAGE_SECS
 from hisparse_pd.engine.messages import Abort, Generate
 from hisparse_pd.protocol.messages import Room, RoomDone, to_decode_decoder
@@ -82,9 +83,13 @@ class BothEndsMachine(RuleBasedStateMachine):
         self.taken: dict[str, SimFront] = {}
         """By request id, the front that took the request; a dead one owes nothing."""
 
-    @initialize()
-    def meet(self) -> None:
-        """The nodes have served before, so that few steps are spent on registrations."""
+    @initialize(num_index_slots=st.sampled_from([0, 0, 48]))
+    def meet(self, num_index_slots: int) -> None:
+        """The nodes have served before, so that few steps are spent on registrations. In some histories the
+        decode node's index pool is short, and held prefixes move to main memory and back."""
+        if num_index_slots:
+            self.world.close()
+            self.world = World(NUM_PREFILL, NUM_SHARED, num_index_slots)
         for node in range(NUM_PREFILL):
             self.request(Arrival(node, HisparseFlag.TRUE))
         self.work(6, [])
@@ -297,6 +302,49 @@ class BothEndsMachine(RuleBasedStateMachine):
         node, room = data.draw(st.sampled_from(self.writing()))
         self.world.finish_write(node, room, fate)
 
+    def reading(self) -> list[tuple[PrefillNode, Room]]:
+        nodes = [node for node in self.world.prefill.values() if not node.is_stopped]
+        return [(node, room) for node in nodes for room in node.reads.in_flight]
+
+    @precondition(lambda self: self.reading())
+    @rule(data=st.data(), fate=FATES)
+    def finish_read(self, data: st.DataObject, fate: WriteFate) -> None:
+        node, room = data.draw(st.sampled_from(self.reading()))
+        self.world.finish_read(node, room, fate)
+
+    @precondition(lambda self: self.reading())
+    @rule(data=st.data(), is_late=st.booleans())
+    def abort_in_a_read(self, data: st.DataObject, is_late: bool) -> None:
+        """Or let the request lose patience."""
+        _, room = data.draw(st.sampled_from(self.reading()))
+        if is_late:
+            self.world.pass_time(1.1, late_bytes_land=True)
+        else:
+            self.leave_room(room)
+        self.world.work(itertools.repeat(WriteFate.SLOW), decode_first=True)
+
+    @precondition(lambda self: self.world.decode.front.tokens)
+    @rule(
+        back=st.integers(0, 3),
+        node=st.integers(0, NUM_PREFILL - 1),
+        family=st.integers(0, 2),
+        num_turns=st.integers(1, 4),
+        fates=st.lists(FATES, max_size=4),
+    )
+    def go_on_elsewhere(
+        self, back: int, node: int, family: int, num_turns: int, fates: list[WriteFate]
+    ) -> None:
+        """A conversation goes on as before, but its prefill node has it nowhere any more."""
+        for prefill in self.world.prefill.values():
+            prefill.engine.life.prefixes.flush()
+        tokens = self.world.decode.front.tokens
+        before = list(tokens)[-1 - back % len(tokens)]
+        prompt = (*self.world.prompts[before], *tokens[before], *[family] * 9)[:26]
+        salt = "salt" if self.world.roots[before] == root_of("salt") else ""
+        flag = self.requests[before].hisparse or HisparseFlag.TRUE
+        self.request(Arrival(node, flag, salt=salt, prompt=prompt))
+        self.work(num_turns, fates)
+
     @precondition(lambda self: self.world.late)
     @rule(data=st.data(), num_pieces=st.integers(1, 5), lands=MOSTLY)
     def late_bytes(self, data: st.DataObject, num_pieces: int, lands: bool) -> None:
@@ -335,6 +383,7 @@ class BothEndsMachine(RuleBasedStateMachine):
                 break
         assert self.unsettled() == []
         rooms = world.decode.engine.requests
+        rooms.held_tier.settle()
         assert rooms.available == rooms.pools.totals
         rooms.held.flush()
         assert rooms.pools.free == rooms.pools.totals
@@ -352,6 +401,8 @@ class BothEndsMachine(RuleBasedStateMachine):
         for node in world.prefill.values():
             life = node.engine.life
             left += [f"prefill: room {request.room} is {request.state}" for request in life.requests]
+            left += [f"prefill: a read of room {room}" for room in life.decode_tier._under_way]
+            left += ["prefill: slots of a read in quarantine"] * life.decode_tier.num_quarantined
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:
@@ -561,3 +612,22 @@ TestBothEnds.settings = settings(
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.I1
+def test_reads_happen_here() -> None:
+    """What the histories above rely on: a next turn reads what the decode node holds."""
+    with one_pair() as world:
+        (address,) = world.addresses
+        fates = itertools.repeat(WriteFate.WRITTEN)
+        ask(world, num_tokens=11)
+        for _ in range(20):
+            world.work(fates)
+        world.prefill[address].engine.life.prefixes.flush()
+        ask(world, "next", room=2, num_tokens=16)
+        for _ in range(20):
+            world.work(fates)
+        assert world.decode.front.num_ends == {"r": 1, "next": 1}
+        assert not world.decode.front.errors
+        assert world.num_read > 0
+        assert world.prefill[address].engine.life.decode_tier.num_read_tokens == 8

@@ -87,8 +87,10 @@ def contents(
     for number in range(min(count, num_distinct or count)):
         rng = np.random.default_rng((options.seed, 0 if num_distinct else prompt_set + 1, number))
         low, high = options.token_range
-        prompt = rng.integers(low, high, options.input_tokens).tolist()
-        found.append(msgspec.json.encode(body | {"prompt": prompt} | options.extra_body))
+        prompt = rng.integers(low, high, options.input_tokens)
+        common = np.random.default_rng(options.seed).integers(low, high, options.shared_tokens)
+        prompt[: options.shared_tokens] = common
+        found.append(msgspec.json.encode(body | {"prompt": prompt.tolist()} | options.extra_body))
     return [found[number % len(found)] for number in range(count)]
 
 
@@ -320,6 +322,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     distinct = "number of prompts that repeat in all points, for prefix caches to find; 0: all differ"
     add_number("--distinct-prompts", 0, 0, distinct)
+    add_number("--shared-tokens", 0, 0, "tokens with which all prompts begin alike")
     add_number("--seed", 0, 0, "seed of prompts")
     add("--temperature", type=float, default=0.0, help="temperature of requests")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of requests")
@@ -329,6 +332,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     url = urlsplit(options.url)
     if not 0 <= low < high:
         parser.error(f"--token-range {low} {high} has no token; HIGH is exclusive and must be above LOW")
+    if options.shared_tokens > options.input_tokens:
+        parser.error(
+            f"--shared-tokens {options.shared_tokens} exceeds --input-tokens {options.input_tokens}; "
+            "give fewer"
+        )
     if url.scheme not in ("http", "https") or not url.netloc:
         parser.error(f"--url {options.url}: expected http://HOST:PORT/v1")
     if not isinstance(options.extra_body, dict):

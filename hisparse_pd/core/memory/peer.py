@@ -1,12 +1,11 @@
-"""Lets a GPU of this process write to another process's memory, on the host or on a GPU.
+"""Lets a GPU of this process write to another process's memory, on the host or on a GPU, and read from there.
 
 The prefill node's ``shm`` lane uses it (``transfer/lane_memory.py``): a ``GpuWriter`` registers or opens the
-decode node's pools once, and each thread that sends then calls ``start_copy``. The decode node's memory gets
-an ``ipc_handle`` for each pool on a GPU. Main memory that both processes map is registered with CUDA in each
-of them. GPU memory, of the same or another GPU, is opened by its owner's handle (CUDA IPC). The GPU's copy
-engine copies long ranges, a kernel short ones (``csrc/lane_copy.cu``). cupy is imported, and the kernel
-compiled, on first use.
-"""
+decode node's pools once, and each thread that sends or reads then calls ``start_copy``. The decode node's
+memory gets an ``ipc_handle`` for each pool on a GPU. Main memory that both processes map is registered with
+CUDA in each of them. GPU memory, of the same or another GPU, is opened by its owner's handle (CUDA IPC). The
+GPU's copy engine copies long ranges, a kernel short ones (``csrc/lane_copy.cu``). cupy is imported, and the
+kernel compiled, on first use."""
 
 from __future__ import annotations
 
@@ -51,7 +50,8 @@ def ipc_handle(memory: Tensor) -> tuple[bytes, int]:
 
 
 class GpuWriter:
-    """Writes from ``sources``, tensors on ``device``, to memory of other processes; safe for any thread."""
+    """Copies from ``sources``, tensors on ``device``, to memory of other processes, and from there to them;
+    safe for any thread."""
 
     def __init__(self, device: torch.device, sources: Sequence[Tensor]) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class GpuWriter:
         return addrs < self._ends[np.searchsorted(self._starts, addrs, side="right") - 1]
 
     def register(self, addr: int, num_bytes: int) -> None:
-        """Let the GPU write to main memory. Some 1.5 GB of 4 KiB pages are registered a second.
+        """Let the GPU reach main memory. Some 1.5 GB of 4 KiB pages are registered a second.
 
         Raises the driver's error.
         """

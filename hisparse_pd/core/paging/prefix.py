@@ -37,6 +37,21 @@ class Prefix:
     """Whether its pages, and those of its descendants, can no longer be found."""
     is_reported: bool = False
     """Whether the tree's listener has been told of its pages."""
+    is_stored: bool = False
+    """Whether main memory, beside its slots of the host pool, has a copy of what it has in other pools: it
+    may move down, which gives those up."""
+    is_arriving: bool = False
+    """Whether it has moved up, and the copies that bring its bytes back are under way."""
+
+    @property
+    def pools(self) -> Kinds:
+        """Those of ``kinds`` in which it has slots now."""
+        return tuple(kind for kind in self.kinds if kind in self.holding.extents)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it has moved down: it has no slots but those of the host pool."""
+        return len(self.holding.extents) < len(self.kinds)
 
     @property
     def start_page(self) -> int:
@@ -50,21 +65,22 @@ class Prefix:
             prefix = prefix.parent
 
     def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
-        """Return the extents of the first ``end_page`` pages of the sequence, in order."""
+        """Return the extents of the first ``end_page`` pages of the sequence, in order. No run of the chain
+        may have moved down."""
         parts = [prefix.holding[kind] for prefix in self.chain()]
         return tuple(extent for part in reversed(parts) for extent in part)
 
     def is_mergeable_with_parent(self) -> bool:
-        """Whether the parent has the same users and last use as this run, and is reported if it is.
+        """Whether the parent has the same users and last use as this run, and all else that a run has as one.
 
         ``PrefixTree`` then merges the two if this run is the parent's only child, which it checks itself.
         A user of a run uses its parent too, so equally many users are the same users.
         """
-        parent = self.parent
-        return parent is not None and (
-            (parent.num_users, parent.last_used, parent.is_dropped, parent.is_reported)
-            == (self.num_users, self.last_used, self.is_dropped, self.is_reported)
-        )
+        return self.parent is not None and self.parent._as_one() == self._as_one()
+
+    def _as_one(self) -> tuple[int, ...]:
+        is_what = self.is_dropped, self.is_reported, self.is_stored, self.is_down, self.is_arriving
+        return self.num_users, self.last_used, *is_what
 
 
 class Match(NamedTuple):

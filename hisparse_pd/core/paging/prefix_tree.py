@@ -13,12 +13,19 @@ all of its bytes are there and no remote write can land in it.
 A request that uses a run is counted as a user of its whole chain. ``make_room`` evicts runs without users
 before a reservation fails, from the ends of the least recently used ones.
 
+A run with slots in the host pool may move down: it gives up its slots in all other pools, once main memory
+has a copy of their bytes (``mark_stored``). It is found as before, and ``bring_up`` gives it slots again for
+whoever uses it; the bytes are the caller's, as all bytes are (``held_tier.py`` copies them). ``make_room``
+moves runs down where that helps, and evicts none there.
+
 A run is split where a request uses only part of it. A run and its only child are merged when the same
 requests use both, or last used both: a conversation that grew by a page a turn is one run. A sequence has at
 most MAX_RUNS runs: where side branches keep runs from being merged, those used longest ago are evicted.
 
 A prefix with wrong bytes is dropped together with its descendants (``drop``): no request finds them any more,
 and each is freed when its last user and its children are gone.
+
+A page may be noted as *stepped*: its KV is rounded as in decode steps, at least in part (``num_prefilled``).
 
 A ``listener`` is told of each page that can be found, and when it no longer can be, if whoever adds the page
 gives its token ids.
@@ -53,14 +60,18 @@ class PrefixTree:
         self._prefixes: dict[Prefix, None] = {}
         self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
         """The run that has each page. Where a page is in it, so are all pages before it: ``find`` bisects."""
+        self._stepped: dict[Kinds, set[PageKey]] = {}
+        """Pages that are noted as stepped."""
         self._idle = IdleRuns()
         """Prefixes without users; descendants were touched before their ancestors."""
         self._num_idle_pages: Counter[Kinds] = Counter()
-        """Pages of the prefixes in ``_idle``."""
+        """Pages of the prefixes in ``_idle``, by the pools in which these have slots."""
         self._num_events = 0
         """How often pages were added or let go of: the clock of ``Prefix.last_used``."""
         self.num_evicted_tokens = 0
         """Tokens that ``make_room`` has evicted since the engine's start."""
+        self.num_moved_down_tokens = 0
+        """Tokens that it has moved down."""
         self.listener: PageListener | None = None
         """Set before the first page is added; None: nobody is told of pages."""
 
@@ -75,11 +86,15 @@ class PrefixTree:
         """All tokens that can be found, in use or not."""
         return sum(len(by_key) for by_key in self._by_key.values()) * self._pools.page_size
 
+    def num_tokens_in(self, kinds: Kinds) -> int:
+        """Return the tokens that can be found in ``kinds``, in use or not."""
+        return len(self._by_key.get(kinds, ())) * self._pools.page_size
+
     @property
     def unused(self) -> SlotCounts:
-        """Slots of prefixes without users: what ``make_room`` can evict."""
+        """Slots of prefixes without users: what ``make_room`` can free."""
         page_size = self._pools.page_size
-        parts = (SlotCounts.of(kinds, num * page_size) for kinds, num in self._num_idle_pages.items())
+        parts = (SlotCounts.of(pools, num * page_size) for pools, num in self._num_idle_pages.items())
         return sum(parts, SlotCounts())
 
     def find(self, keys: Sequence[PageKey], kinds: Kinds) -> Match | None:
@@ -89,18 +104,27 @@ class PrefixTree:
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
 
+    def num_prefilled(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
+        """Return how many of the pages of ``keys``, which are all held, come before the first stepped one."""
+        stepped = self._stepped.get(kinds, ())
+        return next((number for number, key in enumerate(keys) if key in stepped), len(keys))
+
     def use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
         """Count one more user of the pages of ``keys``, which are all held, until it calls ``let_go``.
 
         Returns the prefix that ends with the last of them.
         """
         prefix = self._prefix_ending_with(keys, kinds)
-        for part in prefix.chain():
-            self._set_num_users(part, part.num_users + 1)
+        self.use_run(prefix)
         return prefix
 
-    def let_go(self, prefix: Prefix) -> None:
-        """Count one user fewer of ``prefix``."""
+    def use_run(self, prefix: Prefix) -> None:
+        """Count one more user of ``prefix``, which is in the tree, until it calls ``let_go``."""
+        for part in prefix.chain():
+            self._set_num_users(part, part.num_users + 1)
+
+    def let_go(self, prefix: Prefix, *, keeps: bool = True) -> None:
+        """Count one user fewer of ``prefix``. What has no users then is kept, or else evicted."""
         self._num_events += 1
         for part in prefix.chain():
             self._set_num_users(part, part.num_users - 1)
@@ -108,6 +132,8 @@ class PrefixTree:
         self._merge_chain(prefix)
         for part in tuple(prefix.chain()):
             self._evict_if_dropped(part)
+            if not (keeps or part.num_users or part.children or part.is_dropped):
+                self._evict(part, len(part.keys))
         self._pools.num_changes += 1  # ``make_room`` may evict more now, so a failed reservation may succeed
 
     def share(
@@ -142,16 +168,17 @@ class PrefixTree:
         *,
         keeps_copies: bool = False,
         token_ids: bytes | None = None,
+        num_prefilled: int | None = None,
     ) -> int:
         """Move the first pages of ``holding`` in ``kinds``, whose keys are ``keys[num_before:]``, into the
         tree. The pages of ``keys[:num_before]`` must be held.
 
         Where the tree has a page already, the holding's copy of it is freed. With ``keeps_copies`` the copy
         stays in the holding, because writes in flight still read it. ``token_ids``: the packed ids of all
-        pages of ``keys``, for the listener; None: it is not told of them. Returns how many of ``keys`` are
-        held then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
-        PoolIntegrityError.
-        """
+        pages of ``keys``, for the listener; None: it is not told of them. ``num_prefilled``: pages of
+        ``keys`` before the first stepped one; None: none is stepped. Returns how many of ``keys`` are held
+        then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
+        PoolIntegrityError."""
         if len(keys) <= num_before:
             return len(keys)
         if not self._fit_one_more_run(keys, kinds):
@@ -168,7 +195,10 @@ class PrefixTree:
         if added is not None:
             last = Prefix(kinds, parent, end_page=len(keys), keys=list(keys[num_found:]), holding=added)
             self._insert(last)
-            self._num_idle_pages[kinds] += len(last.keys)
+            self._num_idle_pages[last.pools] += len(last.keys)
+            if num_prefilled is not None:
+                stepped = keys[max(num_found, num_prefilled) :]
+                self._stepped.setdefault(kinds, set()).update(stepped)
             if token_ids is not None and self.listener is not None:
                 last.is_reported = True
                 page_bytes = self._pools.page_size * TOKEN_BYTES
@@ -187,7 +217,8 @@ class PrefixTree:
         return len(keys)
 
     def make_room(self, need: SlotCounts) -> None:
-        """Evict as few unused pages as make ``need`` free, least recently used first.
+        """Make ``need`` free: move unused runs down, or evict as few unused pages as that takes where moving
+        does not help; least recently used first.
 
         Where they are too few, all that could help are evicted.
         """
@@ -198,12 +229,52 @@ class PrefixTree:
             if max(missing_pages.values()) <= 0:
                 return
             helpful = {kind for kind, num_pages in missing_pages.items() if num_pages > 0}
-            victim = self._idle.oldest(helpful)  # without children: these would be idle, too, and older
-            if victim is None:
+            movable = [run for run in self._idle.firsts() if run.is_stored and not run.is_down]
+            gained = helpful & {kind for run in movable for kind in run.pools if kind is not PoolKind.HOST}
+            # Eviction comes first: it frees slots of all pools of a run, and may leave nothing to be moved.
+            victim = self._idle.oldest(helpful - gained)
+            if victim is None and gained:
+                self._move_down(next(run for run in movable if not gained.isdisjoint(run.pools)))
+                continue
+            # Its children would be idle, too, and older: it has none, or they have no slots that could help.
+            if victim is None or victim.children:
                 return
-            num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.kinds))
+            num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.pools))
             self.num_evicted_tokens += num_pages * page_size
             self._evict(victim, num_pages)
+
+    def mark_stored(self, prefix: Prefix, first_page: int) -> None:
+        """Note that main memory has a copy of what the runs of a chain, from page ``first_page`` on, have in
+        other pools than the host pool. A run must have slots there, and begin at that page."""
+        for part in prefix.chain():
+            if part.start_page >= first_page:
+                part.is_stored = True
+
+    def bring_up(self, prefix: Prefix) -> list[Prefix]:
+        """Give the runs of a chain that have moved down slots again in all of their pools. Returns these
+        runs, which are ``is_arriving`` until the caller, who uses the chain, calls ``mark_arrived``.
+
+        Raises PoolExhausted.
+        """
+        down = [part for part in prefix.chain() if part.is_down]
+        for part in down:
+            num_slots = len(part.keys) * self._pools.page_size
+            missing = [kind for kind in part.kinds if kind not in part.pools]
+            self.make_room(SlotCounts.of(missing, num_slots))
+            for kind in missing:
+                self._pools.grow(part.holding, kind, num_slots)
+            part.is_arriving = True
+        return down
+
+    def mark_arrived(self, prefix: Prefix) -> None:
+        """Note that all runs of a chain have their bytes again in all of their pools."""
+        for part in prefix.chain():
+            part.is_arriving = False
+
+    def is_up(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
+        """Whether none of the pages of ``keys`` that are held has moved down, or is arriving."""
+        found = self.find(keys, kinds)
+        return found is None or not any(run.is_down or run.is_arriving for run in found.prefix.chain())
 
     def flush(self) -> None:
         """Evict everything without users."""
@@ -242,7 +313,7 @@ class PrefixTree:
             if fault := self._fault(prefix, num_users[prefix]):
                 raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: {fault}")
             num_pages[prefix.kinds] += 0 if prefix.is_dropped else len(prefix.keys)
-            num_idle_pages[prefix.kinds] += 0 if prefix.num_users else len(prefix.keys)
+            num_idle_pages[prefix.pools] += 0 if prefix.num_users else len(prefix.keys)
         seen: set[Prefix] = set()
         for prefix in self._idle:
             if prefix.parent in seen:
@@ -262,8 +333,11 @@ class PrefixTree:
         """Return what is wrong with a prefix that ``num_users`` requests use, or an empty string."""
         num_pages, parent = len(prefix.keys), prefix.parent
         slots = {kind: prefix.holding.num_slots(kind) for kind in prefix.holding.extents}
-        if slots != dict.fromkeys(prefix.kinds, num_pages * self._pools.page_size):
-            return f"its slots are not {num_pages} pages of {prefix.kinds}"
+        kinds = (PoolKind.HOST,) if prefix.is_down and prefix.is_stored else prefix.kinds
+        if slots != dict.fromkeys(kinds, num_pages * self._pools.page_size):
+            return f"its slots are not {num_pages} pages of {kinds}"
+        if prefix.is_arriving and (prefix.is_down or not prefix.num_users):
+            return "it is arriving, and has moved down or has no users"
         if not num_pages or prefix.start_page != end_of(parent):
             return f"{num_pages} pages from {end_of(parent)} to {prefix.end_page}"
         if parent is not None and parent not in self._prefixes:
@@ -294,10 +368,10 @@ class PrefixTree:
         prefix.num_users = num_users
         if was_idle and not is_idle:
             self._idle.discard(prefix)
-            self._num_idle_pages[prefix.kinds] -= len(prefix.keys)
+            self._num_idle_pages[prefix.pools] -= len(prefix.keys)
         elif is_idle and not was_idle:
             self._idle.touch(prefix)
-            self._num_idle_pages[prefix.kinds] += len(prefix.keys)
+            self._num_idle_pages[prefix.pools] += len(prefix.keys)
 
     def _touch_chain(self, prefix: Prefix) -> None:
         """Make the idle runs of a chain the most recently used, in the order that ``_idle`` keeps."""
@@ -322,7 +396,7 @@ class PrefixTree:
         num_first = len(keys) - second.start_page
         if num_first == len(second.keys):
             return second
-        holding = self._pools.split(second.holding, kinds, num_first * self._pools.page_size)
+        holding = self._pools.split(second.holding, second.pools, num_first * self._pools.page_size)
         first = Prefix(
             kinds,
             second.parent,
@@ -333,6 +407,8 @@ class PrefixTree:
             last_used=second.last_used,
             children={second},
             is_reported=second.is_reported,
+            is_stored=second.is_stored,
+            is_arriving=second.is_arriving,
         )
         if second.parent is not None:
             second.parent.children.remove(second)
@@ -369,7 +445,7 @@ class PrefixTree:
         num_left = len(prefix.keys) - num_pages
         if not prefix.is_dropped:
             self._forget_keys(prefix, prefix.keys[num_left:])
-        self._num_idle_pages[prefix.kinds] -= num_pages
+        self._num_idle_pages[prefix.pools] -= num_pages
         prefix.end_page -= num_pages
         del prefix.keys[num_left:]
         if num_left:
@@ -383,6 +459,15 @@ class PrefixTree:
             if len(parent.children) == 1:
                 self._merge_chain(next(iter(parent.children)))
 
+    def _move_down(self, prefix: Prefix) -> None:
+        """Give up the slots of an idle, stored prefix in all pools but the host pool."""
+        num_pages = len(prefix.keys)
+        self._num_idle_pages[prefix.pools] -= num_pages
+        self._pools.give_up(prefix.holding, [kind for kind in prefix.pools if kind is not PoolKind.HOST])
+        self._num_idle_pages[prefix.pools] += num_pages
+        self._idle.changed_pools(prefix)
+        self.num_moved_down_tokens += num_pages * self._pools.page_size
+
     def _evict_if_dropped(self, prefix: Prefix) -> None:
         """Evict a dropped prefix that has neither users nor children. The caller tries descendants first."""
         if prefix.is_dropped and not prefix.num_users and not prefix.children:
@@ -391,6 +476,8 @@ class PrefixTree:
     def _forget_keys(self, prefix: Prefix, keys: Sequence[PageKey]) -> None:
         for key in keys:
             del self._by_key[prefix.kinds][key]
+        if (stepped := self._stepped.get(prefix.kinds)) is not None:
+            stepped.difference_update(keys)
         if prefix.is_reported and self.listener is not None:
             self.listener.removed(prefix.kinds, tuple(keys))
 

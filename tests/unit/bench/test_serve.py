@@ -216,6 +216,14 @@ def test_bodies_ask_for_what_the_options_say() -> None:
     assert prompts[0] != tuple(json.loads(bodies(*words, "--seed", "8")[0])["prompt"])
 
 
+def test_shared_tokens_begin_every_prompt() -> None:
+    prompts = [json.loads(body)["prompt"] for body in bodies("--shared-tokens", "3", count=4)]
+    assert len({tuple(prompt[:3]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    with pytest.raises(SystemExit):
+        serve.parse(["--input-tokens", "5", "--shared-tokens", "6"])
+
+
 def test_distinct_prompts_are_sent_in_turns_in_every_point() -> None:
     points = [bodies("--distinct-prompts", "2", stream=stream, count=3) for stream in range(2)]
     assert points[0] == points[1] == [points[0][0], points[0][1], points[0][0]]

@@ -16,8 +16,10 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.plan_moves import bootstrap_of
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.protocol.messages import Bootstrap
 from tests.books import end, land, make_request
 from tests.unit.decode_node.support import (
     Checkpoint,
@@ -89,6 +91,62 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
     following = books.land((*PROMPT, *[77] * num_output_tokens, 5), mode)
     assert following.held_prefix_tokens == num_held
     assert extents_to_slots(following.extents(PoolKind.INDEX))[:num_held].tolist() == slots
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+@pytest.mark.parametrize("mode", list(Mode))
+def test_pages_that_a_prefill_node_may_read_stay_in_use_until_its_room_is_quiet(mode: Mode) -> None:
+    """A slot that is used again has rows with right checks, which would pass for the prompt's."""
+    books = Books()
+    books.end(books.run(books.land(PROMPT, mode)))
+    request = books.land((*PROMPT, *range(8)), mode)
+    assert request.held_prefix_tokens == 8
+    prefix = request.prefix
+    books.end(request)
+    assert prefix is not None
+    assert (prefix.num_users, books.rooms.held.num_tokens) == (1, 8)
+    books.rooms.held.flush()
+    assert books.rooms.held.num_tokens == 8
+    books.rooms.quarantine.quiet(request.room, batch_failed=False, now=1.0)
+    books.rooms.check_integrity()
+    assert prefix.num_users == 0
+    assert books.rooms.available == books.rooms.pools.totals
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_bootstrap_says_where_held_pages_are_and_which_steps_computed(mode: Mode) -> None:
+    books = Books()
+    books.end(books.run(books.land(PROMPT, mode), 7))
+    prompt = (*PROMPT, *[77] * 7, 5, 6, 7)
+    request = books.land(prompt, mode)
+    request.prompt = pack_token_ids(prompt)
+    assert request.held_prefix_tokens == 16
+    message = bootstrap_of(request)
+    assert message.held is not None
+    kv_pool = KV_POOLS[mode][0]
+    for held, landing, pool in (
+        (message.held.kv_extents, message.kv_extents, kv_pool),
+        (message.held.index_extents, message.index_extents, PoolKind.INDEX),
+    ):
+        slots = extents_to_slots((*held, *landing)).tolist()
+        assert slots == extents_to_slots(request.extents(pool))[: len(prompt) - 1].tolist()
+        assert sum(extent.length for extent in held) == message.num_held_tokens == 16
+    assert message.held.num_prefilled_tokens == 8, "the block of the prompt's last token is of steps, too"
+    # What a prefill node has sent since is held in the place of what steps have computed, once that is gone.
+    books.run(request)
+    books.end(request)
+    books.rooms.held.flush()
+    books.end(books.run(books.land(prompt, mode)))
+    again = books.land((*prompt, 1), mode)
+    assert (again.held_prefix_tokens, again.num_prefilled_tokens) == (20, 16)
+    assert bootstrap_of_new(books, mode).held is None
+
+
+def bootstrap_of_new(books: Books, mode: Mode) -> Bootstrap:
+    request = books.land(tuple(range(200, 206)), mode)
+    request.prompt = pack_token_ids(range(200, 206))
+    return bootstrap_of(request)
 
 
 @pytest.mark.I5

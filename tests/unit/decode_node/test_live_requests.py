@@ -123,7 +123,10 @@ def test_a_room_is_in_quarantine_until_nothing_can_land_any_more(
 ) -> None:
     """Time alone frees nothing, and a failed batch is not forgotten when the room goes quiet."""
     freed: list[Holding] = []
-    quarantine, holding = Quarantine(10.0, freed.append), Holding(Room(1), Stage.QUARANTINED)
+    quarantine, holding = (
+        Quarantine(10.0, lambda entry: freed.append(entry.holding)),
+        Holding(Room(1), Stage.QUARANTINED),
+    )
     quarantine.add(Quarantined(Room(1), holding, PEER, "first", since=0.0))
     for what, *arguments in happens:
         match what:

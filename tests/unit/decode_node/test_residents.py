@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing, step_line
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.miss_cost import CHEAP
@@ -29,7 +29,7 @@ from tests.unit.decode_node.speculation_support import (
     drafts,
     harness,
 )
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, random_prompt
 
 CHECKPOINT = "drafting"
 LONG = PROMPTS[-2:]
@@ -111,6 +111,41 @@ def test_a_resident_has_every_item_in_both_pools(
     assert num_checked > NUM_NEW // 2
     for answer in answers:
         assert answer.stats.num_retractions == 0
+
+
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_residents_of_a_common_beginning_read_the_same_pages(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """The first fills them; the others fill what is their own, and the pages outlive the first."""
+    beginning, num_new = LONG[1][:640], 3 * NUM_NEW
+    prompts = [(*beginning, *random_prompt(50 + n, 30 + 20 * n)) for n in range(3)]
+    with (
+        closing(automatic(checkpoint, tmp_path, monkeypatch, disable_prefix_cache=False)) as node,
+        drafts(node, num_drafts),
+    ):
+        expected = {prompt: node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts}
+        node.engine.requests.held.flush()
+        answers = [node.generate(prompts[0], num_new, HisparseFlag.TRUE)]
+        answers += [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts[1:]]
+        most_sharing = 0
+        while not all(answer.is_over for answer in answers):
+            node.turn()
+            node.engine.steps.settle()
+            running = residents(node)
+            for request in running:
+                check_both_copies(node, request)
+            sharing = [request for request in running if request.num_resident_pages]
+            most_sharing = max(most_sharing, len(sharing))
+            firsts = {int(slots_tensor(request.extents(PoolKind.DEVICE))[0]) for request in sharing}
+            assert len(firsts) <= 1
+        assert [answer.token_ids for answer in answers] == list(expected.values())
+        assert most_sharing == len(prompts)
+        node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
+        assert node.engine.requests.pools.used(Stage.HELD).device == 0
+        node.engine.requests.check_integrity()
 
 
 @pytest.mark.I5

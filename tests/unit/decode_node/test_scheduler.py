@@ -519,6 +519,79 @@ def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() 
         assert request.has_slots_for_next
 
 
+def share_pages(node: Node) -> None:
+    """Do what a node does once steps of its residents are read."""
+    for request in node.rooms.select(RequestState.RUNNING):
+        if request.is_resident:
+            node.rooms.share_resident(request, node.limits.in_pages(node.limits.min_capacity(request)))
+    node.rooms.check_integrity()
+
+
+def test_residents_have_the_pages_of_a_common_beginning_once() -> None:
+    """Of 448 slots each of four would take 192. The first shares the 144 of its whole pages, and the others
+    take 48 beside them, for what is behind and what they grow into."""
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=448)))
+    requests = [node.arrive(TRUE, 160 + n, max_new_tokens=40, family=1) for n in range(4)]
+    node.step()
+    assert node.rooms.pools.free.device == 448 - 4 * 64
+    for request in requests:
+        request.row_counters = SwapCounts(hits=50, misses=50)
+    node.step()
+    assert residents_of(requests) == [True, False, False, False]
+    assert (requests[0].num_device_slots, requests[0].num_resident_pages) == (192, 0)
+    share_pages(node)
+    assert (requests[0].num_device_slots, requests[0].num_resident_pages) == (48, 9)
+    settled(node)
+    assert residents_of(requests) == [True] * 4
+    assert [request.num_resident_pages for request in requests] == [9] * 4
+    assert [request.num_device_slots for request in requests] == [48] * 4
+    for request in requests:
+        assert request.has_slots_for_next
+        assert request.extents(PoolKind.DEVICE)[0].start == requests[0].extents(PoolKind.DEVICE)[0].start
+    for request in requests[:3]:
+        end(node.rooms, request)
+        node.rooms.check_integrity()
+    assert node.rooms.pools.free.device == 448 - 144 - 48, "the last user keeps them"
+    late = node.arrive(FALSE, 300)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == []
+    end(node.rooms, requests[3])
+    node.rooms.check_integrity()
+    assert node.rooms.pools.free.device == 448, "nobody keeps what is in the host pool, too"
+    node.step()
+    assert late.state is RequestState.RUNNING
+
+
+def test_shared_pages_of_residents_are_counted_on_at_their_last_users_end() -> None:
+    """A dense request needs 304 of 400 slots to its end, and two residents have 48 each and 144 together. It
+    can be admitted because all of these are free at their end; a third one may share the 144, too."""
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=400)))
+    residents = [node.arrive(TRUE, 160, max_new_tokens=40, family=1) for _ in range(2)]
+    node.step()
+    settled(node)
+    share_pages(node)
+    settled(node)
+    assert [request.num_device_slots for request in residents] == [48, 48]
+    dense = node.arrive(FALSE, 64, max_new_tokens=240)
+    node.step()
+    assert dense.state is RequestState.RUNNING
+    third = node.arrive(TRUE, 160, max_new_tokens=40, family=1)
+    num_steps = 0
+    while running := node.rooms.select(RequestState.RUNNING):
+        for request in running:
+            if not request.has_next_step:
+                end(node.rooms, request)
+            elif request.has_slots_for_next:
+                node.run(request, 1)
+        node.step()
+        settled(node)
+        share_pages(node)
+        num_steps += 1
+        assert num_steps < 400
+    assert third.state is RequestState.ENDED
+    assert node.rooms.available == node.limits.totals
+
+
 def test_the_one_that_saves_most_for_its_slots_becomes_resident_first() -> None:
     """The third misses most, and needs more slots; the fourth misses as the second, and ends sooner."""
     node = Node(RESIDENTS)
@@ -897,7 +970,7 @@ def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
     requests = [node.arrive(TRUE, 16) for _ in range(3)]
     prefix = Prefix(KV_POOLS[Mode.HISPARSE], None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
     own = (16, 0, 16, 16)
-    sharing = Claim(own, ((0, 0, 0, 0),), prefix)
+    sharing = Claim(own, ((0, 0, 0, 0),), (prefix,))
     claims = [sharing, sharing, Claim(own, ((100, 0, 100, 0),))]
     for pinned, num_host in (({}, 16 + 16 + 160), ({prefix: 4}, 16 + 16 + 96)):
         order = order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16)

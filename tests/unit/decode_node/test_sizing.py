@@ -23,6 +23,7 @@ from hisparse_pd.core.model.token_counts import TokenCounts
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.attention_parts import MissCopies
+from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
@@ -179,6 +180,25 @@ def test_the_index_pool_covers_host_and_device_tokens() -> None:
 def test_there_are_lookup_slots_for_every_host_slot_and_for_shared_ones() -> None:
     spec = make_spec()
     assert make_limits(decode(host_pool_tokens=1000), spec, 640).totals.lookup == 1984
+
+
+@pytest.mark.parametrize("idle_keys", ["auto", "host", "device"])
+@pytest.mark.parametrize(("index", "keeps_by_itself"), [(0, False), (500, True), (1000, False)])
+def test_idle_keys_take_main_memory_where_the_index_pool_is_short(
+    idle_keys: str, index: int, keeps_by_itself: bool
+) -> None:
+    """Only then running requests alone have lookup slots."""
+    spec = make_spec()
+    settings = decode(host_pool_tokens=1000, index_pool_tokens=index, idle_keys=idle_keys, page_size=16)
+    keeps = {"auto": keeps_by_itself, "host": True, "device": False}[idle_keys]
+    num_bytes = 992 * (spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes)
+    assert DecodeEngine.other_host_bytes(settings, spec) == (num_bytes if keeps else 0)
+    num_reserved = sizing.reserve_bytes(settings, spec) - sizing.reserve_bytes(decode(), spec)
+    assert num_reserved == (128 << 20 if keeps else 0)
+    num_lookups = 2 * min(1000, index or 1640) if keeps else 2000
+    assert make_limits(settings, spec, 640).totals.lookup == num_lookups // 16 * 16
+    off = settings.model_copy(update={"disable_prefix_cache": True})
+    assert DecodeEngine.other_host_bytes(off, spec) == 0
 
 
 def test_what_does_not_fit_is_named_with_bytes_and_options() -> None:

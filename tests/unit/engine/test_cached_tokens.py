@@ -18,6 +18,8 @@ from hisparse_pd.protocol.messages import FetchedTokens, RoomDone
         (128, FetchedTokens(500), CachedTokens(host=128)),
         (128, FetchedTokens(500, 100), CachedTokens(host=28, storage=100)),
         (128, FetchedTokens(1, 500), CachedTokens(storage=128)),
+        (128, FetchedTokens(32, 16, 64), CachedTokens(device=16, host=32, storage=16, decode=64)),
+        (128, FetchedTokens(1, 1, 500), CachedTokens(decode=128)),
     ],
 )
 def test_what_was_not_fetched_was_on_the_device(

@@ -50,7 +50,9 @@ class Started:
         self.happened.append(("transport", tuple(near)))
         return TCP
 
-    def run(self, rank: int = 0, num_host_bytes: int = 0, **options: Any) -> Placement:
+    def run(
+        self, rank: int = 0, num_host_bytes: int = 0, num_other_bytes: int = 0, **options: Any
+    ) -> Placement:
         """Run the process; return the placement that its engine is made with."""
         made: list[Placement] = []
 
@@ -63,6 +65,10 @@ class Started:
             @staticmethod
             def registered_host_bytes(*_: Any) -> int:
                 return num_host_bytes
+
+            @staticmethod
+            def other_host_bytes(*_: Any) -> int:
+                return num_other_bytes
 
             def run(self) -> None: ...
 
@@ -114,7 +120,8 @@ def test_ranks_of_one_node_share_its_memory_and_torch_has_no_more_threads_than_c
     placement = started.run(num_host_bytes=200 * GIB, numa="1")
     assert placement.policy is PoolPolicy.BIND
     assert ("threads", 32) in started.happened
-    placement = started.run(rank=1, num_host_bytes=200 * GIB, dp_size=2, numa="1", num_threads=1)
+    sizes = {"num_host_bytes": 150 * GIB, "num_other_bytes": 50 * GIB}
+    placement = started.run(rank=1, dp_size=2, numa="1", num_threads=1, **sizes)
     assert (placement.node, placement.policy) == (1, PoolPolicy.PREFERRED)
     assert "400.0 GiB" in caplog.text
 

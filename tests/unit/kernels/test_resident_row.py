@@ -78,6 +78,19 @@ def test_all_items_come_in_slices_of_no_more_than_what_is_allowed(most_bytes: in
     assert int(state.error_flags[1]) == HotBufferError.NONE
 
 
+@pytest.mark.I3
+@pytest.mark.parametrize("num_filled", [16, 64, 96])
+def test_items_that_are_there_are_not_copied(num_filled: int) -> None:
+    row = Row()
+    start = row.start(num_filled=num_filled)
+    assert start.num_left_bytes == NUM_LAYERS * (NUM_TOKENS - num_filled) * ITEM_BYTES
+    start.launch_slice(None)
+    slots, host_slots = row.slots("pages"), row.slots("host_pages")
+    assert (row.dev[:, slots[:num_filled]] == 0).all()
+    assert torch.equal(row.dev[:, slots[num_filled:]], row.host[:, host_slots[num_filled:]])
+    assert row.state.page_table[1, :NUM_PAGES].tolist() == row.arguments["pages"].tolist()
+
+
 @pytest.mark.I7
 def test_a_wrong_item_is_found_on_its_way() -> None:
     row = Row()
@@ -102,6 +115,7 @@ def test_a_row_without_tokens_has_its_pages_alone() -> None:
     ("changes", "message"),
     [
         ({"pages": torch.arange(9)}, "num_tokens"),
+        ({"num_filled": NUM_TOKENS + 1}, "num_filled"),
         ({"host_pages": torch.arange(9), "lookup_pages": torch.arange(9)}, "num_tokens"),
         ({"index_pages": torch.arange(9)}, "num_tokens"),
         ({"lookup_pages": torch.arange(9)}, "lookup_pages"),

@@ -1,4 +1,4 @@
-"""Runs without users come back in the order of their last touch, over all kinds and for each of them."""
+"""Runs without users come back in the order of their last touch, over all pools and for each set of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hisparse_pd.core.paging.idle_runs import IdleRuns
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Stage
 from hisparse_pd.core.paging.prefix import Kinds, Prefix
-from hisparse_pd.protocol.messages import Room
+from hisparse_pd.protocol.messages import Extent, Room
 
 DEVICE = (PoolKind.DEVICE,)
 HOST = (PoolKind.HOST,)
@@ -15,7 +15,8 @@ HELD = (PoolKind.DEVICE, PoolKind.INDEX)
 
 
 def run_of(kinds: Kinds) -> Prefix:
-    return Prefix(kinds, None, end_page=1, keys=[b"key"], holding=Holding(Room(1), Stage.HELD))
+    holding = Holding(Room(1), Stage.HELD, dict.fromkeys(kinds, (Extent(0, 4),)))
+    return Prefix(kinds, None, end_page=1, keys=[b"key"], holding=holding)
 
 
 def test_the_oldest_run_with_slots_in_a_pool_comes_first() -> None:
@@ -55,3 +56,19 @@ def test_a_touched_run_is_the_last_of_its_kinds(kinds: Kinds) -> None:
     for run in (first, second, first):
         idle.touch(run)
     assert list(idle) == [second, first]
+
+
+def test_a_run_with_slots_in_fewer_pools_keeps_its_place() -> None:
+    runs = [run_of((PoolKind.HOST, PoolKind.INDEX)) for _ in range(4)]
+    idle = IdleRuns()
+    for run in runs:
+        idle.touch(run)
+    for run in (runs[2], runs[1]):  # the later one first
+        del run.holding.extents[PoolKind.INDEX]
+        idle.changed_pools(run)
+    assert list(idle) == runs
+    assert idle.oldest({PoolKind.INDEX}) is runs[0]
+    assert set(idle.firsts()) == {runs[0], runs[1]}
+    idle.discard(runs[0])
+    assert idle.oldest() is runs[1]
+    assert idle.oldest({PoolKind.INDEX}) is runs[3]

@@ -57,6 +57,7 @@ from hisparse_pd.protocol.messages import (
     Extent,
     Heartbeat,
     HeartbeatAck,
+    HeldKv,
     Region,
     RegionKind,
     Register,
@@ -348,6 +349,7 @@ def bootstrap_of(
     scores: WantedScores | None = None,
     root: PageKey = NO_ISOLATION,
     attempt: int = 0,
+    held: HeldKv | None = None,
 ) -> Bootstrap:
     """Return a Bootstrap, whose landing zones start at slot 0 unless they are given."""
     num_landing = len(tokens) - 1 - num_held_tokens
@@ -363,6 +365,7 @@ def bootstrap_of(
         num_held_tokens=num_held_tokens,
         num_resumed_tokens=num_resumed_tokens,
         scores=scores,
+        held=held,
         hisparse=hisparse,
     )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from hisparse_pd.base.kv_events_config import KvEventsConfig
 from hisparse_pd.core.paging.prompt_keys import root_of
 from hisparse_pd.engine.messages import FlushCache
+from hisparse_pd.prefill_node import decode_tier
+from hisparse_pd.protocol.messages import Extent, HeldKv
 from tests.event_follower import Blocks, blocks_of
 from tests.unit.event_subscriber import config_in, follow
 from tests.unit.prefill_node.support import (
@@ -78,6 +81,29 @@ def test_prompts_come_go_and_come_back(
     assert check(engine, config)["GPU"] >= blocks["GPU"]
     engine.send(FlushCache())
     wait_until(lambda: not any(check(engine, config).values()))
+
+
+def test_what_is_read_from_a_decode_node_is_published(
+    engine: EngineThread, peer: DecodePeer, config: KvEventsConfig
+) -> None:
+    tokens = prompt(30, 100)
+    deliver(engine, peer, next_room(), tokens)
+    engine.wait_until_idle()
+    engine.flush()
+    held, landing = (Extent(0, 96),), (Extent(512, 21),)
+    with patch.object(decode_tier, "LEAST_SECS", 0.0):
+        done = deliver(
+            engine,
+            peer,
+            next_room(),
+            tokens[:98] + prompt(31, 20),
+            kv=landing,
+            index=landing,
+            num_held_tokens=96,
+            held=HeldKv(held, held, 96),
+        )
+    assert done.fetched.decode == 96
+    assert check(engine, config)
 
 
 def test_a_prompt_with_an_isolation_key_is_not_published(

@@ -229,7 +229,13 @@ def test_a_lie_of_the_store_is_computed_anew_and_removed(
     lie[offset] ^= 4
     store.objects[name] = bytes(lie)
     assert second.deliver(tokens) == 64, "the pages before it are used"
-    assert second.engine.life.set_aside.num_found == {"cached": 0, "host": 0, "store": 1, "scrub": 0}
+    assert second.engine.life.set_aside.num_found == {
+        "cached": 0,
+        "host": 0,
+        "store": 1,
+        "decode": 0,
+        "scrub": 0,
+    }
     assert not second.engine.life.set_aside.shown(), "the memory here is not to blame"
     assert store.removed == [name]
     assert store.objects[name] != bytes(lie), "what was computed anew is there"

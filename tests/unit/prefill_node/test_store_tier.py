@@ -81,7 +81,7 @@ def prompt_keys(seed: int, num_pages: int) -> list[PageKey]:
 
 def test_a_request_waits_as_long_as_its_prompt_takes_to_compute() -> None:
     tier = Tier()
-    tier.store.note_computed(1000, 1.0)
+    tier.store._pace.note(1000, 1.0)
     assert tier.ask(8)
     tier.now += 8 * PAGE / 1000 - 1e-3
     assert tier.waits()
@@ -92,7 +92,7 @@ def test_a_request_waits_as_long_as_its_prompt_takes_to_compute() -> None:
 
 def test_what_is_found_is_waited_for_by_itself() -> None:
     tier = Tier()
-    tier.store.note_computed(1000, 1.0)
+    tier.store._pace.note(1000, 1.0)
     assert tier.ask(8)
     tier.now += 0.1
     tier.answer(2)
@@ -107,12 +107,12 @@ def test_what_is_found_is_waited_for_by_itself() -> None:
 def test_the_wait_follows_the_latest_forwards_and_has_bounds() -> None:
     tier = Tier()
     assert tier.store._wait_secs(1000) == FIRST_WAIT_SECS
-    tier.store.note_computed(1000, 10.0)
+    tier.store._pace.note(1000, 10.0)
     assert tier.store._wait_secs(1000) == LONGEST_WAIT_SECS
     for _ in range(50):
-        tier.store.note_computed(1000, 0.1)
+        tier.store._pace.note(1000, 0.1)
     assert tier.store._wait_secs(1000) == pytest.approx(1000 * PAGE / 10_000, rel=0.01)
-    tier.store.note_computed(1, 0.001)  # a forward of few tokens says little of long ones
+    tier.store._pace.note(1, 0.001)  # a forward of few tokens says little of long ones
     assert tier.store._wait_secs(1000) == pytest.approx(1000 * PAGE / 10_000, rel=0.01)
     assert not tier.ask(1), "it is computed before an answer comes"
 

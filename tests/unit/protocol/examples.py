@@ -9,6 +9,7 @@ from hisparse_pd.protocol.messages import (
     Geometry,
     Heartbeat,
     HeartbeatAck,
+    HeldKv,
     PrefillTimes,
     Region,
     RegionKind,
@@ -47,6 +48,7 @@ BOOTSTRAP = Bootstrap(
     num_held_tokens=64,
     num_resumed_tokens=2,
     scores=WantedScores(1, 20),
+    held=HeldKv((Extent(9, 48), Extent(80, 16)), (Extent(128, 64),), 48),
     hisparse=True,
 )
 
@@ -73,8 +75,9 @@ TO_PREFILL = [
     (Heartbeat(9), "920209"),
     (
         BOOTSTRAP,
-        "9c03cf7fffffffffffffff" + "9292070292cd012c01" + "91924040" + "05"
-        "c50110" + PROMPT.hex() + "c410" + bytes(range(16)).hex() + "014002" + "920114" + "c3",
+        "9d03cf7fffffffffffffff" + "9292070292cd012c01" + "91924040" + "05"
+        "c50110" + PROMPT.hex() + "c410" + bytes(range(16)).hex() + "014002" + "920114"
+        "93929209309250109192cc804030" + "c3",
     ),
     (AbortRoom(3, "gone"), "930403a4676f6e65"),
 ]
@@ -88,8 +91,8 @@ TO_DECODE = [
     (RegistrationRefused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),
     (
-        RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0), FetchedTokens(48, 16)),
-        "970403cd100040cb3fe000000000000093cb3fd0000000000000cb3fe0000000000000cb3ff0000000000000923010",
+        RoomDone(3, 4096, 64, 0.5, PrefillTimes(0.25, 0.5, 1.0), FetchedTokens(48, 16, 8)),
+        "970403cd100040cb3fe000000000000093cb3fd0000000000000cb3fe0000000000000cb3ff000000000000093301008",
     ),
     (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
     (RoomQuiet(3, False), "930603c2"),

@@ -44,7 +44,7 @@ def _fields(message: Any) -> list[Any]:
 
 def test_hisparse_stands_last_in_the_bootstrap_message() -> None:
     assert Bootstrap.__struct_fields__[-1] == "hisparse"
-    assert _fields(BOOTSTRAP)[-3:] == [2, [1, 20], True]
+    assert _fields(BOOTSTRAP)[-4:] == [2, [1, 20], [[[9, 48], [80, 16]], [[128, 64]], 48], True]
 
 
 REGISTER, _ = TO_PREFILL[0]

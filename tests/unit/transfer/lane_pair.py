@@ -9,11 +9,12 @@ from contextlib import closing, contextmanager
 import numpy as np
 
 from hisparse_pd.core.memory.host import HostPool, allocate_host
+from hisparse_pd.core.paging.extents import SlotArray
 from hisparse_pd.protocol.lane import LaneOffer
 from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane import Lane, Lanes
 from hisparse_pd.transfer.lane_host import LaneHost, SharedMemory
-from hisparse_pd.transfer.plan import Descriptors, Writes
+from hisparse_pd.transfer.plan import Descriptors, Reads, Writes
 from tests.waiting import WAIT_SECS, wait_until
 
 SESSION = "127.0.0.1:15001"
@@ -28,6 +29,7 @@ class Network:
         self.fault = fault
         self.source = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8)
         self.sent: list[tuple[str, list[int]]] = []
+        self.read_from: list[tuple[str, list[int]]] = []
 
     @property
     def addr(self) -> int:
@@ -36,9 +38,17 @@ class Network:
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
         self.sent.append((session, np.asarray(writes[1]).tolist()))
 
+    def read(self, session: str, reads: Reads, stop: Callable[[], str] | None = None) -> None:
+        self.read_from.append((session, np.asarray(reads[0]).tolist()))
+
     def check_sources(self, writes: Descriptors) -> None:
-        src, _, num_bytes = writes
-        if (src < self.addr).any() or (src + num_bytes > self.addr + self.source.nbytes).any():
+        self._check(writes.src_addrs, writes.lengths)
+
+    def check_destinations(self, reads: Descriptors) -> None:
+        self._check(reads.dst_addrs, reads.lengths)
+
+    def _check(self, addrs: SlotArray, num_bytes: SlotArray) -> None:
+        if (addrs < self.addr).any() or (addrs + num_bytes > self.addr + self.source.nbytes).any():
             raise TransferError("not in registered memory")
 
 
@@ -103,6 +113,11 @@ class Pair:
         self.lanes.write(
             SESSION, ([self.network.addr + at for at in src], [base + at for at in dst], lengths)
         )
+
+    def read(self, src: list[int], dst: list[int], lengths: list[int]) -> None:
+        """Read; offsets count from the first pool and from this side's memory."""
+        base = self.regions[0][0]
+        self.lanes.read(SESSION, ([base + at for at in src], [self.network.addr + at for at in dst], lengths))
 
     def close(self) -> None:
         self.lanes.close()

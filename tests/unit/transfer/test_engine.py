@@ -17,6 +17,7 @@ import torch
 from hisparse_pd.transfer import engine as engine_module
 from hisparse_pd.transfer.engine import (
     MAX_BATCH_DESCRIPTORS,
+    MAX_READ_DESCRIPTORS,
     TransferEngine,
     TransferError,
     TransferSetupError,
@@ -83,6 +84,38 @@ def test_a_long_range_and_many_short_ones_arrive_whole(
     expected[starts[::-1] // item_bytes] = items[starts // item_bytes]
     assert peer.read(0, num_items * item_bytes) == expected.tobytes()
     assert peer.read(PEER_BYTES - long_bytes, PEER_BYTES) == source[:long_bytes].numpy().tobytes()
+
+
+def test_a_read_is_a_write_the_other_way_round(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """It has more descriptors than one batch of Mooncake, too, and one that must be cut."""
+    long_bytes = 2 * MAX_DESCRIPTOR_BYTES + 13
+    engine.write(peer.session, ([source.data_ptr()], [peer.base_addr], [long_bytes]))
+    before = source.clone()
+    source.zero_()
+    num_items, item_bytes = 2 * MAX_READ_DESCRIPTORS + 5, 64
+    starts = np.random.default_rng(0).permutation(num_items) * item_bytes
+    engine.read(
+        peer.session,
+        (starts + peer.base_addr, starts[::-1] + source.data_ptr(), np.full(num_items, item_bytes)),
+    )
+    items, read = (
+        tensor[: num_items * item_bytes].view(num_items, item_bytes) for tensor in (before, source)
+    )
+    assert torch.equal(read[(starts[::-1] // item_bytes).copy()], items[starts // item_bytes])
+    assert not source[num_items * item_bytes :].any()
+    engine.read(peer.session, ([peer.base_addr], [source.data_ptr()], [long_bytes]))
+    assert torch.equal(source[:long_bytes], before[:long_bytes])
+    with pytest.raises(TransferError, match=r"destination of 9 bytes.*is not in registered memory") as error:
+        engine.read(peer.session, ([peer.base_addr], [source.data_ptr() + SOURCE_BYTES - 4], [9]))
+    assert not error.value.may_still_land
+    with pytest.raises(
+        TransferError, match=r"read of 9 bytes from session .* registered the source"
+    ) as error:
+        engine.read(peer.session, ([peer.base_addr + (1 << 40)], [source.data_ptr()], [9]))
+    assert error.value.may_still_land
+    engine.read(peer.session, ([peer.base_addr], [source.data_ptr()], [9]))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,41 @@ def test_ranges_of_lengths_without_a_common_row_are_copied() -> None:
     assert np.array_equal(target, expected)
 
 
+def test_what_the_decode_node_has_is_read(pair: Pair) -> None:
+    assert pair.register().kind == "shm"
+    pair.memory[0][:] = np.arange(pair.memory[0].size) % 251
+    expected = pair.network.source.copy()
+    expected[7:5007], expected[6000:6020] = pair.memory[0][30:5030], pair.memory[0][9:29]
+    pair.read([30, 9], [7, 6000], [5000, 20])
+    assert np.array_equal(pair.network.source, expected)
+    with pytest.raises(
+        TransferError, match=r"source of 20 bytes .* is not within the decode node's memory; nothing was read"
+    ):
+        pair.read([POOL_BYTES[0] - 5], [0], [20])
+    with pytest.raises(TransferError, match="not in registered memory"):
+        pair.read([0], [pair.network.source.nbytes - 5], [20])
+    assert np.array_equal(pair.network.source, expected)
+    assert pair.network.read_from == []
+
+
+def test_what_the_decode_node_does_not_share_is_read_over_the_network() -> None:
+    with pair_of(covers_all=False) as pair:
+        pair.register()
+        elsewhere = pair.regions[1][0]
+        pair.memory[0][:] = 9
+        pair.lanes.read(
+            SESSION, ([elsewhere, pair.regions[0][0]], [pair.network.addr, pair.network.addr + 50], [10, 10])
+        )
+        assert pair.network.read_from == [(SESSION, [elsewhere])]
+        assert (pair.network.source[50:60] == 9).all()
+    with pair_of(why_off="off") as pair:
+        pair.register()
+        pair.read([0], [0], [10])
+        assert pair.network.read_from == [(SESSION, [pair.regions[0][0]])]
+    with pytest.raises(TransferError, match="has no lane"):
+        pair.read([0], [0], [10])
+
+
 def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:
     """Slots in any order and several layers are written in slices, as the prefill node does."""
     assert pair.register() == Lane("shm", "both see the same memory")

@@ -123,6 +123,29 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         wait_until(lambda: gpu.calls == expected_calls, "CUDA has let go of the memory before it is unmapped")
 
 
+def test_a_gpu_reads_from_main_memory_and_from_the_other_gpu() -> None:
+    with pair_with_gpu() as (pair, gpu):
+        assert pair.register().kind == "shm"
+        pair.memory[0][:] = np.arange(pair.memory[0].size) % 251
+        gpu.opened[:] = np.arange(gpu.opened.size) % 249
+        lengths = [LONG_BYTES + 1, 3 * PIECE_BYTES, 100]
+        src, dst = [0, LONG_BYTES + 1, 50], [0, LONG_BYTES + 7, LONG_BYTES + 4 * PIECE_BYTES]
+        # The CPU reads what goes to main memory.
+        half = pair.network.source.nbytes // 2
+        src, dst, lengths = [*src, 70], [*dst, half + 9], [*lengths, 40]
+        expected = pair.network.source.copy()
+        for start, to, length in zip(src, dst, lengths, strict=True):
+            expected[to : to + length] = pair.memory[0][start : start + length]
+        pair.read(src, dst, lengths)
+        assert np.array_equal(pair.network.source, expected)
+        assert (gpu.num_runs, gpu.num_pieces) == (1, 4)
+        pair.lanes.read(SESSION, ([(1 << 50) + 30], [pair.network.addr + 9], [60]))
+        assert np.array_equal(pair.network.source[9:69], gpu.opened[5030:5090])
+        with pytest.raises(TransferError, match="GPU cannot be read into main memory"):
+            pair.lanes.read(SESSION, ([1 << 50], [pair.network.addr + half + 1], [9]))
+        assert pair.network.read_from == []
+
+
 @pytest.mark.I1
 @pytest.mark.parametrize("stops_after", [None, 3])
 def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(

@@ -1,0 +1,411 @@
+"""The decode node as a tier below this node's own: what it holds of a prompt is read instead of computed.
+
+A Bootstrap says where the decode node has the prompt's first tokens (``HeldKv``). ``PrefillLife`` calls
+``fetch`` for a waiting request that ``HostTier`` does not hold back, ``returned`` for each read that is over,
+and ``release`` when the request begins or ends. Whole pages that the device lacks are read into its pages,
+KV, indexer keys and row checks; then the request finds them in the cache on the device, as any others.
+
+A read is a write whose source is the decode node's memory: the same plans, slices and turns, in a ``Sender``
+of its own. A prompt's pages are read in parts, in order, so that what has come can be used when time is up.
+Every part is verified before anybody finds its pages. A wrong row is counted, and the request computes from
+its page on.
+
+The decode node owes nothing. A request waits as long as computing the same tokens would take, at least
+LEAST_WAIT_SECS, and then goes on with what has arrived. After an error, a wrong row or a late answer the node
+is not read from for PAUSE_SECS.
+
+``DecodeTier`` owns the slots that are read into (Stage.LANDING), and those in which bytes may still land
+after an error (Stage.QUARANTINED). The decode node keeps the source in use until the room is delivered or
+quiet; what arrives after that is not taken."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+from hisparse_pd.base.prefill_settings import HeldReads
+from hisparse_pd.core.paging.extents import SlotRanges, extents_to_pages, slice_extents, total_length
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
+from hisparse_pd.prefill_node.pace import Pace
+from hisparse_pd.prefill_node.pins import Pins
+from hisparse_pd.prefill_node.push import SourceRegions
+from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
+from hisparse_pd.prefill_node.requests import PrefillRequest
+from hisparse_pd.protocol.messages import Extent, HeldKv, RegionKind, Room
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from hisparse_pd.transfer.sender import Completion, Ready, WriteBatch
+
+log = logging.getLogger(__name__)
+
+MAX_READS: Final = 64
+"""Most requests that are read for at a time; the prompts of others are computed."""
+READ_SHARE: Final = 2
+"""One in so many pages of the device may be read into, or be in quarantine."""
+LEAST_SECS: Final = 0.005
+"""Tokens that are computed sooner than this are not read: a read takes turns of two threads and a
+verification."""
+LEAST_WAIT_SECS: Final = 1.0
+LONGEST_WAIT_SECS: Final = 30.0
+"""Bounds of the time that a request waits for a read, however long computing would take."""
+PAUSE_SECS: Final = 10.0
+"""Time for which a decode node is not read from after an error, a wrong row or a late answer."""
+QUARANTINE_SECS: Final = 60.0
+"""Time after a failed read in which its slots are not used: twice Mooncake's longest timeout."""
+
+
+class Reads(Protocol):
+    """What carries out reads; a ``Sender`` over a ``LaneReader`` does."""
+
+    def submit(self, session: str, batch: WriteBatch) -> None:
+        """Take a batch, without waiting. Its completion comes to ``DecodeTier.returned``."""
+
+    def cancel(self, room: Room) -> bool:
+        """Fail the batches of a room that have not started, and end one that has early."""
+
+
+class ReadMemory(NamedTuple):
+    """This node's memory as reads need it. ``regions``: where it lies. ``void``: makes the checks of pages
+    wrong, so that nobody takes what they have for what is to be read into them; it returns what to wait for
+    before bytes may land. ``wrong_items``: see ``HostTier``. ``part_bytes``: most bytes of a part, by
+    session."""
+
+    regions: SourceRegions
+    void: Callable[[Sequence[int]], Ready | None]
+    wrong_items: Callable[[PageRows, int], list[WrongItem]]
+    part_bytes: Callable[[str], int]
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """Pages on their way from a decode node: those of ``keys`` behind ``first_page``."""
+
+    peer: Peer
+    keys: Sequence[PageKey]
+    first_page: int
+    num_here: int
+    """Pages of ``keys`` that are on the device; it grows as parts arrive."""
+    holding: Holding
+    """The slots of the pages that have not arrived."""
+    deadline_secs: float
+    token_ids: bytes | None
+    """See ``PrefixTree.hold``."""
+    num_pending: int = 0
+    """Parts that are not over."""
+    may_still_land: bool = False
+    """Whether bytes may land in the holding even after all parts are over."""
+    is_wanted: bool = True
+    """Whether the request waits for more."""
+
+
+class DecodeTier:
+    """What the decode nodes of one prefill engine hold, for the requests that they send. ``reads``: None if
+    nothing is ever read. Times are those of ``clock``."""
+
+    def __init__(
+        self,
+        reads: Reads | None,
+        memory: ReadMemory | None,
+        which: HeldReads,
+        pools: Pools,
+        prefixes: PrefixTree,
+        set_aside: SetAside,
+        pins: Pins,
+        pace: Pace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reads = reads
+        self._memory = memory
+        self._which = which
+        self._pools = pools
+        self._prefixes = prefixes
+        self._set_aside = set_aside
+        self._pins = pins
+        self._pace = pace
+        self._clock = clock
+        self._by_room: dict[Room, _Read] = {}
+        """Of each waiting request, what is or was read for it; each is read for once."""
+        self._under_way: dict[Room, _Read] = {}
+        """Reads with parts that are not over, also those of requests that no longer wait."""
+        self._quarantined: list[tuple[float, Holding]] = []
+        """Slots of failed reads, and when they are free."""
+        self._paused_until: dict[str, float] = {}
+        """Until when sessions are not read from."""
+        self.num_read_tokens = 0
+        """Tokens that were read since the start, and were right."""
+        self.num_read_bytes = 0
+        self.num_late = 0
+        """Requests that stopped waiting for a read."""
+        self.num_failures = 0
+        """Reads that ended in an error."""
+
+    # --- what others need to know ----------------------------------------------------------------------
+
+    @property
+    def num_landing(self) -> int:
+        """Holdings in Stage.LANDING."""
+        return len(self._under_way)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Holdings in Stage.QUARANTINED."""
+        return len(self._quarantined)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for a read."""
+        return any(self._wanted())
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Monotone metrics, by name."""
+        return {
+            "held_read_tokens_total": float(self.num_read_tokens),
+            "held_read_bytes_total": float(self.num_read_bytes),
+            "held_read_late_total": float(self.num_late),
+            "held_read_failures_total": float(self.num_failures),
+        }
+
+    def fetched(self, room: Room, num_pages: int) -> int:
+        """Return how many tokens of the first ``num_pages`` pages of a request's prompt were read for it."""
+        read = self._by_room.get(room)
+        if read is None:
+            return 0
+        return max(0, min(num_pages, read.num_here) - read.first_page) * self._pools.page_size
+
+    def _wanted(self) -> Iterator[_Read]:
+        return (read for read in self._under_way.values() if read.is_wanted)
+
+    # --- a waiting request -----------------------------------------------------------------------------
+
+    def fetch(self, request: PrefillRequest, num_pages: int, token_ids: bytes | None = None) -> bool:
+        """Begin to read what the decode node holds of a waiting request's prompt and the device lacks, if
+        that takes less time than computing it. Returns whether the request should wait: for this read, or for
+        another one with its pages.
+
+        ``num_pages``: the pages that its whole prompt needs on the device. ``token_ids``: see
+        ``PrefixTree.hold``.
+        """
+        read = self._by_room.get(request.room)
+        if read is None:
+            return self._begin(request, num_pages, token_ids)
+        if read.is_wanted and self._clock() >= read.deadline_secs:
+            self.num_late += 1
+            self._pause(read.peer)
+            self._stop(request.room, read)
+        return read.is_wanted
+
+    def release(self, room: Room) -> None:
+        """Forget a request, which begins or ends. What still arrives for it is not taken."""
+        if (read := self._by_room.pop(room, None)) is not None:
+            self._stop(room, read)
+
+    def _stop(self, room: Room, read: _Read) -> None:
+        """Let the request wait no longer, and read no further for it."""
+        if read.is_wanted:
+            read.is_wanted = False
+            if read.num_pending and self._reads is not None:
+                self._reads.cancel(room)
+
+    def _pause(self, peer: Peer) -> None:
+        now = self._clock()
+        self._paused_until = {session: until for session, until in self._paused_until.items() if until > now}
+        self._paused_until[peer.session] = now + PAUSE_SECS
+
+    def _begin(self, request: PrefillRequest, num_pages: int, token_ids: bytes | None) -> bool:
+        held, page_size = request.bootstrap.held, self._pools.page_size
+        if held is None or self._reads is None or self._memory is None:
+            return False
+        keys = request.reusable_keys(page_size)
+        keys = keys[: self._num_readable(request, held) // page_size]
+        num_cached = self._num_found(keys)
+        num_missing = len(keys) - num_cached
+        secs = self._pace.secs_for(num_missing * page_size)
+        if num_missing <= 0 or (secs is not None and secs < LEAST_SECS):
+            return False
+        if self._clock() < self._paused_until.get(request.peer.session, 0.0):
+            return False
+        if any(_brings(read, keys, num_cached) for read in self._wanted()):
+            return True
+        num_usable = self._pools.totals.device // page_size - self._set_aside.num_pages(PoolKind.DEVICE)
+        if not self._pins.fits(request.room, num_pages, num_usable):
+            return bool(self._pins)
+        num_missing = min(num_missing, num_usable // READ_SHARE - self._num_busy_pages)
+        if num_missing <= 0 or len(self._under_way) >= MAX_READS:
+            return False
+        before = self._prefixes.use(keys[:num_cached], CACHE_POOLS) if num_cached else None
+        need = SlotCounts(device=num_missing * page_size)
+        if not need.fits_in(self._pools.free + self._prefixes.unused):
+            if before is not None:
+                self._prefixes.let_go(before)
+            return False
+        self._pins.put(request.room, num_pages, before)
+        self._prefixes.make_room(need)
+        wait_secs = min(max(secs or 0.0, LEAST_WAIT_SECS), LONGEST_WAIT_SECS)
+        read = _Read(
+            request.peer,
+            keys[: num_cached + num_missing],
+            first_page=num_cached,
+            num_here=num_cached,
+            holding=self._pools.reserve(request.room, need),
+            deadline_secs=self._clock() + wait_secs,
+            token_ids=token_ids,
+        )
+        self._by_room[request.room] = self._under_way[request.room] = read
+        self._submit(request, held, read, self._reads, self._memory)
+        return True
+
+    def _num_readable(self, request: PrefillRequest, held: HeldKv) -> int:
+        """Return how many tokens of a prompt may be read from its decode node. None are where that has not
+        all that this node has of a token: a node that does not draft has nothing of the draft layer."""
+        assert self._memory is not None
+        own, theirs = self._memory.regions, request.peer.regions
+        num_layers = {kind: region.num_layers for kind, region in theirs.items()}
+        if (
+            num_layers[kv_region_of(request.bootstrap)] != own.kv.num_layers
+            or num_layers[RegionKind.INDEX] != own.index.num_layers
+            or (own.row_checks is not None and RegionKind.ROW_CHECKS not in theirs)
+        ):
+            return 0
+        return held.num_prefilled_tokens if self._which == "prompts" else total_length(held.kv_extents)
+
+    def _submit(
+        self, request: PrefillRequest, held: HeldKv, read: _Read, reads: Reads, memory: ReadMemory
+    ) -> None:
+        """Submit the parts of a read."""
+        page_size, theirs, own = self._pools.page_size, request.peer.regions, memory.regions
+        page_ids = extents_to_pages(read.holding[PoolKind.DEVICE], page_size)
+        ready = memory.void(page_ids)
+        token_bytes = sum(
+            region.num_layers * region.item_bytes
+            for region in (own.kv, own.index, own.row_checks)
+            if region is not None
+        )
+        part_pages = max(1, memory.part_bytes(request.peer.session) // (token_bytes * page_size))
+        for start in range(read.first_page, len(read.keys), part_pages):
+            stop = min(start + part_pages, len(read.keys))
+            part = page_ids[start - read.first_page : stop - read.first_page]
+            dst = SlotRanges.of_pages(part, page_size, 0, len(part) * page_size)
+
+            def all_layers(
+                extents: Sequence[Extent],
+                src_region: RegionView,
+                dst_region: RegionView,
+                start: int = start,
+                stop: int = stop,
+                dst: SlotRanges = dst,
+            ) -> LayerWrites:
+                src = SlotRanges.of_extents(slice_extents(extents, start * page_size, stop * page_size))
+                return LayerWrites(plan_writes(src, dst), src_region, dst_region, 0, dst_region.num_layers)
+
+            layers = [
+                all_layers(held.kv_extents, theirs[kv_region_of(request.bootstrap)], own.kv),
+                all_layers(held.index_extents, theirs[RegionKind.INDEX], own.index),
+            ]
+            if own.row_checks is not None:
+                layers.append(all_layers(held.index_extents, theirs[RegionKind.ROW_CHECKS], own.row_checks))
+            sliced = SlicedWrites(layers, memory.part_bytes(request.peer.session))
+            read.num_pending += 1
+            reads.submit(
+                request.peer.session,
+                WriteBatch(request.room, stop, sliced, sliced.num_bytes, read.deadline_secs, ready=ready),
+            )
+
+    # --- answers ---------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Free the slots of failed reads whose time is over."""
+        now = self._clock()
+        for entry in [entry for entry in self._quarantined if entry[0] <= now]:
+            self._quarantined.remove(entry)
+            self._pools.release(entry[1])
+
+    def returned(self, completion: Completion) -> None:
+        """Take a part that is over: what is right of it, if its request still waits."""
+        room, read = completion.room, self._under_way[completion.room]
+        read.num_pending -= 1
+        read.may_still_land |= completion.may_still_land
+        if completion.ok:
+            self.num_read_bytes += completion.num_bytes
+        if read.is_wanted and completion.ok:
+            if not self._take(room, read, stop=completion.tag):
+                self._stop(room, read)
+        elif read.is_wanted:
+            log.warning(
+                "room %d: reading what decode node %s holds: %s", room, read.peer.node_id, completion.error
+            )
+            self.num_failures += 1
+            self._pause(read.peer)
+            self._stop(room, read)
+        if read.num_pending:
+            return
+        read.is_wanted = False
+        del self._under_way[room]
+        if read.may_still_land:
+            self._pools.move(read.holding, Stage.QUARANTINED)
+            self._quarantined.append((self._clock() + QUARANTINE_SECS, read.holding))
+        else:
+            self._pools.release(read.holding)
+
+    def _take(self, room: Room, read: _Read, stop: int) -> bool:
+        """Put the pages of a part that has arrived into the tree, up to page ``stop`` or the first with a
+        wrong row. Returns whether further parts can follow."""
+        page_size, start = self._pools.page_size, read.num_here
+        before = self._pins.prefix(room)
+        if start and (before is None or before.is_dropped):  # a page before them was found wrong meanwhile
+            return False
+        end = start + self._num_right_pages(read, stop)
+        if end > start:
+            num_held = self._prefixes.hold(
+                read.holding, read.keys[:end], CACHE_POOLS, start, token_ids=read.token_ids
+            )
+            if num_held < end:  # the sequence has too many runs
+                return False
+            read.num_here = end
+            self.num_read_tokens += (end - start) * page_size
+            self._pins.keep(room, self._prefixes.use(read.keys[:end], CACHE_POOLS))
+        return end == stop
+
+    def _num_right_pages(self, read: _Read, stop: int) -> int:
+        """Verify the rows of a part. Returns the number of pages before the first with a wrong row."""
+        assert self._memory is not None
+        page_size, start = self._pools.page_size, read.num_here
+        page_ids = extents_to_pages(read.holding[PoolKind.DEVICE], page_size)
+        rows = rows_of_pages(page_ids, page_size, start * page_size, stop * page_size)
+        num_right = stop - start
+        for item in self._memory.wrong_items(rows, page_size):
+            self._set_aside.count_wrong(
+                "decode",
+                f"the KV of layer {item.layer}, position {item.position}, that decode node "
+                f"{read.peer.node_id} holds is not what was written (decode): its check is "
+                f"{item.actual:#010x}, expected {item.expected:#010x}",
+            )
+            num_right = min(num_right, item.position // page_size - start)
+        if num_right < stop - start:
+            self._pause(read.peer)
+        return num_right
+
+    # --- pools and tree --------------------------------------------------------------------------------
+
+    @property
+    def _num_busy_pages(self) -> int:
+        """Pages that are read into, or in quarantine."""
+        holdings = [read.holding for read in self._under_way.values()]
+        holdings += [holding for _, holding in self._quarantined]
+        return sum(holding.num_slots(PoolKind.DEVICE) for holding in holdings) // self._pools.page_size
+
+    def _num_found(self, keys: Sequence[PageKey]) -> int:
+        found = self._prefixes.find(keys, CACHE_POOLS)
+        return 0 if found is None else found.num_pages
+
+
+def _brings(read: _Read, keys: Sequence[PageKey], number: int) -> bool:
+    """Whether page ``number`` of ``keys`` is among those that are read."""
+    return read.first_page <= number < len(read.keys) and read.keys[number] == keys[number]

@@ -1,0 +1,73 @@
+"""What waiting requests keep in use of the prefix cache on the device, until they begin or end.
+
+``HostTier`` and ``DecodeTier`` bring pages there for a waiting request, which must still find them when its
+turn comes. Both share one ``Pins``, which owns these uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.protocol.messages import Room
+
+
+@dataclass(eq=False, slots=True)
+class _Pin:
+    num_pages: int
+    """Pages that the request's whole prompt needs on the device."""
+    prefix: Prefix | None
+    """What it keeps in use."""
+
+
+class Pins:
+    """The pins of one engine's waiting requests."""
+
+    def __init__(self, prefixes: PrefixTree) -> None:
+        self._prefixes = prefixes
+        self._pins: dict[Room, _Pin] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pins)
+
+    def fits(self, room: Room, num_pages: int, num_usable: int) -> bool:
+        """Return whether a request whose prompt needs ``num_pages`` may be pinned: all pinned ones fit at
+        once into ``num_usable`` pages, so that none of them waits for pages that another one keeps."""
+        others = sum(pin.num_pages for other, pin in self._pins.items() if other != room)
+        return others + num_pages <= num_usable
+
+    def put(self, room: Room, num_pages: int, prefix: Prefix | None = None) -> None:
+        """Pin a request, which uses ``prefix`` from now on and let go of another one."""
+        self.release(room)
+        self._pins[room] = _Pin(num_pages, prefix)
+
+    def keep(self, room: Room, prefix: Prefix | None) -> None:
+        """Let a pinned request keep ``prefix``, which it uses from now on, instead of what it has kept."""
+        self.put(room, self._pins[room].num_pages, prefix)
+
+    def prefix(self, room: Room) -> Prefix | None:
+        """Return what a request keeps in use, or None."""
+        pin = self._pins.get(room)
+        return None if pin is None else pin.prefix
+
+    def release(self, room: Room) -> None:
+        """Let go of what a request keeps, which begins or ends."""
+        self._let_go(self._pins.pop(room, None))
+
+    def let_go_all(self) -> bool:
+        """Let go of all that is kept; the requests stay pinned. Returns whether anything was let go."""
+        kept = [pin for pin in self._pins.values() if pin.prefix is not None]
+        for pin in kept:
+            self._let_go(pin)
+        return bool(kept)
+
+    def users(self) -> Iterator[Prefix]:
+        """Yield the prefixes in use, once for each use."""
+        yield from (pin.prefix for pin in self._pins.values() if pin.prefix is not None)
+
+    def _let_go(self, pin: _Pin | None) -> None:
+        if pin is not None and pin.prefix is not None:
+            prefix, pin.prefix = pin.prefix, None
+            self._prefixes.let_go(prefix)

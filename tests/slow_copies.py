@@ -1,0 +1,66 @@
+"""Copies between an index pool and main memory that last as long as a test wants; bytes are names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.protocol.messages import Extent
+
+
+class Event:
+    """A copy and its end."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self.copy = copy
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+class SlowCopies:
+    """Stands in for ``KeyPages``. A copy reads and writes when it ends, which ``finish`` makes it do."""
+
+    def __init__(self) -> None:
+        self.index: dict[int, object] = {}
+        """What each slot of the index pool has, as far as a test says or a copy has brought it."""
+        self.places: dict[int, object] = {}
+        """What lies at the place of each slot of the host pool."""
+        self.under_way: list[Event] = []
+        """In the order in which they end."""
+
+    def copy_down(self, index: Sequence[Extent], host: Sequence[Extent]) -> torch.cuda.Event:
+        return self._begin(self.index, index, self.places, host)
+
+    def copy_up(self, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
+        return self._begin(self.places, host, self.index, index)
+
+    def settle(self) -> None:
+        self.finish()
+
+    def finish(self, most: int | None = None) -> None:
+        """End the first ``most`` copies under way, or all."""
+        for event in self.under_way[:most]:
+            event.copy()
+            event.is_over = True
+        del self.under_way[:most]
+
+    def _begin(
+        self,
+        src: dict[int, object],
+        src_extents: Sequence[Extent],
+        dst: dict[int, object],
+        dst_extents: Sequence[Extent],
+    ) -> torch.cuda.Event:
+        src_slots, dst_slots = (extents_to_slots(slots).tolist() for slots in (src_extents, dst_extents))
+        assert len(src_slots) == len(dst_slots) == len(set(src_slots)) == len(set(dst_slots)) > 0
+
+        def copy() -> None:
+            dst.update({to: src.get(slot) for slot, to in zip(src_slots, dst_slots, strict=True)})
+
+        self.under_way.append(Event(copy))
+        return cast(torch.cuda.Event, self.under_way[-1])
