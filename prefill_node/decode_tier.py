@@ -16,7 +16,8 @@ is not read from for PAUSE_SECS.
 
 ``DecodeTier`` owns the slots that are read into (Stage.LANDING), and those in which bytes may still land
 after an error (Stage.QUARANTINED). The decode node keeps the source in use until the room is delivered or
-quiet; what arrives after that is not taken."""
+quiet; what arrives after that is not taken.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from hisparse_pd.base.prefill_settings import HeldReads
-from hisparse_pd.core.paging.extents import SlotRanges, extents_to_pages, slice_extents, total_length
+from hisparse_pd.core.paging.extents import extents_to_pages, total_length
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -37,10 +38,10 @@ from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.push import SourceRegions
-from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
+from hisparse_pd.prefill_node.read_plan import ReadPlan
+from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import PrefillRequest
-from hisparse_pd.protocol.messages import Extent, HeldKv, RegionKind, Room
-from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from hisparse_pd.protocol.messages import Room
 from hisparse_pd.transfer.sender import Completion, Ready, WriteBatch
 
 log = logging.getLogger(__name__)
@@ -197,15 +198,18 @@ class DecodeTier:
         if read is None:
             return self._begin(request, num_pages, token_ids)
         if read.is_wanted and self._clock() >= read.deadline_secs:
-            self.num_late += 1
-            self._pause(read.peer)
-            self._stop(request.room, read)
+            self._give_up_late(request.room, read)
         return read.is_wanted
 
     def release(self, room: Room) -> None:
         """Forget a request, which begins or ends. What still arrives for it is not taken."""
         if (read := self._by_room.pop(room, None)) is not None:
             self._stop(room, read)
+
+    def _give_up_late(self, room: Room, read: _Read) -> None:
+        self.num_late += 1
+        self._pause(read.peer)
+        self._stop(room, read)
 
     def _stop(self, room: Room, read: _Read) -> None:
         """Let the request wait no longer, and read no further for it."""
@@ -223,8 +227,9 @@ class DecodeTier:
         held, page_size = request.bootstrap.held, self._pools.page_size
         if held is None or self._reads is None or self._memory is None:
             return False
-        keys = request.reusable_keys(page_size)
-        keys = keys[: self._num_readable(request, held) // page_size]
+        plan = ReadPlan(request.bootstrap, held, request.peer, self._memory.regions, page_size)
+        num_tokens = held.num_prefilled_tokens if self._which == "prompts" else total_length(held.kv_extents)
+        keys = request.reusable_keys(page_size)[: num_tokens // page_size if plan.has_all else 0]
         num_cached = self._num_found(keys)
         num_missing = len(keys) - num_cached
         secs = self._pace.secs_for(num_missing * page_size)
@@ -259,64 +264,22 @@ class DecodeTier:
             token_ids=token_ids,
         )
         self._by_room[request.room] = self._under_way[request.room] = read
-        self._submit(request, held, read, self._reads, self._memory)
+        self._submit(request.room, read, plan, self._reads, self._memory)
         return True
 
-    def _num_readable(self, request: PrefillRequest, held: HeldKv) -> int:
-        """Return how many tokens of a prompt may be read from its decode node. None are where that has not
-        all that this node has of a token: a node that does not draft has nothing of the draft layer."""
-        assert self._memory is not None
-        own, theirs = self._memory.regions, request.peer.regions
-        num_layers = {kind: region.num_layers for kind, region in theirs.items()}
-        if (
-            num_layers[kv_region_of(request.bootstrap)] != own.kv.num_layers
-            or num_layers[RegionKind.INDEX] != own.index.num_layers
-            or (own.row_checks is not None and RegionKind.ROW_CHECKS not in theirs)
-        ):
-            return 0
-        return held.num_prefilled_tokens if self._which == "prompts" else total_length(held.kv_extents)
-
-    def _submit(
-        self, request: PrefillRequest, held: HeldKv, read: _Read, reads: Reads, memory: ReadMemory
-    ) -> None:
+    def _submit(self, room: Room, read: _Read, plan: ReadPlan, reads: Reads, memory: ReadMemory) -> None:
         """Submit the parts of a read."""
-        page_size, theirs, own = self._pools.page_size, request.peer.regions, memory.regions
-        page_ids = extents_to_pages(read.holding[PoolKind.DEVICE], page_size)
+        page_ids = extents_to_pages(read.holding[PoolKind.DEVICE], self._pools.page_size)
         ready = memory.void(page_ids)
-        token_bytes = sum(
-            region.num_layers * region.item_bytes
-            for region in (own.kv, own.index, own.row_checks)
-            if region is not None
-        )
-        part_pages = max(1, memory.part_bytes(request.peer.session) // (token_bytes * page_size))
-        for start in range(read.first_page, len(read.keys), part_pages):
+        session, first = read.peer.session, read.first_page
+        part_bytes = memory.part_bytes(session)
+        part_pages = max(1, part_bytes // plan.page_bytes)
+        for start in range(first, len(read.keys), part_pages):
             stop = min(start + part_pages, len(read.keys))
-            part = page_ids[start - read.first_page : stop - read.first_page]
-            dst = SlotRanges.of_pages(part, page_size, 0, len(part) * page_size)
-
-            def all_layers(
-                extents: Sequence[Extent],
-                src_region: RegionView,
-                dst_region: RegionView,
-                start: int = start,
-                stop: int = stop,
-                dst: SlotRanges = dst,
-            ) -> LayerWrites:
-                src = SlotRanges.of_extents(slice_extents(extents, start * page_size, stop * page_size))
-                return LayerWrites(plan_writes(src, dst), src_region, dst_region, 0, dst_region.num_layers)
-
-            layers = [
-                all_layers(held.kv_extents, theirs[kv_region_of(request.bootstrap)], own.kv),
-                all_layers(held.index_extents, theirs[RegionKind.INDEX], own.index),
-            ]
-            if own.row_checks is not None:
-                layers.append(all_layers(held.index_extents, theirs[RegionKind.ROW_CHECKS], own.row_checks))
-            sliced = SlicedWrites(layers, memory.part_bytes(request.peer.session))
+            part = plan.part(start, page_ids[start - first : stop - first], part_bytes)
+            batch = WriteBatch(room, stop, part, part.num_bytes, read.deadline_secs, ready=ready)
             read.num_pending += 1
-            reads.submit(
-                request.peer.session,
-                WriteBatch(request.room, stop, sliced, sliced.num_bytes, read.deadline_secs, ready=ready),
-            )
+            reads.submit(session, batch)
 
     # --- answers ---------------------------------------------------------------------------------------
 
@@ -337,10 +300,11 @@ class DecodeTier:
         if read.is_wanted and completion.ok:
             if not self._take(room, read, stop=completion.tag):
                 self._stop(room, read)
+        elif read.is_wanted and self._clock() >= read.deadline_secs:
+            self._give_up_late(room, read)
         elif read.is_wanted:
-            log.warning(
-                "room %d: reading what decode node %s holds: %s", room, read.peer.node_id, completion.error
-            )
+            what = f"room {room}: reading what decode node {read.peer.node_id} holds"
+            log.warning("%s: %s", what, completion.error)
             self.num_failures += 1
             self._pause(read.peer)
             self._stop(room, read)

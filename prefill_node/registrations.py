@@ -267,18 +267,18 @@ def why_held_wrong(bootstrap: Bootstrap, peer: Peer) -> str | None:
     held = bootstrap.held
     if held is None:
         return None
+    num_given = total_length(held.kv_extents)
     for kind, extents in ((kv_region_of(bootstrap), held.kv_extents), (RegionKind.INDEX, held.index_extents)):
         num_slots = peer.regions[kind].num_slots
         end = max((extent.end for extent in extents), default=0)
         if end > num_slots:
             return f"held {kind.value} extents end at slot {end}, past the region's {num_slots} slots"
-        num_given = total_length(extents)
-        if num_given != bootstrap.num_held_tokens:
-            return f"held {kind.value} extents are of {num_given} of {bootstrap.num_held_tokens} held tokens"
-    if held.num_prefilled_tokens > bootstrap.num_held_tokens:
-        return (
-            f"{held.num_prefilled_tokens} of {bootstrap.num_held_tokens} held tokens are said to be prefilled"
-        )
+        if (number := total_length(extents)) != num_given:
+            return f"held {kind.value} extents are of {number} tokens, those of the KV of {num_given}"
+    if num_given > bootstrap.num_held_tokens:
+        return f"held extents are of {num_given} tokens, num_held_tokens is {bootstrap.num_held_tokens}"
+    if held.num_prefilled_tokens > num_given:
+        return f"{held.num_prefilled_tokens} of {num_given} held tokens are said to be prefilled"
     return None
 
 

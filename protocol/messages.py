@@ -199,7 +199,8 @@ class HeldKv(Struct, frozen=True, array_like=True):
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``; ``index_extents``: those
     of ``INDEX`` and ``ROW_CHECKS``. Both are in position order from 0 on, and of the same number of tokens.
     ``num_prefilled_tokens``: how many of these tokens come before the first one whose KV is rounded as in
-    decode steps. The slots stand until the room is delivered or quiet."""
+    decode steps. The slots stand until the room is delivered or quiet.
+    """
 
     kv_extents: Extents
     index_extents: Extents

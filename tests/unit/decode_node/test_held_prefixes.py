@@ -19,7 +19,6 @@ from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.plan_moves import bootstrap_of
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.protocol.messages import Bootstrap
 from tests.books import end, land, make_request
 from tests.unit.decode_node.support import (
     Checkpoint,
@@ -117,7 +116,9 @@ def test_pages_that_a_prefill_node_may_read_stay_in_use_until_its_room_is_quiet(
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_bootstrap_says_where_held_pages_are_and_which_steps_computed(mode: Mode) -> None:
     books = Books()
-    books.end(books.run(books.land(PROMPT, mode), 7))
+    first = books.land(PROMPT, mode)
+    assert bootstrap_of(first).held is None
+    books.end(books.run(first, 7))
     prompt = (*PROMPT, *[77] * 7, 5, 6, 7)
     request = books.land(prompt, mode)
     request.prompt = pack_token_ids(prompt)
@@ -140,13 +141,6 @@ def test_a_bootstrap_says_where_held_pages_are_and_which_steps_computed(mode: Mo
     books.end(books.run(books.land(prompt, mode)))
     again = books.land((*prompt, 1), mode)
     assert (again.held_prefix_tokens, again.num_prefilled_tokens) == (20, 16)
-    assert bootstrap_of_new(books, mode).held is None
-
-
-def bootstrap_of_new(books: Books, mode: Mode) -> Bootstrap:
-    request = books.land(tuple(range(200, 206)), mode)
-    request.prompt = pack_token_ids(range(200, 206))
-    return bootstrap_of(request)
 
 
 @pytest.mark.I5

@@ -410,11 +410,18 @@ def test_a_room_is_quiet_though_its_read_is_not_over(engine: EngineThread, peer:
     [
         (HeldKv((Extent(1000, 144),), (Extent(0, 144),), 144), "end at slot 1144, past the region's 1024"),
         (HeldKv((Extent(0, 144),), (Extent(1000, 144),), 144), "held index extents end at slot 1144"),
-        (HeldKv((Extent(0, 128),), (Extent(0, 144),), 144), "held kv_host extents are of 128 of 144"),
-        (HeldKv((Extent(0, 144),), (), 144), "held index extents are of 0 of 144"),
+        (
+            HeldKv((Extent(0, 128),), (Extent(0, 144),), 144),
+            "held index extents are of 144 tokens, those of the KV of 128",
+        ),
+        (HeldKv((Extent(0, 144),), (), 144), "held index extents are of 0 tokens, those of the KV of 144"),
         (
             HeldKv((Extent(0, 144),), (Extent(0, 144),), 145),
             "145 of 144 held tokens are said to be prefilled",
+        ),
+        (
+            HeldKv((Extent(0, 160),), (Extent(0, 160),), 144),
+            "held extents are of 160 tokens, num_held_tokens is 144",
         ),
     ],
 )

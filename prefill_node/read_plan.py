@@ -1,0 +1,61 @@
+"""Plans reads of what a decode node holds of a prompt: from slots there into pages here. Pure.
+
+``DecodeTier`` makes a ``ReadPlan`` of each prompt that it reads for. A read is planned as a write whose
+source is the decode node's memory (``transfer/plan.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hisparse_pd.core.paging.extents import SlotRanges, slice_extents
+from hisparse_pd.prefill_node.push import SourceRegions
+from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
+from hisparse_pd.protocol.messages import Bootstrap, Extent, HeldKv, RegionKind
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Reads of what ``held`` says, the first tokens of a prompt, from the regions of ``peer`` into
+    ``own``."""
+
+    bootstrap: Bootstrap
+    held: HeldKv
+    peer: Peer
+    own: SourceRegions
+    page_size: int
+    """Tokens of a page here."""
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the decode node has all that this node has of a token. A node that does not draft has
+        nothing of the draft layer, and one that verifies no rows has no checks."""
+        return all(
+            theirs is not None and theirs.num_layers == own.num_layers for _, theirs, own in self._pools()
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all pools."""
+        return self.page_size * sum(own.num_layers * own.item_bytes for _, _, own in self._pools())
+
+    def part(self, start: int, page_ids: Sequence[int], slice_bytes: int) -> SlicedWrites:
+        """Return the read of as many of the prompt's pages, from number ``start`` on, as there are
+        ``page_ids``, the pages here. Raises PlanError."""
+        num_tokens, first = len(page_ids) * self.page_size, start * self.page_size
+        dst = SlotRanges.of_pages(page_ids, self.page_size, 0, num_tokens)
+        parts = []
+        for extents, theirs, own in self._pools():
+            src = SlotRanges.of_extents(slice_extents(extents, first, first + num_tokens))
+            assert theirs is not None, "nothing is read from a node that has not all"
+            parts.append(LayerWrites(plan_writes(src, dst), theirs, own, 0, own.num_layers))
+        return SlicedWrites(parts, slice_bytes)
+
+    def _pools(self) -> Iterator[tuple[Sequence[Extent], RegionView | None, RegionView]]:
+        """Yield for each pool here the slots of what is held, the decode node's region and this node's."""
+        theirs, held, own = self.peer.regions, self.held, self.own
+        yield held.kv_extents, theirs[kv_region_of(self.bootstrap)], own.kv
+        yield held.index_extents, theirs[RegionKind.INDEX], own.index
+        if own.row_checks is not None:
+            yield held.index_extents, theirs.get(RegionKind.ROW_CHECKS), own.row_checks
