@@ -10,6 +10,7 @@ which replaces all of them before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
@@ -54,24 +55,44 @@ def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
         return limits.in_pages(limits.max_capacity(request, most)) - num_slots
 
     left = draft.spare_device() - num_taken
-    for request in draft.running:  # what one has beyond that, others can get
-        if request.mode is Mode.HISPARSE:
-            lacks = lacked(request, request.num_device_slots)
-            left -= min(0, lacks) if request.is_resident else lacks
-    for request in draft.landing:
-        if request.mode is Mode.HISPARSE:
-            left -= max(0, lacked(request, request.num_device_slots))
-    for admission in draft.admissions.values():
-        if admission.mode is Mode.HISPARSE:
-            left -= max(0, lacked(admission.request, limits.in_pages(admission.hot_capacity)))
+    for request, mode, num_slots in _running(draft):  # what one has beyond that, others can get
+        if mode is Mode.HISPARSE:
+            lacks = lacked(request, num_slots)
+            stays_resident = request.is_resident and request not in draft.exchanges
+            left -= min(0, lacks) if stays_resident else lacks
+    for request, mode, num_slots in _coming(draft):
+        if left < 0:
+            return False
+        if mode is Mode.HISPARSE:
+            left -= max(0, lacked(request, num_slots))
     # Who waits for a row does not need slots yet.
     for request in draft.queue.first(draft.available.req_row - 1):
+        if left < 0:
+            return False
         if request.flag is HisparseFlag.FALSE:
             num_tokens = min(request.num_prompt_tokens + limits.growth_tokens, request.life_tokens)
             left -= limits.in_pages(num_tokens)
         else:
             left -= lacked(request, 0)
     return left >= 0
+
+
+def _running(draft: PlanDraft) -> Iterator[tuple[Request, Mode, int]]:
+    """Yield the running requests, with the modes and device slots that the plan leaves them with."""
+    for request in draft.running:
+        exchange = draft.exchanges.get(request)
+        if exchange is None:
+            yield request, request.mode, request.num_device_slots
+        else:
+            yield request, Mode.HISPARSE, draft.limits.in_pages(exchange.num_device_slots)
+
+
+def _coming(draft: PlanDraft) -> Iterator[tuple[Request, Mode, int]]:
+    """Yield the requests that land or that the plan admits, with their modes and device slots."""
+    for request in draft.landing:
+        yield request, request.mode, request.num_device_slots
+    for request, admission in draft.admissions.items():
+        yield request, admission.mode, draft.limits.in_pages(admission.need.device)
 
 
 def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> int:
@@ -87,15 +108,11 @@ def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> i
 
 def _hisparse(draft: PlanDraft) -> tuple[int, int]:
     """Return the number of hisparse requests, and the device slots that dense ones leave."""
-    num_hisparse, num_slots = 0, draft.limits.totals.device
-    for request in (*draft.running, *draft.landing):
-        is_dense = request.mode is Mode.DENSE and request not in draft.exchanges
-        num_slots -= request.num_device_slots if is_dense else 0
-        num_hisparse += not is_dense
-    for admission in draft.admissions.values():
-        num_slots -= admission.need.device if admission.mode is Mode.DENSE else 0
-        num_hisparse += admission.mode is Mode.HISPARSE
-    return num_hisparse, num_slots
+    num_hisparse, num_left = 0, draft.limits.totals.device
+    for _, mode, num_slots in chain(_running(draft), _coming(draft)):
+        num_left -= num_slots if mode is Mode.DENSE else 0
+        num_hisparse += mode is Mode.HISPARSE
+    return num_hisparse, num_left
 
 
 def hisparse_pays(draft: PlanDraft) -> bool:

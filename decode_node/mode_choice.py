@@ -74,8 +74,9 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     smallest, full_size = (
         draft.limits.in_pages(capacity) for capacity in (min_capacity, draft.limits.max_capacity(request))
     )
+    some_may_leave = any(map(draft.may_leave_pages, draft.running))
     # Dense requests that leave their pages take host slots, which the request may lack then.
-    for dense_may_leave in (True, False):
+    for dense_may_leave in (True, False) if some_may_leave else (False,):
         mark = draft.mark()
         if draft.spare_device() < full_size:
             make_room(draft, full_size, dense_may_leave=dense_may_leave)
