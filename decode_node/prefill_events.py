@@ -77,9 +77,12 @@ class PrefillEvents:
 
     def _repeat_messages(self, event: PeerReady) -> None:
         """Repeat the Bootstraps and AbortRooms that the same run may have missed while this node was not
-        registered with it. Repetition is harmless."""
+        registered with it. Repetition is harmless. A Bootstrap that was not sent yet says of keys that they
+        may be read, which are still on their way from main memory."""
         for request in self.requests.of_peer(event.address):
-            if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
+            was_sent = not self.requests.held_tier.is_arriving(request.prefix)
+            is_landing = request.state is RequestState.LANDING and request.instance_id == event.instance_id
+            if is_landing and was_sent:
                 self.peers.send(event.address, bootstrap_of(request))
         for entry in self.requests.quarantine:
             if (

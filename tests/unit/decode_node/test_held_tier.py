@@ -18,6 +18,7 @@ from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
+from hisparse_pd.decode_node.peer_events import PeerReady
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import pack_token_ids
@@ -397,7 +398,7 @@ def test_a_scrub_verifies_what_has_moved_down(node: EngineHarness) -> None:
 def test_a_request_whose_prefix_does_not_come_back_waits_alone_and_not_for_ever(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = random_prompt(8, 85)
+    prompt = random_prompt(8, 83)  # so that nothing is asked of the prefill node
     node.ask(prompt, 2, HisparseFlag.TRUE)
     node.turn_until(lambda: node.engine.requests.held_tier.num_copies == 0)
     requests = node.engine.requests
@@ -413,6 +414,41 @@ def test_a_request_whose_prefix_does_not_come_back_waits_alone_and_not_for_ever(
     node.engine.queue_moves.expire(time.monotonic() + 1e6)
     node.failure_of(late, status=503, error="the held prefix did not come from main memory within")
     copies.finish()
+
+
+@pytest.mark.I7
+def test_a_prefill_node_hears_of_keys_when_they_are_there(
+    node: EngineHarness, cold_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read them. It hears nothing of a request that ends before, whose slots are free at once."""
+    prompt = random_prompt(10, 85)
+    node.ask(prompt, 2, HisparseFlag.TRUE)
+    node.turn_until(lambda: node.engine.requests.held_tier.num_copies == 0)
+    requests = node.engine.requests
+    requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
+    copies, copy_up = SlowCopies(), KeyPages.copy_up
+
+    def slow_copy_up(pages: KeyPages, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
+        copy_up(pages, host, index)
+        return copies.copy_up(host, index)
+
+    monkeypatch.setattr(KeyPages, "copy_up", slow_copy_up)
+    num_before = len(node.double.bootstraps)
+    longer = (*prompt, *random_prompt(11, 40))
+    answer, given_up = (node.generate(longer, 4, HisparseFlag.TRUE) for _ in range(2))
+    node.turn_until(lambda: len(requests.select(RequestState.LANDING)) == 2)
+    request, other = requests.select(RequestState.LANDING)
+    node.engine.prefill_events.handle(PeerReady(request.peer, request.instance_id), time.monotonic())
+    node.leave(given_up)
+    node.turn_until(lambda: other.state is RequestState.ENDED)
+    node.turn_until(lambda: not len(requests.quarantine))
+    assert len(node.double.bootstraps) == num_before
+    assert request.state is RequestState.LANDING
+    copies.finish()
+    assert node.tokens_of(answer) == cold_node.ask(longer, 4, HisparseFlag.TRUE).token_ids
+    (bootstrap,) = node.double.bootstraps[num_before:]
+    assert bootstrap.num_held_tokens == 80
+    assert bootstrap.held is not None
 
 
 def test_a_flush_gives_up_what_is_being_copied(node: EngineHarness) -> None:
