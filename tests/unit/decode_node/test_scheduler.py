@@ -291,6 +291,19 @@ def test_first_samples_of_auto_keep_the_pages_that_further_ones_share() -> None:
     assert [node.rooms.held.unused.device, alone.may_leave_pages] == [0, True]
 
 
+def test_auto_counts_what_others_have_once_the_plan_is_carried_out() -> None:
+    """One that leaves its pages gets 128 entries, and 112 slots are left. Beside as many slots of pages, hot
+    buffers of 56 entries would do, for which the first one has more than the second lacks."""
+    node, requests = filled_by_auto()
+    first, second = node.arrive(TRUE, 260, 10), node.arrive(AUTO, 91, 10)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(requests[-1], 128)]
+    assert [(first.mode, first.hot_capacity), (second.mode, second.num_device_slots)] == [
+        (Mode.HISPARSE, 32),
+        (Mode.DENSE, 112),
+    ]
+
+
 # --- what misses cost ----------------------------------------------------------------------------------
 
 
