@@ -11,6 +11,7 @@
 #   SOAK_SECS=n      how long `make soak` goes on; default: 120
 #   SOAK_RANKS=n     ranks of each node in `make soak`; default: 1
 #   SOAK_DRAFTS=n    drafts that steps verify at most in `make soak`; default: 3
+#   SOAK_BUFFER=n    --device-buffer-size of decode nodes in `make soak`; default: 200; 0: without a bound
 #   SOAK_FLIPS=n     bits a second that flip in each decode engine's host pool in `make soak`; default: 0
 #   PYTHON=python3   the interpreter (3.11, 3.12 or 3.13) that makes .venv
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
@@ -27,6 +28,7 @@ SOAK_SECS ?= 120
 SOAK_RANKS ?= 1
 SOAK_DRAFTS ?= 3
 SOAK_FLIPS ?= 0
+SOAK_BUFFER ?= 200
 ROOM_EXAMPLES ?= 10000
 TORCH_PIP_ARGS ?=
 
@@ -126,7 +128,7 @@ rooms: $(READY) ## ROOM_EXAMPLES new histories of the room protocol with both en
 	ROOM_EXAMPLES=$(ROOM_EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/property/test_rooms_both_ends.py $(TEST_ARGS)
 
 soak: $(READY) ## nodes under load that are killed, stopped and started again, for SOAK_SECS
-	SOAK_SECS=$(SOAK_SECS) SOAK_RANKS=$(SOAK_RANKS) SOAK_DRAFTS=$(SOAK_DRAFTS) SOAK_FLIPS=$(SOAK_FLIPS) $(BIN)/python -m pytest -s -m soak tests/soak $(TEST_ARGS)
+	SOAK_SECS=$(SOAK_SECS) SOAK_RANKS=$(SOAK_RANKS) SOAK_DRAFTS=$(SOAK_DRAFTS) SOAK_FLIPS=$(SOAK_FLIPS) SOAK_BUFFER=$(SOAK_BUFFER) $(BIN)/python -m pytest -s -m soak tests/soak $(TEST_ARGS)
 
 lint: $(READY) ## ruff, mypy, and that tests which only run elsewhere can be imported
 	$(BIN)/ruff check .

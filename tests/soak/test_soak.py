@@ -14,8 +14,9 @@ Every node has SOAK_RANKS ranks, and steps verify up to SOAK_DRAFTS drafts. SOAK
 that flip each second in each decode engine's host pool; requests may then end with an error that names the
 row, and the host pool has no canaries.
 
-SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_FLIPS, SOAK_CLIENTS and SOAK_SEED are read from the environment; the
-summary goes to standard output and to SOAK_REPORT as JSON, with the samples in a file beside it.
+SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_FLIPS, SOAK_BUFFER (``--device-buffer-size``), SOAK_CLIENTS and
+SOAK_SEED are read from the environment; the summary goes to standard output and to SOAK_REPORT as JSON, with
+the samples in a file beside it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_RANKS = int(os.environ.get("SOAK_RANKS", "1"))
 NUM_DRAFTS = int(os.environ.get("SOAK_DRAFTS", "3"))
 FLIPS_PER_SEC = float(os.environ.get("SOAK_FLIPS", "0"))
+BUFFER = os.environ.get("SOAK_BUFFER", "200")
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
 REPORT = Path(os.environ.get("SOAK_REPORT", "out/soak.json"))
 
@@ -80,9 +82,12 @@ PREFILL_OPTIONS = [
 ]
 DECODE_OPTIONS = [
     *("--quarantine-secs", "5"),
-    # This hot buffer leaves long hisparse requests two drafts; short and dense ones have three.
-    *("--speculative-num-steps", str(NUM_DRAFTS), "--device-buffer-size", "200"),
+    # A hot buffer of 200 leaves long hisparse requests two drafts; short and dense ones have three. Without a
+    # bound (0) hot buffers hold whole requests, and make room for others in a pool that is short of slots.
+    *("--speculative-num-steps", str(NUM_DRAFTS), "--device-buffer-size", BUFFER),
     *("--host-pool-tokens", str(HOST_POOL_TOKENS), "--device-pool-tokens", "3072"),
+    # Keys of held prefixes move to main memory and back.
+    *("--index-pool-tokens", "5120", "--idle-keys", "host"),
     *("--max-running-requests", "16"),
 ]
 
