@@ -41,9 +41,8 @@ SHORT_TAIL = MAX_TAIL_STEPS * (NUM_DRAFTS + 1)
 """Most missing tokens of a prompt that the decode node's steps compute."""
 
 # Small enough that the retrieval model (index_topk 64, context 8192) shows everything: a long prompt does not
-# fit its hot buffer, and just fits the device pool, where "auto" is dense as long as nobody else is there. The
-# hot buffer is the smallest in which a step can verify three drafts: four selections, and their four
-# positions.
+# fit its hot buffer, and just fits the device pool, where "auto" is dense while nobody else is there. The hot
+# buffer is the smallest in which a step can verify three drafts: four selections, and their four positions.
 PAIR_OPTIONS = (
     "--page-size 64 --chunked-prefill-size 512 --kv-pool-tokens 16384 --device-pool-tokens 6656 "
     f"--host-pool-tokens 32768 --num-threads 1 --device-buffer-size {full_buffer(NUM_DRAFTS, 64)}"
