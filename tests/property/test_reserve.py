@@ -22,7 +22,7 @@ Slots = tuple[int, int, int, int]
 
 slots = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 1))
 pools = st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 6), st.integers(1, 6))
-claims = st.builds(Claim, slots, st.lists(slots, min_size=1, max_size=2).map(tuple))
+claims = st.builds(Claim, slots, st.lists(slots, min_size=1, max_size=2).map(tuple), st.just(()))
 
 
 def fits(need: Slots, available: Sequence[int]) -> bool:
