@@ -136,8 +136,6 @@ class PlanDraft:
     def reserve_sharing(self, match: HeldMatch) -> Reserve:
         """Return what can be given away if one more running request shares ``match``: nobody can count on
         these pages to be free when those have ended that use them now."""
-        if not match.num_pages:
-            return self.reserve
         return self._new_reserve(self.matches.pinned_with(match))
 
     def give(self, slots: SlotCounts, reserve: Reserve) -> None:
