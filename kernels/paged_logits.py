@@ -20,8 +20,8 @@ NAME: Final = "paged_logits"
 NUM_THREADS: Final = 160
 BLOCKS_PER_SM: Final = 3
 """Blocks of a multiprocessor, whose registers and shared memory hold no more."""
-STAGES: Final = 7
-"""Tiles in a block's shared memory."""
+STAGES: Final = 8
+"""Tiles in a block's shared memory, as many of each of its four warps that score."""
 MIN_TILES: Final = 4
 """Fewest tiles of a block's share, one for each of its warps that score."""
 
@@ -63,13 +63,18 @@ def write_logits(
 
 
 def shared_bytes(num_heads: int) -> int:
-    """Return the bytes of a block's dynamic shared memory: a query in fp8, the ring, and what aligns them."""
-    return index_logits.ALIGNMENT + num_heads * HEAD_DIM + STAGES * TILE_BYTES
+    """Return the bytes of a block's dynamic shared memory: a query in fp8, the ring, its barriers of eight
+    bytes, and the heads' weights in float32."""
+    return num_heads * HEAD_DIM + STAGES * (TILE_BYTES + 2 * 8) + 4 * num_heads
 
 
 def compile_options(num_heads: int, page_size: int) -> tuple[str, ...]:
     """Return the compiler's options without the architecture."""
-    return (*index_logits.compile_options(num_heads, page_size, STAGES), f"-DBLOCKS_PER_SM={BLOCKS_PER_SM}")
+    own = {"BLOCKS_PER_SM": BLOCKS_PER_SM, "SHARED_BYTES": shared_bytes(num_heads)}
+    return (
+        *index_logits.compile_options(num_heads, page_size, STAGES),
+        *(f"-D{name}={number}" for name, number in own.items()),
+    )
 
 
 @functools.cache

@@ -3,21 +3,30 @@
 // All blocks are resident, and each has an equal share of all tiles of all queries, however unequal these are: a tile
 // is 64 positions of one query. One warp copies the share's tiles into a ring in shared memory, each by one bulk copy
 // as far ahead as the ring allows, so that the keys come as fast as memory gives them. The other four warps have a tile
-// each and multiply four at a time with all heads, 16 positions of each in one instruction.
+// each and multiply four at a time with all heads, 16 positions of each in one instruction. A stage of the ring always
+// has tiles of the same warp: one that waited for every second tile of a stage would take the tile before for its own,
+// because a barrier tells phases apart by whether their number is even.
 #include "index_logits.cuh"
 
 constexpr int SCORERS = 4;                     // warps that multiply
 constexpr int NUM_THREADS = WARP_GROUP + WARP;
+static_assert(STAGES % SCORERS == 0, "a stage has one warp's tiles");
 
-struct Barriers {
+// Dynamic shared memory, which begins where queries may lie.
+struct Shared {
+    u8 query[QUERY_BYTES];
+    u32 ring[STAGES][TILE_WORDS];
     u64 is_full[STAGES], is_free[STAGES];
     float head_weights[NUM_HEADS];
 };
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host knows the size");
 
 // Tiles of one query that a block scores.
 struct Piece {
     int token, row, length;
     int first_tile, num_tiles;
+    // How many tiles of the ring it takes: as many of each warp. Those behind its own have nothing in them.
+    __device__ int num_places() const { return (num_tiles + SCORERS - 1) / SCORERS * SCORERS; }
 };
 
 // This block's share of all tiles, as pieces of queries. All lanes of a warp have the same pieces.
@@ -71,22 +80,24 @@ struct Share {
 };
 
 // The loading warp: copies the tiles of all pieces, each as soon as a stage of the ring is free.
-__device__ void load_tiles(const LogitsParams& p, u32* ring, Barriers& shared, int lane) {
+__device__ void load_tiles(const LogitsParams& p, Shared& shared, int lane) {
     Share share(p, lane);
     Piece piece;
     u32 turn = 0;
     int stage = 0;
     while (share.take(piece)) {
         const int* pages = p.page_table + static_cast<i64>(piece.row) * p.max_pages;
-        for (int first = 0; first < piece.num_tiles; first += WARP) {
-            const int count = piece.num_tiles - first < WARP ? piece.num_tiles - first : WARP;
+        const int num_places = piece.num_places();
+        for (int first = 0; first < num_places; first += WARP) {
+            const int rest = piece.num_tiles - first, count = num_places - first < WARP ? num_places - first : WARP;
             i64 own_from = 0;
-            if (lane < count) own_from = first_byte_of(pages, piece.first_tile + first + lane);
+            if (lane < rest) own_from = first_byte_of(pages, piece.first_tile + first + lane);
             for (int number = 0; number < count; ++number) {
                 const i64 from = __shfl_sync(~0u, own_from, number);
                 if (lane == 0) {
                     if (turn > 0) wait_for_phase(&shared.is_free[stage], turn - 1);
-                    copy_tile(ring + stage * TILE_WORDS, p.keys + from, &shared.is_full[stage]);
+                    if (number < rest) copy_tile(shared.ring[stage], p.keys + from, &shared.is_full[stage]);
+                    else arrive(&shared.is_full[stage]);
                 }
                 if (++stage == STAGES) {
                     stage = 0;
@@ -126,26 +137,26 @@ __device__ __forceinline__ void multiply(float (&sums)[NUM_HEADS / 2], const u32
 #endif
 }
 // The four scoring warps: each scores every fourth tile of a piece.
-__device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barriers& shared, int thread) {
+__device__ void score_tiles(const LogitsParams& p, Shared& shared, int thread) {
     const int warp = thread / WARP, lane = thread % WARP, quad = lane / 4, in_quad = lane % 4;
     Share share(p, lane);
     Piece piece;
-    int before = 0;  // tiles of the pieces before
+    u32 before = 0;  // tiles of the ring that the pieces before took
     for (bool is_first = true; share.take(piece); is_first = false) {
         if (!is_first) Barrier<1, WARP_GROUP>::wait();  // nobody reads the last query any more
-        prepare_query(p, piece.token, query, shared.head_weights, thread);
+        prepare_query(p, piece.token, shared.query, shared.head_weights, thread);
         Barrier<1, WARP_GROUP>::wait();
         float weights[2 * COLUMNS];
         read_weights(weights, shared.head_weights, in_quad);
-        const u64 place = place_of(query);
+        const u64 place = place_of(shared.query);
+        const int num_places = piece.num_places();
         float* logits = p.logits + (piece.token - p.first_token) * p.logits_stride;
 
-        for (int at = warp; at - warp < piece.num_tiles; at += SCORERS) {
-            const bool has_tile = at < piece.num_tiles;
+        for (int at = warp; at < num_places; at += SCORERS) {
             const u32 number = before + at, stage = number % STAGES;
             // Positions 4 * quad + i and 32 + 4 * quad + i are rows quad and quad + 8 of product i.
-            const u32* tile = ring + stage * TILE_WORDS + 4 * quad * KEY_WORDS;
-            if (has_tile) wait_for_phase(&shared.is_full[stage], number / STAGES);
+            const u32* tile = shared.ring[stage] + 4 * quad * KEY_WORDS;
+            wait_for_phase(&shared.is_full[stage], number / STAGES);
             float scores[2][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -155,7 +166,7 @@ __device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barrier
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const int word = (i + 32 * (j % 2)) * KEY_WORDS + 8 * k + 4 * (j / 2) + in_quad;
-                        keys[k][j] = has_tile ? tile[word] : 0;
+                        keys[k][j] = tile[word];
                     }
                 float products[NUM_HEADS / 2];
                 start_products();
@@ -171,39 +182,36 @@ __device__ void score_tiles(const LogitsParams& p, u32* ring, u8* query, Barrier
                     scores[which][i] = sum(total, __shfl_xor_sync(~0u, total, 1));
                 }
             }
-            if (has_tile) {
-                // Of the four lanes with the same scores the first writes the lower positions, the second the others.
-                const int half = 32 * (in_quad % 2);
-                float scored[4];
+            // Of the four lanes with the same scores the first writes the lower positions, the second the others.
+            const int half = 32 * (in_quad % 2);
+            float scored[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float scale = __uint_as_float(tile[(half + i) * KEY_WORDS + DIM / 4]);
-                    scored[i] = product(in_quad % 2 ? scores[1][i] : scores[0][i], scale);
-                }
-                __syncwarp();
-                if (lane == 0) arrive(&shared.is_free[stage]);
-                const int position = (piece.first_tile + at) * TILE + half + 4 * quad;
-                if (in_quad < 2) {
-                    if (position + 4 <= piece.length)
-                        *reinterpret_cast<float4*>(logits + position) = {scored[0], scored[1], scored[2], scored[3]};
-                    else
+            for (int i = 0; i < 4; ++i) {
+                const float scale = __uint_as_float(tile[(half + i) * KEY_WORDS + DIM / 4]);
+                scored[i] = product(in_quad % 2 ? scores[1][i] : scores[0][i], scale);
+            }
+            __syncwarp();
+            if (lane == 0) arrive(&shared.is_free[stage]);
+            const int position = (piece.first_tile + at) * TILE + half + 4 * quad;
+            if (in_quad < 2 && at < piece.num_tiles) {
+                if (position + 4 <= piece.length)
+                    *reinterpret_cast<float4*>(logits + position) = {scored[0], scored[1], scored[2], scored[3]};
+                else
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (position + i < piece.length) logits[position + i] = scored[i];
-                }
+                    for (int i = 0; i < 4; ++i)
+                        if (position + i < piece.length) logits[position + i] = scored[i];
             }
         }
-        before += piece.num_tiles;
+        before += num_places;
     }
 }
 
-extern __shared__ u8 dynamic_shared[];
+extern __shared__ __align__(SWIZZLE) u8 dynamic_shared[];
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) paged_logits(const LogitsParams p) {
-    __shared__ Barriers shared;
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     // The order of swizzled pieces follows from addresses.
-    u8* query = dynamic_shared + (SWIZZLE - shared_address(dynamic_shared) % SWIZZLE) % SWIZZLE;
-    u32* ring = reinterpret_cast<u32*>(query + QUERY_BYTES);
+    if (shared_address(shared.query) % SWIZZLE != 0) __trap();
     if (threadIdx.x < STAGES) {
         start_barrier(&shared.is_full[threadIdx.x], 1);
         start_barrier(&shared.is_free[threadIdx.x], 1);
@@ -212,6 +220,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) paged_l
     __syncthreads();
     let_next_kernel_get_ready();
     wait_for_kernel_in_front();
-    if (threadIdx.x < WARP_GROUP) score_tiles(p, ring, query, shared, threadIdx.x);
-    else load_tiles(p, ring, shared, threadIdx.x - WARP_GROUP);
+    if (threadIdx.x < WARP_GROUP) score_tiles(p, shared, threadIdx.x);
+    else load_tiles(p, shared, threadIdx.x - WARP_GROUP);
 }

@@ -128,8 +128,8 @@ def test_logits_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
         resident = paged_logits.BLOCKS_PER_SM
         registers = int(re.findall(r"Used (\d+) registers", log)[0])
         assert resident * paged_logits.NUM_THREADS * (-(-registers // 8) * 8) <= 65536
-        static = int(re.findall(r"(\d+) bytes smem", log)[0])
-        assert resident * (1024 + static + paged_logits.shared_bytes(num_heads)) <= 228 << 10
+        assert "bytes smem" not in log, "queries lie where dynamic shared memory begins"
+        assert resident * (1024 + paged_logits.shared_bytes(num_heads)) <= 228 << 10
 
 
 def test_source_is_one_unit() -> None:
