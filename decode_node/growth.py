@@ -1,4 +1,4 @@
-"""Gives running requests slots for their next steps, or exchanges pages for a hot buffer if it can get none.
+"""Gives running requests slots for their next steps; one that can get none leaves its pages for a hot buffer.
 
 ``scheduler.py`` calls ``grow`` first in each plan. Each request grows in its place of the order in which all
 can end: ``Reserve`` calls ``grown`` for one after the other, and keeps the claim that it returns: what the
@@ -23,7 +23,10 @@ def grow(draft: PlanDraft) -> bool:
     it."""
     # A request without a next step needs no slot, and may have none left: its life can fill its pages.
     short = {
-        r for r in draft.running if r.has_next_step and r.reserved_tokens < _len_with_drafts(draft.limits, r)
+        r
+        for r in draft.running
+        if r.has_next_step
+        and (r.reserved_tokens < _len_with_drafts(draft.limits, r) or _fill_lacks_page(draft.limits, r))
     }
     if not short:
         return True
@@ -36,11 +39,11 @@ def grow(draft: PlanDraft) -> bool:
             # After n slots were given, the request lacks n fewer to end, and n fewer are free. Its end leaves
             # the others as many as before, so the old claim stays right.
             return place.claim
-        if request.has_slots_for_next:
+        if request.has_slots_for_next and not _fill_lacks_page(draft.limits, request):
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages and _leave_pages(draft, request, reserve):
             # Of a dense request's two ways to end, in pages or in a hot buffer, the second is left; it is the
-            # only one of a resident request. ``Reserve`` reads only the claim's ways, against what was free
+            # only one of a hisparse request. ``Reserve`` reads only the claim's ways, against what was free
             # before the exchange, so the old numbers stay right.
             return place.claim._replace(ways=place.claim.ways[-1:])
         sits_out.append(request)
@@ -48,6 +51,12 @@ def grow(draft: PlanDraft) -> bool:
 
     draft.grow_running(grown)
     return not sits_out
+
+
+def _fill_lacks_page(limits: Limits, request: Request) -> bool:
+    """Return whether pages that are being filled end before the request's next step may: a request becomes
+    resident only with pages for all of its tokens."""
+    return 0 < request.num_page_slots and limits.page_tokens(request) < _len_with_drafts(limits, request)
 
 
 def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
@@ -64,12 +73,12 @@ def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
 
 
 def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
-    """Exchange the pages of a dense or resident request for a hot buffer. Returns whether there are slots for
-    that."""
+    """Exchange the pages of a dense or resident request for a hot buffer; one whose pages are being filled
+    keeps that which it has. Returns whether there are slots for that."""
     limits, owned = draft.limits, request.owned_slots
     # The hot buffer takes no more than the request's own pages, unless its minimum is larger.
     own = min(limits.max_capacity(request), owned.device)
-    capacity = max(own, limits.min_capacity(request))
+    capacity = request.hot_capacity or max(own, limits.min_capacity(request))
     for exchange, given in exchanges_of_pages(limits, request, capacity):
         if draft.may_give(given, reserve):
             draft.exchanges[request] = exchange

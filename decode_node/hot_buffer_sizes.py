@@ -3,13 +3,13 @@
 ``mode_choice.py`` asks for the size of a new hot buffer, and lets others make room if nothing but device
 slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
 buffers their full size back, and requests more of what is free then; where hot buffers are small beside dense
-requests of ``auto``, one of these leaves its pages. A request gets other device slots by an ``Exchange``,
-which replaces all of them before the next step.
+requests of ``auto``, one of these leaves its pages. A request gets another hot buffer by an ``Exchange``,
+which replaces all of its device slots before the next step, and pages for all of its tokens by a ``Fill``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -19,7 +19,7 @@ from hisparse_pd.decode_node.growth import exchanges_of_pages
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.step_plan import Exchange
+from hisparse_pd.decode_node.step_plan import Exchange, Fill
 
 MIN_SAVED: Final = 1.0
 """Copies that a request must save by more device slots, for each that fills these."""
@@ -84,7 +84,7 @@ def _running(draft: PlanDraft) -> Iterator[tuple[Request, Mode, int]]:
         if exchange is None:
             yield request, request.mode, request.num_device_slots
         else:
-            yield request, Mode.HISPARSE, draft.limits.in_pages(exchange.num_device_slots)
+            yield request, Mode.HISPARSE, draft.limits.in_pages(exchange.hot_capacity)
 
 
 def _coming(draft: PlanDraft) -> Iterator[tuple[Request, Mode, int]]:
@@ -149,7 +149,7 @@ def make_room(
     """Make ``num_needed`` device slots spare. Returns whether they are; if not, hot buffers stay as they are.
 
     First those with more than their share of the pool, residents among them, get that share, then the full
-    size. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
+    size; pages that are being filled are given up before all others. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
     if ``dense_may_leave`` and that pays, and at last all hot buffers shrink to their minimum, if they may be
     small. Each time those admitted last come first.
     """
@@ -202,12 +202,20 @@ def _leave(draft: PlanDraft, request: Request, capacity: int) -> bool:
 
 def _gains(draft: PlanDraft, capacity_of: Callable[[Request], int]) -> Iterator[tuple[Request, int]]:
     """Yield the hisparse requests that have more device slots than hot buffers of ``capacity_of`` entries,
-    those admitted last first, each with the number that it has more."""
+    with the number that they have more: first those whose pages are being filled, then those admitted last.
+    """
     hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
-    for request in sorted(hisparse, key=_admission_order, reverse=True):
-        gain = request.num_device_slots - draft.limits.in_pages(capacity_of(request))
+    for request in sorted(hisparse, key=lambda r: (r.num_page_slots > 0, _admission_order(r)), reverse=True):
+        gain = request.num_device_slots - draft.limits.in_pages(_size_left(request, capacity_of))
         if gain > 0:
             yield request, gain
+
+
+def _size_left(request: Request, capacity_of: Callable[[Request], int]) -> int:
+    """Return the entries of the hot buffer with which a request is left that shrinks to ``capacity_of``. One
+    whose pages are being filled gives these up, and its hot buffer does not grow."""
+    capacity = capacity_of(request)
+    return min(capacity, request.hot_capacity) if request.num_page_slots else capacity
 
 
 def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed: int) -> bool:
@@ -223,7 +231,8 @@ def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed:
     if spare < num_needed:
         return False
     for request, gain in gains:
-        draft.make_hot_buffer(Exchange(request, capacity_of(request)), SlotCounts(device=gain))
+        exchange = Exchange(request, _size_left(request, capacity_of))
+        draft.make_hot_buffer(exchange, SlotCounts(device=gain))
     return True
 
 
@@ -234,7 +243,11 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
     full_size, kept = draft.limits.device_buffer_size, _kept_for_arrival(draft.limits)
     if draft.exchanges or draft.admissions or draft.available.device <= kept:
         return
-    small = [r for r in draft.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
+    small = [
+        r
+        for r in draft.running
+        if 0 < r.hot_capacity < min(full_size, r.next_seq_len) and not r.num_page_slots
+    ]
     for request in sorted(small, key=_admission_order):
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
@@ -251,32 +264,54 @@ def use_free_slots(draft: PlanDraft) -> None:
     given up for that.
 
     It is the request, and the size, that saves most misses in the rest of its life for the slots that it
-    takes. The next one has its turn once its row is filled, so that one request at a time sits steps out, and
-    once it shares its pages, so that those of a common beginning are filled once. As ``enlarge_hot_buffers``,
-    this is a plan's last part.
+    takes. Pages are filled beside steps, those of several requests up to ``Limits.fill_tokens``; a larger hot
+    buffer makes its request sit steps out, so nobody gets one meanwhile. Requests of a common beginning have
+    their turn once the first one shares its pages, so that these are filled once. As
+    ``enlarge_hot_buffers``, this is a plan's last part.
     """
     limits = draft.limits
-    if draft.exchanges or draft.admissions or any(r.is_filling or r.will_share for r in draft.running):
+    if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
         return
-    spare = max(0, draft.unheld_device() - _kept_for_arrival(limits))
+    coming = [r for r in draft.running if becomes_resident(r)]
+    num_filling = sum(r.num_kv_tokens - r.num_resident_pages * limits.page_size for r in coming)
+    if coming and num_filling >= limits.fill_tokens:
+        return
+    unheld = max(0, draft.unheld_device())
+    spare = max(0, unheld - _kept_for_arrival(limits))
     share = _share_of(draft)
-    best, slots, most_saved = None, SlotCounts(), 0.0
+    best: Exchange | Fill | None = None
+    num_taken, most_saved = 0, 0.0
     for request in draft.running:
-        if not request.hot_capacity or not request.has_next_step:
+        if not request.hot_capacity or request.num_page_slots or not request.has_next_step:
             continue
-        for exchange, num_saved in _larger(draft, request, share):
-            gain = limits.in_pages(exchange.num_device_slots) - request.num_device_slots
+        for order, num_saved in _larger(draft, request, share, coming):
+            if isinstance(order, Fill):
+                taken = order.num_page_slots
+            else:
+                taken = limits.in_pages(order.hot_capacity) - request.num_device_slots
+            # A request gives its hot buffer up once its pages are filled. Until then it may take what is kept
+            # for the next arrival, which gets it back at once (``make_room``).
+            gain = taken - request.num_device_slots if isinstance(order, Fill) else taken
             saved = num_saved / max(limits.page_size, gain)
-            if gain <= spare and saved > most_saved:
-                best, slots, most_saved = exchange, SlotCounts(device=gain), saved
+            if gain <= spare and taken <= unheld and saved > most_saved:
+                best, num_taken, most_saved = order, taken, saved
     if best is None:
         return
-    reserve = draft.reserve
-    if best.num_resident_pages:
+    slots, reserve = SlotCounts(device=num_taken), draft.reserve
+    if isinstance(best, Fill) and best.num_resident_pages:
         reserve = draft.reserve_sharing(draft.matches.find_resident(best.request))
     if reserve.is_safe and draft.may_give(slots, reserve):
-        draft.exchanges[best.request] = best
+        if isinstance(best, Fill):
+            draft.fills.append(best)
+        else:
+            draft.exchanges[best.request] = best
         draft.give(slots, reserve)
+
+
+def becomes_resident(request: Request) -> bool:
+    """Return whether a request's pages are being filled, or were and its next step lets others share
+    them."""
+    return request.num_page_slots > 0 or request.will_share
 
 
 def _kept_for_arrival(limits: Limits) -> int:
@@ -290,7 +325,9 @@ def share_pages(draft: PlanDraft) -> None:
 
     The slots are for ``use_free_slots`` to give away. One request at a time sits steps out, as there.
     """
-    if draft.exchanges or draft.admissions or any(r.is_filling or r.will_share for r in draft.running):
+    if draft.exchanges or draft.admissions or draft.fills:
+        return
+    if any(r.is_filling or becomes_resident(r) for r in draft.running):
         return
     request = next(_leaving(draft), None)
     if request is None:
@@ -302,13 +339,16 @@ def share_pages(draft: PlanDraft) -> None:
         _leave(draft, request, capacity)
 
 
-def _larger(draft: PlanDraft, request: Request, share: int) -> Iterator[tuple[Exchange, float]]:
-    """Yield what a request with a hot buffer may get instead, each with the copies that it saves, as far as
-    these are more than those that fill it. One that misses nothing stays as it is."""
+def _larger(
+    draft: PlanDraft, request: Request, share: int, coming: Sequence[Request]
+) -> Iterator[tuple[Exchange | Fill, float]]:
+    """Yield what a request with a hot buffer may get beyond it, each with the copies that it saves, as far as
+    these are more than those that fill it. One that misses nothing stays as it is. ``coming``: the requests
+    whose pages are being filled, or whose next step lets others share them."""
     limits = draft.limits
     num_missed = _num_missed(limits, request)
     larger = limits.max_capacity(request, share)
-    if larger >= MIN_GROWTH * request.hot_capacity:
+    if larger >= MIN_GROWTH * request.hot_capacity and not coming:
         # Misses halve with each doubling (docs/decisions.md).
         num_saved = num_missed * (1 - request.hot_capacity / larger)
         if 0 < num_saved >= MIN_SAVED * request.hot_capacity:
@@ -316,10 +356,17 @@ def _larger(draft: PlanDraft, request: Request, share: int) -> Iterator[tuple[Ex
     if limits.keeps_residents and num_missed > 0:
         num_pages = draft.matches.find_resident(request).num_pages  # which need no copy
         num_shared = num_pages * limits.page_size
-        if num_missed >= MIN_SAVED * (request.num_kv_tokens - num_shared):
+        if num_missed < MIN_SAVED * (request.num_kv_tokens - num_shared):
+            return
+        if not any(_has_next_page(other, request, num_pages) for other in coming):
             num_own = _resident_slots(limits, request, num_shared)
-            exchange = Exchange(request, 0, num_page_slots=num_own, num_resident_pages=num_pages)
-            yield exchange, num_missed
+            yield Fill(request, num_page_slots=num_own, num_resident_pages=num_pages), num_missed
+
+
+def _has_next_page(other: Request, request: Request, num_pages: int) -> bool:
+    """Return whether two prompts have the same beginning, of more than ``num_pages`` pages."""
+    page = slice(num_pages, num_pages + 1)
+    return len(request.usable_keys[page]) > 0 and other.usable_keys[page] == request.usable_keys[page]
 
 
 def _num_missed(limits: Limits, request: Request) -> float:

@@ -37,6 +37,9 @@ class Limits:
     """Most entries of a hot buffer, where device slots are free; 0: those of the full size."""
     keeps_residents: bool = False
     """Whether hisparse requests become resident while device slots are free."""
+    fill_tokens: int = 0
+    """Positions of requests that become resident up to which the pages of another are filled, too; 0: one
+    request's at a time."""
 
     @property
     def max_life_hisparse(self) -> int:
@@ -92,11 +95,18 @@ class Limits:
 
     def slots_for(self, request: Request, num_tokens: int) -> SlotCounts:
         """Return the slots, in whole pages, that a running request needs for ``num_tokens`` of KV, without
-        those of its hot buffer and of the pages that it shares."""
+        those of the pages that it shares, and of its hot buffer unless its pages are being filled."""
         kv = self.kv_slots(request.mode, num_tokens, request.num_shared_pages)
-        if not request.is_resident:
+        if not request.is_resident and not request.num_page_slots:
             return kv
-        return kv + SlotCounts(device=self.in_pages(num_tokens) - request.num_resident_pages * self.page_size)
+        num_own = self.in_pages(num_tokens) - request.num_resident_pages * self.page_size
+        num_hot = request.num_device_slots - request.num_page_slots if request.num_page_slots else 0
+        return kv + SlotCounts(device=num_hot + num_own)
+
+    def page_tokens(self, request: Request) -> int:
+        """Return the positions, from 0 on, that have a slot in the pages of a request whose pages are being
+        filled."""
+        return request.num_resident_pages * self.page_size + request.num_page_slots
 
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
         """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import TOKEN_POOLS, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.pools import TOKEN_POOLS, Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.held_tier import HeldTier, KeyCopies
@@ -24,7 +24,7 @@ from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.step_plan import Admission, Exchange
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.protocol.messages import Room
@@ -250,27 +250,59 @@ class LiveRequests:
         for kind in PoolKind:
             if need[kind]:
                 self.pools.grow(request.owned, kind, need[kind])
+        if request.num_page_slots:
+            request.num_page_slots += need.device
         self._note_reserved(request)
 
     def replace_device_slots(self, exchange: Exchange) -> None:
-        """Replace a request's device slots by those of another hot buffer, or of pages for all of its tokens.
-        A dense request becomes hisparse.
+        """Replace a request's device slots by those of another hot buffer. A dense request becomes hisparse.
+        If it only gives up pages that are being filled, its hot buffer stays.
 
         Every item must be on the host by now. Raises PoolExhausted.
         """
         request = exchange.request
-        was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
+        if exchange.only_ends_fill:
+            hot_buffer = self._split_hot_buffer(request)
+            self.pools.give_up(request.owned, [PoolKind.DEVICE])
+            self.pools.join(hot_buffer, request.owned)
+            self._leave_residents(request)
+            self._note_reserved(request)
+            return
+        num_before = request.num_device_slots - request.num_page_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
         self._leave_residents(request)
-        if keys := request.usable_keys[: exchange.num_resident_pages]:
-            request.resident_prefix = self.held.use(keys, RESIDENT_POOLS)
-        self.held.make_room(SlotCounts(device=exchange.num_device_slots))
-        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.num_device_slots)
-        request.mode = Mode.HISPARSE
+        self.held.make_room(SlotCounts(device=exchange.hot_capacity))
+        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
+        was_dense, request.mode = request.mode is Mode.DENSE, Mode.HISPARSE
         request.hot_capacity = exchange.hot_capacity
         is_retraction = was_dense or request.num_device_slots < num_before
         request.num_retractions += is_retraction
         self._note_reserved(request)
+
+    def begin_fill(self, fill: Fill) -> None:
+        """Give a request with a hot buffer device pages for all of its tokens, which are filled beside its
+        steps. Raises PoolExhausted."""
+        request = fill.request
+        if keys := request.usable_keys[: fill.num_resident_pages]:
+            request.resident_prefix = self.held.use(keys, RESIDENT_POOLS)
+        self.grow(request, SlotCounts(device=fill.num_page_slots))
+        request.num_page_slots = fill.num_page_slots
+        request.num_filled_tokens = request.num_kv_tokens
+
+    def end_fill(self, request: Request) -> None:
+        """Make a request resident whose pages have all of its items: it gives its hot buffer up. Its next
+        step tells whether what filled them was right, and then it shares them."""
+        self.pools.release(self._split_hot_buffer(request))
+        request.hot_capacity = request.num_page_slots = 0
+        if request.usable_keys:
+            request.shares_from = max(0, request.next_index) + 1
+        self._note_reserved(request)
+
+    def _split_hot_buffer(self, request: Request) -> Holding:
+        """Take the slots of the hot buffer, which come first, from a request whose pages are being filled.
+        Returns a holding of them alone."""
+        num_slots = request.num_device_slots - request.num_page_slots
+        return self.pools.split(request.owned, [PoolKind.DEVICE], num_slots)
 
     def share_resident(self, request: Request, min_own_slots: int) -> None:
         """Let other residents use a resident request's device pages of its prompt, which are filled and
@@ -291,7 +323,7 @@ class LiveRequests:
         """Let go of the device pages that a request shares with other residents. Nobody keeps them when the
         last one has gone, because their items are in the host pool."""
         prefix, request.resident_prefix = request.resident_prefix, None
-        request.shares_from = None
+        request.shares_from, request.num_page_slots = None, 0
         if prefix is not None:
             self.held.let_go(prefix, keeps=False)
 

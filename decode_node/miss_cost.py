@@ -96,6 +96,11 @@ class MissCosts:
         growth = self._growth(len(batch), without_misses)
         return MissCost(self._missed_entries, self._miss_secs, step_secs / len(batch) - growth)
 
+    def link_share(self, num_missed: float, step_secs: float | None) -> float:
+        """Return the share of a step of ``step_secs`` in which ``num_missed`` positions come from the host
+        pool; 0 while it is not known, as without a GPU."""
+        return min(1.0, num_missed * self._miss_secs / step_secs) if step_secs else 0.0
+
     def _growth(self, num_reqs: int, secs: float) -> float:
         """Return by how many seconds one more request makes a step longer, misses apart, as far as steps of
         fewer requests are known. ``secs``: those of a step of ``num_reqs``."""

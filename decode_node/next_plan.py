@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.hot_buffer_sizes import becomes_resident
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
@@ -77,7 +78,7 @@ class NextPlan:
         )
         if self._plans_until_look:
             self._plans_until_look -= 1
-        elif not plan.exchanges and not any(r.is_filling or r.will_share for r in running):
+        elif not (plan.exchanges or plan.fills or any(r.is_filling or becomes_resident(r) for r in running)):
             self._plans_until_look = PLANS_BETWEEN
         if plan == StepPlan() and situation.first is not None:
             self._last_empty = situation

@@ -21,7 +21,7 @@ from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
-from hisparse_pd.decode_node.step_plan import Admission, Exchange, Growth
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth
 
 
 class Queue:
@@ -75,6 +75,7 @@ class PlanDraft:
     queue: Queue
     miss_cost: MissCost = CHEAP
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
+    fills: list[Fill] = field(default_factory=list)
     growths: list[Growth] = field(default_factory=list)
     admissions: dict[Request, Admission] = field(default_factory=dict)
     _reserve: Reserve | None = None

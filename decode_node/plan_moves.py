@@ -1,4 +1,4 @@
-"""Carries out the scheduler's plans: admits requests, starts them, gives them slots and fills their rows.
+"""Carries out the scheduler's plans: admits requests, starts them, gives them slots, fills their rows and pages.
 
 Each move has up to three parts, which one method does together: the books (``LiveRequests``), the memory and
 tables (``RequestTables``), and a message to the prefill node. Before each step ``StepLine`` calls
@@ -56,6 +56,9 @@ class PlanMoves:
             self.requests.use_held(admission)
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
+        for fill in plan.fills:
+            self.requests.begin_fill(fill)
+            self._do_or_fail(self.tables.start_pages, fill.request, "made resident", now)
         for growth in plan.growths:
             self.requests.grow(growth.request, growth.need)
             self.tables.grow(growth.request)
@@ -141,7 +144,11 @@ class PlanMoves:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions  # a larger hot buffer is no retraction
         self.requests.grow(request, exchange.need)
-        if self._do_or_fail(self.tables.retract, request, "retracted", now):
+        if exchange.only_ends_fill:
+            self.tables.stop_pages(request)
+            self.requests.replace_device_slots(exchange)
+            self.tables.grow(request)
+        elif self._do_or_fail(self.tables.retract, request, "retracted", now):
             self.requests.replace_device_slots(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
@@ -151,23 +158,35 @@ class PlanMoves:
         request.is_filling = True
         self._do_or_fail(self.tables.start, request, "started", now)
 
-    def fill_rows(self, now: float) -> None:
-        """Launch the next slices of rows that are being filled, and note which rows are filled. Residents
-        whose first step behind that is read share their pages."""
-        failed = self.tables.go_on()
+    @property
+    def has_filled_pages(self) -> bool:
+        """Whether ``enter_pages`` would make a request resident."""
+        return any(self._has_filled_pages(r) for r in self.requests.select(RequestState.RUNNING))
+
+    def _has_filled_pages(self, request: Request) -> bool:
+        return request.num_page_slots > 0 and request.has_next_step and self.tables.is_ready(request)
+
+    def enter_pages(self, now: float) -> None:
+        """Make requests resident whose pages are filled. No step may be in flight."""
+        for request in filter(self._has_filled_pages, self.requests.select(RequestState.RUNNING)):
+            if self._do_or_fail(self.tables.enter_pages, request, "made resident", now):
+                self.requests.end_fill(request)
+
+    def fill_rows(self, now: float, link_share: float = 0.0) -> None:
+        """Launch the next slices of rows and pages that are being filled, and note which rows are filled.
+        Residents whose first step behind that is read share their pages. ``link_share``: the part of the link
+        to the host that misses take."""
+        failed = self.tables.go_on(link_share)
         for request in self.requests.select(RequestState.RUNNING):
-            if not request.is_filling:
-                if request.shares_from is not None and len(request.output_token_ids) >= request.shares_from:
-                    min_own = self.limits.in_pages(self.limits.min_capacity(request))
-                    self.requests.share_resident(request, min_own)
-                continue
             if (error := failed.get(request.req_row)) is not None:
-                log.error("room %d cannot be started", request.room, exc_info=error)
-                self.ends.fail(request, 500, f"the request cannot be started: {error}", now)
-            else:
+                log.error("the row of room %d cannot be filled", request.room, exc_info=error)
+                what = "started" if request.is_filling else "made resident"
+                self.ends.fail(request, 500, f"the request cannot be {what}: {error}", now)
+            elif request.is_filling:
                 request.is_filling = not self.tables.is_ready(request)
-                if request.is_resident and request.usable_keys and not request.is_filling:
-                    request.shares_from = max(0, request.next_index) + 1
+            elif request.shares_from is not None and len(request.output_token_ids) >= request.shares_from:
+                min_own = self.limits.in_pages(self.limits.min_capacity(request))
+                self.requests.share_resident(request, min_own)
 
     def _do_or_fail(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float

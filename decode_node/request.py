@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 from hisparse_pd.core.grammar.matcher import Matcher
 from hisparse_pd.core.grammar.token_trie import Grammar
-from hisparse_pd.core.paging.extents import joined
+from hisparse_pd.core.paging.extents import joined, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
@@ -104,14 +104,19 @@ class Request:
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     resident_prefix: Prefix | None = None
-    """The device pages at its start that it shares with other residents while it is resident itself; those of
-    its own come behind them."""
+    """The device pages at its start that it shares with other residents while it is resident itself, or
+    becomes so; those of its own come behind them."""
     owned_slots: SlotCounts = field(default_factory=SlotCounts)
     """The numbers of slots that it owns in ``TOKEN_POOLS``."""
     reserved_tokens: int = 0
     """Positions, from 0 on, that have a slot in each pool in which they need one."""
     hot_capacity: int = 0
     """Entries of the hot buffer; 0 when dense or resident."""
+    num_page_slots: int = 0
+    """Device slots, behind those of the hot buffer, of its own pages while these are being filled: it becomes
+    resident when they are. 0 at other times."""
+    num_filled_tokens: int = 0
+    """Positions, from 0 on, that the fill of its pages brings; it brings later ones when it ends."""
     admitted_seq: int = -1
     """Its number in the order of admission; -1 before."""
     instance_id: str = ""
@@ -137,7 +142,8 @@ class Request:
     matcher: Matcher | None = None
     """The output's place in the grammar, without steps in flight; None until the grammar is compiled."""
     is_filling: bool = False
-    """Whether its row of the tables or its hot buffer may still be incomplete."""
+    """Whether its row of the tables or its hot buffer may still be incomplete. Pages are filled beside its
+    steps, and do not count."""
     shares_from: int | None = None
     """The number of output tokens from which on a resident request shares its pages: those of its fill were
     right if a step that began behind it is read. None: it shares all that it may, or is not resident."""
@@ -304,6 +310,17 @@ class Request:
         return self.owned[kind] if prefix is None else joined(prefix.extents(kind) + self.owned[kind])
 
     @property
+    def page_extents(self) -> tuple[Extent, ...]:
+        """The device slots of its pages, in the order of positions. While these are being filled, the slots
+        of its hot buffer come before its own pages, and are left out."""
+        if not self.num_page_slots:
+            return self.extents(PoolKind.DEVICE)
+        num_slots = self.num_device_slots
+        own = slice_extents(self.owned[PoolKind.DEVICE], num_slots - self.num_page_slots, num_slots)
+        prefix = self.resident_prefix
+        return own if prefix is None else joined(prefix.extents(PoolKind.DEVICE) + own)
+
+    @property
     def kv_pools(self) -> Kinds:
         return KV_POOLS[self.mode]
 
@@ -361,9 +378,10 @@ class Request:
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether it may give its device pages up for a hot buffer: if it is resident, or is dense and shares
-        none."""
-        return self.is_resident or (self.mode is Mode.DENSE and self.prefix is None)
+        """Whether it may give its device pages up for a hot buffer: if it is or becomes resident, or is dense
+        and shares none."""
+        becomes_resident = self.num_page_slots > 0
+        return self.is_resident or becomes_resident or (self.mode is Mode.DENSE and self.prefix is None)
 
     @property
     def is_resident(self) -> bool:

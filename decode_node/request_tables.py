@@ -2,8 +2,10 @@
 
 ``live_requests.py`` decides who owns which slots. The moves of requests call this module: ``prepare_landing``
 at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
-hot buffer up; ``grow``; ``retract`` to take the device slots away; ``release`` at the end. Filling runs
-beside the steps of other requests, in a stream of its own.
+hot buffer up; ``start_pages``, ``go_on`` and ``is_ready`` likewise for pages that are to take the place of
+the hot buffer, then ``enter_pages``; ``grow``; ``retract`` to take the device slots away; ``release`` at the
+end. Filling runs beside steps, in a stream of its own: a row is in none before it is filled, and in all of
+them while its pages are.
 
 A hisparse request has a **lookup slot** for each of its positions, in pages like those of a pool. A table of
 each hot group (``kernels/hot_state.py``) says for a lookup slot where its position is in the hot buffer.
@@ -32,7 +34,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
-from hisparse_pd.kernels.resident_row import ResidentStart
+from hisparse_pd.kernels.page_fill import PageFill
 from hisparse_pd.kernels.row_check import (
     WrongRow,
     check_dense_row,
@@ -79,10 +81,13 @@ class RequestTables:
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self.slice_bytes = SLICE_BYTES
-        self.filling: dict[int, RowStart | ResidentStart] = {}
+        self.filling: dict[int, RowStart | PageFill] = {}
         """By row, what is not launched yet of its filling, in the order in which rows are filled."""
+        self.filling_pages: dict[int, PageFill] = {}
+        """By row that is in steps, what is not launched yet of the filling of its pages, in order. It comes
+        after ``filling``."""
         self.fill_ends: dict[int, torch.cuda.Event] = {}
-        """By row, the end of the copies that were launched last to fill it."""
+        """By row, the end of the copies that were launched last to fill it or its pages."""
         self._last_slice: torch.cuda.Event | None = None
         """The end of the copies that were launched last for any row."""
         self._fill_stream = SideStream(self.device)
@@ -113,6 +118,8 @@ class RequestTables:
     def wrong_row(self, request: Request) -> WrongRow:
         """Return the first wrong row of a request, after a step said that it has one. Waits for the
         device."""
+        if (filled := self.fill_ends.get(request.req_row)) is not None:
+            filled.synchronize()  # the copy that found it sets the flag before it writes the rest
         return wrong_row(self.state, request.req_row)
 
     @property
@@ -160,10 +167,30 @@ class RequestTables:
                     check_dense_row(self.state, request.req_row, self.memory.k_dev, request.num_kv_tokens)
             return
         is_next = not self.filling and self._is_slice_over()
-        start = self._resident_start if request.is_resident else self._row_start
-        self.filling[request.req_row] = start(request)
+        if request.is_resident:
+            self.filling[request.req_row] = self._page_fill(request, request.num_kv_tokens)
+        else:
+            self.filling[request.req_row] = self._row_start(request)
         if is_next:
-            self._launch_slice(request.req_row, self.slice_bytes)
+            self._launch_slice(self.filling, request.req_row, self.slice_bytes)
+
+    def start_pages(self, request: Request) -> None:
+        """Begin to fill the pages of a request beside its steps; ``go_on`` launches the copies."""
+        self.filling_pages[request.req_row] = self._page_fill(request, request.num_filled_tokens)
+
+    def enter_pages(self, request: Request) -> None:
+        """Let steps find the items of a request in its pages, and no more in its hot buffer, once
+        ``is_ready`` says that the pages are filled. No step may be in flight. What is new since the fill
+        began is copied before the next step."""
+        fill = self._page_fill(request, request.num_kv_tokens, request.num_filled_tokens)
+        fill.launch_slice(None)
+        self.state.drop_hot_buffer(request.req_row)
+
+    def stop_pages(self, request: Request) -> None:
+        """Fill no more of a request's pages, which are about to be given up. Waits for copies under way."""
+        self.filling_pages.pop(request.req_row, None)
+        self._wait_until_filled(request.req_row)
+        self.state.drop_pages(request.req_row)
 
     def check_hot(self, request: Request, group: int) -> None:
         """Enqueue a check of the rows in a request's hot buffer, in all layers of one hot group.
@@ -181,22 +208,31 @@ class RequestTables:
                 state, row, items, slots, positions, is_there, read_at=ReadAt.SCRUB, first_layer=layer
             )
 
-    def go_on(self) -> dict[int, Exception]:
+    def go_on(self, link_share: float = 0.0) -> dict[int, Exception]:
         """Launch the next slices of rows that are being filled, once those before are over. Together they
         have ``slice_bytes``, or an eighth of all that is left if that is more, so that many rows do not take
-        many turns.
+        many turns. If there are none, launch those of pages that are being filled: they have what misses,
+        which take ``link_share`` of the link to the host, leave of ``slice_bytes``.
 
         Returns the rows for which that failed. Raises torch.AcceleratorError when the device is lost.
         """
+        if not self._is_slice_over():
+            return {}
+        if self.filling:
+            num_all_bytes = sum(each.num_left_bytes or 0 for each in self.filling.values())
+            return self._launch_slices(self.filling, max(self.slice_bytes, num_all_bytes // 8))
+        return self._launch_slices(self.filling_pages, int(self.slice_bytes * (1 - link_share)))
+
+    def _launch_slices(
+        self, filling: dict[int, RowStart | PageFill] | dict[int, PageFill], budget_bytes: int
+    ) -> dict[int, Exception]:
+        """Launch slices of ``filling`` for ``budget_bytes``, the first row's first. Returns the rows for
+        which that failed."""
         failed: dict[int, Exception] = {}
-        if not self.filling or not self._is_slice_over():
-            return failed
-        num_all_bytes = sum(each.num_left_bytes or 0 for each in self.filling.values())
-        budget_bytes = max(self.slice_bytes, num_all_bytes // 8)
-        for row in tuple(self.filling):
+        for row in tuple(filling):
             try:
-                while row in self.filling and budget_bytes > 0:
-                    num_bytes = self._launch_slice(row, budget_bytes)
+                while row in filling and budget_bytes > 0:
+                    num_bytes = self._launch_slice(filling, row, budget_bytes)
                     budget_bytes -= max(1, num_bytes)  # so that slices without bytes are bounded, too
             except torch.AcceleratorError:
                 raise
@@ -207,19 +243,27 @@ class RequestTables:
     def fill_at_once(self, request: Request) -> None:
         """Launch all that is left to fill of a request's row."""
         while request.req_row in self.filling:
-            self._launch_slice(request.req_row, None)
+            self._launch_slice(self.filling, request.req_row, None)
 
     def _is_slice_over(self) -> bool:
         return self._last_slice is None or bool(self._last_slice.query())
 
-    def _launch_slice(self, row: int, most_bytes: int | None) -> int:
-        """Launch up to ``most_bytes`` of the copies that fill a row, or all for None. Returns their bytes. If
-        that raises, the row is not filled any further."""
-        filling = self.filling.pop(row)
-        with self._beside_steps(row, is_first=row not in self.fill_ends):
-            num_bytes = filling.launch_slice(most_bytes)
-        if filling.num_left_bytes is not None:  # None: all is launched
-            self.filling = {row: filling, **self.filling}  # the first row is finished before the next
+    def _launch_slice(
+        self,
+        filling: dict[int, RowStart | PageFill] | dict[int, PageFill],
+        row: int,
+        most_bytes: int | None,
+    ) -> int:
+        """Launch up to ``most_bytes`` of the copies that fill a row, or all for None. Returns their bytes. A
+        row leaves ``filling`` when all is launched, or when that raises."""
+        num_left_bytes = None
+        try:
+            with self._beside_steps(row, is_first=row not in self.fill_ends):
+                num_bytes = filling[row].launch_slice(most_bytes)
+            num_left_bytes = filling[row].num_left_bytes
+        finally:
+            if num_left_bytes is None:
+                del filling[row]
         return num_bytes
 
     @contextmanager
@@ -239,12 +283,15 @@ class RequestTables:
                 self.fill_ends[row] = self._last_slice = filled
 
     def stop_filling(self, request: Request) -> None:
-        """Launch nothing more to fill a request's row. Copies under way go on until ``is_ready``."""
+        """Launch nothing more to fill a request's row or its pages. Copies under way go on until
+        ``is_ready``."""
         self.filling.pop(request.req_row, None)
+        self.filling_pages.pop(request.req_row, None)
 
     def is_ready(self, request: Request) -> bool:
-        """Return whether the row of a RUNNING or ENDING request is filled, or its filling has stopped."""
-        if request.req_row in self.filling:
+        """Return whether the row of a RUNNING or ENDING request and its pages are filled, or their filling
+        has stopped."""
+        if request.req_row in self.filling or request.req_row in self.filling_pages:
             return False
         filled = self.fill_ends.get(request.req_row)
         if filled is None:
@@ -273,16 +320,18 @@ class RequestTables:
             k_dev=self.memory.k_dev,
         )
 
-    def _resident_start(self, request: Request) -> ResidentStart:
-        return ResidentStart(
+    def _page_fill(self, request: Request, num_tokens: int, num_filled: int = 0) -> PageFill:
+        """Return the fill of a request's pages with its first ``num_tokens`` items, of which the first
+        ``num_filled``, and those that it shares, are there."""
+        return PageFill(
             self.state,
             request.req_row,
-            pages=self._pages(request, PoolKind.DEVICE),
+            pages=pages_tensor(request.page_extents, self.page_size),
             host_pages=self._pages(request, PoolKind.HOST),
             lookup_pages=self._pages(request, PoolKind.LOOKUP),
             index_pages=self._pages(request, PoolKind.INDEX),
-            num_tokens=request.num_kv_tokens,
-            num_filled=request.num_resident_pages * self.page_size,
+            num_tokens=num_tokens,
+            num_filled=max(num_filled, request.num_resident_pages * self.page_size),
             k_host=self.memory.k_host,
             k_dev=self.memory.k_dev,
         )
@@ -301,7 +350,7 @@ class RequestTables:
         """Enter all pages of a running request into its row, after it was given more. No step in flight looks
         at the new ones, and the filling of a row under way writes the same ids."""
         row, first_page = request.req_row, 0
-        if request.mode is Mode.DENSE or request.is_resident:
+        if request.mode is Mode.DENSE or request.is_resident:  # others get their pages with the fill
             self.state.set_pages(row, first_page, self._pages(request, PoolKind.DEVICE))
         if request.mode is Mode.HISPARSE:
             pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
@@ -314,6 +363,7 @@ class RequestTables:
     def retract(self, request: Request) -> None:
         """Prepare a request to give up its device slots: bring all KV to the host, remember which positions
         were hot, and empty the row."""
+        self.filling_pages.pop(request.req_row, None)
         if not request.is_resident:
             self.fill_at_once(request)
             self._wait_until_filled(request.req_row)

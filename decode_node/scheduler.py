@@ -27,8 +27,9 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   their minimum. They get their full size back when nobody waits and one of the full size stays free for the
   next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
-  and a hisparse request pages for all of its tokens. It gives up what exceeds the full size when others need
-  the slots, before any dense request leaves its pages, and its pages when it cannot get the next one.
+  and a hisparse request pages for all of its tokens, which are filled beside its steps. It gives up what
+  exceeds the full size when others need the slots, first pages that are still being filled, before any dense
+  request leaves its pages, and its pages when it cannot get the next one.
 - Slots for drafts come with the others if they are free; nobody waits for them.
 """
 
@@ -95,6 +96,7 @@ def plan_step(
     return StepPlan(
         no_longer_local=tuple(no_longer_local),
         exchanges=tuple(draft.exchanges.values()),
+        fills=tuple(draft.fills),
         growths=tuple(draft.growths),
         admissions=tuple(draft.admissions.values()),
     )

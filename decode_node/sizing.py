@@ -47,6 +47,10 @@ GROWTH_PAGES = 16
 """Pages that a request gets beyond its prompt at its admission, and again whenever it has used them: 1,024
 tokens with the default page size."""
 
+FILL_BYTES = 128 << 20
+"""Bytes of items up to which the pages of several requests that become resident are filled at once: four
+slices (``request_tables.py``), so that short fills do not wait for one another's end."""
+
 MAX_TAIL_STEPS = 4
 """Most steps in which a request computes what its prompt lacks; each takes as many tokens as a step with all
 drafts. A trip to an idle prefill node takes longer: as long as nine steps of a model with five layers,
@@ -88,6 +92,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         max_tail_tokens=MAX_TAIL_STEPS * (num_drafts + 1),
         largest_hot_buffer=largest_hot_buffer(settings, spec),
         keeps_residents=not settings.device_buffer_size,
+        fill_tokens=FILL_BYTES // (spec.item_bytes * spec.num_kv_layers),
     )
 
 

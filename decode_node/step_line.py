@@ -67,14 +67,17 @@ class StepLine:
         self._scrubber = scrubber
         self._miss_costs = miss_costs
         self._most_drafts = most_drafts
+        self._link_share = 0.0
+        """The share of the last step in which its misses took the link to the host."""
         self.draft_choice = DraftChoice(most_drafts)
         self.next_plan = NextPlan(plan_moves.limits, requests)
 
     def carry_out_plan(self, now: float) -> None:
         """Carry out the scheduler's plan for the next step, before ``advance`` launches that. The step in
-        flight is committed first where the next one may not follow it unread."""
-        if not self.may_follow():
+        flight is committed first where the next one may not follow it unread, or requests become resident."""
+        if not self.may_follow() or self._plan_moves.has_filled_pages:
             self.settle()
+            self._plan_moves.enter_pages(now)
         plan = self.next_plan.make(now)
         if plan.exchanges and self.in_flight is not None:
             self.settle()  # a request that gets other device slots may be in that step, or end with it
@@ -87,7 +90,7 @@ class StepLine:
 
         Raises torch.AcceleratorError when the device is lost, and any error when other ranks are in the step.
         """
-        self._plan_moves.fill_rows(time.monotonic())
+        self._plan_moves.fill_rows(time.monotonic(), self._link_share)
         batch = self.next_batch()
         step = self._lockstep.agree(
             len(batch),
@@ -198,13 +201,18 @@ class StepLine:
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
+        num_missed = 0
         for request, of_step in zip(launched.batch, results, strict=True):
+            num_missed += of_step.counters.misses - request.row_counters.misses
             request.row_counters = of_step.counters
             if of_step.has_wrong_row:
                 self._ends.row_is_wrong(request, now)
             elif request.state is RequestState.RUNNING:  # else it ended while the step ran
                 self._hand_out(request, of_step, now)
         self._ends.release_ended(now)
+        step_secs = self.draft_choice.step_secs(len(results))
+        num_groups = self._tables.spec.num_hot_groups
+        self._link_share = self._miss_costs.link_share(num_missed / num_groups, step_secs)
 
     def _hand_out(self, request: Request, of_step: StepResult, now: float) -> None:
         """Take what a step has for a running request into it, and send its tokens."""

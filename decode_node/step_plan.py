@@ -38,27 +38,35 @@ class Growth:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An order to replace all device slots of a running request.
+    """An order to replace all device slots of a running request by those of a hot buffer.
 
-    A dense request gives up its pages for a hot buffer, and becomes hisparse, when device slots run out. A
-    hisparse one gets a smaller hot buffer, to make room for others, or a larger one, or pages for all of its
-    tokens: then it is resident, until it gets a hot buffer again.
+    A dense request gives up its pages, and becomes hisparse, when device slots run out, and a resident one
+    gives them up, too. A request with a hot buffer gets a smaller one, to make room for others, or a larger
+    one. If its pages are being filled, these are given up, and a hot buffer of the same size stays as it is.
     """
 
     request: Request
     hot_capacity: int
-    """Entries of the new hot buffer, whose device slots are not in ``need``; 0 if it becomes resident."""
+    """Entries of the hot buffer, whose device slots are not in ``need``."""
     need: SlotCounts = _NONE
     """Further slots in the host, index and lookup pools for a request that leaves its pages."""
-    num_page_slots: int = 0
-    """Device slots of the own pages of a request that becomes resident; 0 if it gets a hot buffer."""
-    num_resident_pages: int = 0
-    """Device pages of its prompt that it shares with other residents then."""
 
     @property
-    def num_device_slots(self) -> int:
-        """The device slots that it gets, before they are rounded to whole pages."""
-        return self.hot_capacity or self.num_page_slots
+    def only_ends_fill(self) -> bool:
+        """Whether the request keeps its hot buffer, and gives up the pages that are being filled."""
+        return self.request.num_page_slots > 0 and self.hot_capacity == self.request.hot_capacity
+
+
+@dataclass(frozen=True)
+class Fill:
+    """An order to give a request device pages for all of its tokens, beside its hot buffer, and to fill them
+    beside its steps: then it becomes resident, until it gets a hot buffer again."""
+
+    request: Request
+    num_page_slots: int
+    """Device slots of its own pages, whole pages."""
+    num_resident_pages: int
+    """Device pages of its prompt that it shares with other residents, and that are filled."""
 
 
 @dataclass(frozen=True)
@@ -70,5 +78,6 @@ class StepPlan:
     """Local requests, which waited without a prefill node, and need one after all: held pages on which they
     counted are gone, or they cannot copy from the first sample any more."""
     exchanges: tuple[Exchange, ...] = ()
+    fills: tuple[Fill, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()

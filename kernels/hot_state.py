@@ -120,7 +120,8 @@ class HotBufferState:
     """[num_rows] entries of the hot buffer; 0 for a dense or resident row, whose positions are found through
     ``page_table``."""
     page_table: Tensor
-    """[num_rows, max_pages] device page_id of each page of a dense or resident row."""
+    """[num_rows, max_pages] device page_id of each page of a dense or resident row, and of a row with a hot
+    buffer whose pages are being filled; steps do not read it there."""
     host_pages: Tensor
     """[num_rows, max_pages] host page_id of each page of a hisparse row: where the bytes are. Rows that begin
     alike may share it. Only copies of bytes read it: misses, backup and warm-up."""
@@ -239,6 +240,17 @@ class HotBufferState:
 
     def reset_row(self, row: int) -> None:
         """Empty ``row``; afterwards it is dense and has no pages."""
+        self.drop_hot_buffer(row)
+        self.drop_pages(row)
+        self.host_pages[row].fill_(ABSENT)
+        self.lookup_pages[row].fill_(ABSENT)
+        self.index_pages[row].fill_(0)
+        self.counters[row].fill_(0)
+        self.error_flags[row].fill_(0)
+
+    def drop_hot_buffer(self, row: int) -> None:
+        """Take the hot buffer of ``row`` away: steps find its positions in ``page_table`` from then on. It
+        keeps its counters and flags."""
         check_range("row", row, 0, self.num_rows)
         self._clear_lookups(self.hot_to_lookup[:, row])
         self.hot_to_lookup[:, row].fill_(ABSENT)
@@ -246,12 +258,11 @@ class HotBufferState:
         self.step[:, row].fill_(0)
         self.hot_slots[row].fill_(ABSENT)
         self.capacity[row].fill_(0)
+
+    def drop_pages(self, row: int) -> None:
+        """Empty the row's ``page_table``, which steps do not read while it has a hot buffer."""
+        check_range("row", row, 0, self.num_rows)
         self.page_table[row].fill_(ABSENT)
-        self.host_pages[row].fill_(ABSENT)
-        self.lookup_pages[row].fill_(ABSENT)
-        self.index_pages[row].fill_(0)
-        self.counters[row].fill_(0)
-        self.error_flags[row].fill_(0)
 
     def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
         """Make ``row`` a hisparse row with an empty hot buffer, for trials and tests; the rows of requests

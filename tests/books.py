@@ -76,6 +76,8 @@ def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> Non
     for exchange in plan.exchanges:
         rooms.grow(exchange.request, exchange.need)
         rooms.replace_device_slots(exchange)
+    for fill in plan.fills:
+        rooms.begin_fill(fill)
     for growth in plan.growths:
         rooms.grow(growth.request, growth.need)
     for admission in plan.admissions:

@@ -14,7 +14,7 @@ from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
-from hisparse_pd.kernels.resident_row import CHUNK_TOKENS, ResidentStart
+from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tools.bench import decode_step
@@ -54,9 +54,9 @@ class Pools:
             1, 3, NUM_SLOTS, 128, PAGE, NUM_SLOTS, dev.device, max_new=1, row_checks=checks
         )
 
-    def start(self, number: int) -> ResidentStart:
+    def start(self, number: int) -> PageFill:
         """Return the start of row 1 on the GPU (0) or on the CPU (1)."""
-        return ResidentStart(
+        return PageFill(
             self.states[number], 1, pages=self.pages, host_pages=self.host_pages,
             lookup_pages=self.lookup_pages, index_pages=self.index_pages, num_tokens=self.num_tokens,
             k_host=self.host, k_dev=self.devs[number],

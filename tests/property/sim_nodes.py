@@ -176,7 +176,7 @@ class SimRequestTables:
     def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
         return list(hint)
 
-    def go_on(self) -> dict[int, Exception]:
+    def go_on(self, link_share: float) -> dict[int, Exception]:
         """Rows are filled when they start."""
         return {}
 

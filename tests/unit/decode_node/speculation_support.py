@@ -22,7 +22,7 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
-from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.decode_node.step_results import StepResult
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
@@ -78,38 +78,63 @@ def by_turns(number: int) -> HisparseFlag:
     return [HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO][number % 3]
 
 
-def exchange_of(request: Request, hot_capacity: int) -> Exchange:
-    """Return the order for a hot buffer of ``hot_capacity`` entries, or for pages if that is 0."""
-    num_page_slots = 0 if hot_capacity else request.reserved_tokens
-    return Exchange(request, hot_capacity, num_page_slots=num_page_slots)
+def fill_pages(node: EngineHarness, request: Request, *, at_once: bool) -> None:
+    """Begin to fill the pages of a request, unless that is under way. ``at_once``: it is resident then. No
+    step may be in flight."""
+    engine = node.engine
+    if not request.num_page_slots:
+        fill = Fill(request, engine.limits.in_pages(request.reserved_tokens), num_resident_pages=0)
+        engine.plan_moves.carry_out(StepPlan(fills=(fill,)), 0.0)
+    if at_once:
+        while not engine.tables.is_ready(request):
+            engine.tables.go_on()
+        engine.plan_moves.enter_pages(0.0)
 
 
 def exchange_in_every_step(
     node: EngineHarness, answers: Sequence[Answer], sizes: Iterator[int], patch: pytest.MonkeyPatch
 ) -> int:
     """Give every running request a hot buffer of the next of ``sizes`` after each step, up to its end; 0
-    makes it resident.
+    makes it resident, at once or some steps later.
 
     What it had before is lost with all that it held, as if another request had its slots. Returns the number
-    of exchanges.
+    of exchanges and fills.
     """
-    rooms = node.engine.requests
-    replace_device_slots, num_exchanges = rooms.replace_device_slots, 0
+    rooms, tables = node.engine.requests, node.engine.tables
+    replace_device_slots, end_fill = rooms.replace_device_slots, rooms.end_fill
+    num_exchanges = 0
+    tables.slice_bytes = 1
+
+    def slots_of(request: Request) -> set[int]:
+        return set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
 
     def replace_and_lose(exchange: Exchange) -> None:
         nonlocal num_exchanges
-        device_slots = slots_tensor(exchange.request.owned[PoolKind.DEVICE])
+        before, only_ends_fill = slots_of(exchange.request), exchange.only_ends_fill
         replace_device_slots(exchange)
         num_exchanges += 1
-        node.engine.tables.memory.k_dev[:, device_slots] = 0xFF
+        lost = before - slots_of(exchange.request) if only_ends_fill else before
+        tables.memory.k_dev[:, sorted(lost)] = 0xFF
+
+    def end_fill_and_lose(request: Request) -> None:
+        nonlocal num_exchanges
+        before = slots_of(request)
+        end_fill(request)
+        num_exchanges += 1
+        tables.memory.k_dev[:, sorted(before - slots_of(request))] = 0xFF
 
     patch.setattr(rooms, "replace_device_slots", replace_and_lose)
+    patch.setattr(rooms, "end_fill", end_fill_and_lose)
+    at_once = cycle((True, False, False))
     while not all(answer.is_over for answer in answers):
         node.turn()
         node.engine.steps.settle()
-        running = rooms.select(RequestState.RUNNING)
-        exchanges = tuple(exchange_of(request, next(sizes)) for request in running)
+        with_sizes = {request: next(sizes) for request in rooms.select(RequestState.RUNNING)}
+        exchanges = tuple(Exchange(request, size) for request, size in with_sizes.items() if size)
         node.engine.plan_moves.carry_out(StepPlan(exchanges=exchanges), 0.0)
+        for request, size in with_sizes.items():
+            if not size and request.hot_capacity and not request.is_filling:
+                fill_pages(node, request, at_once=next(at_once))
     return num_exchanges
 
 

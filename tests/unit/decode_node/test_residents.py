@@ -19,6 +19,7 @@ from hisparse_pd.decode_node.miss_cost import CHEAP
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Exchange
+from hisparse_pd.kernels import page_fill
 from tests.unit.decode_node.speculation_support import (
     HOT_BUFFER,
     MAX_DRAFTS,
@@ -61,18 +62,25 @@ def node(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class Exchanges:
-    """What a node's plans have exchanged."""
+    """How often a node's requests have become resident, left their pages, or given them up before they were
+    filled."""
 
     def __init__(self, node: EngineHarness, patch: pytest.MonkeyPatch) -> None:
-        self.num_pages_given = self.num_pages_left = 0
-        replace = node.engine.requests.replace_device_slots
+        self.num_pages_given = self.num_pages_left = self.num_fills_ended = 0
+        requests = node.engine.requests
+        replace, end_fill = requests.replace_device_slots, requests.end_fill
 
         def counted(exchange: Exchange) -> None:
             self.num_pages_left += exchange.request.is_resident
+            self.num_fills_ended += exchange.request.num_page_slots > 0
             replace(exchange)
-            self.num_pages_given += exchange.request.is_resident
 
-        patch.setattr(node.engine.requests, "replace_device_slots", counted)
+        def counted_end(request: Request) -> None:
+            self.num_pages_given += 1
+            end_fill(request)
+
+        patch.setattr(requests, "replace_device_slots", counted)
+        patch.setattr(requests, "end_fill", counted_end)
 
 
 def residents(node: EngineHarness) -> list[Request]:
@@ -108,9 +116,113 @@ def test_a_resident_has_every_item_in_both_pools(
                 check_both_copies(node, request)
                 num_checked += 1
         node.finish(answers, expected)
-    assert num_checked > NUM_NEW // 2
+    assert num_checked >= NUM_NEW // 2
     for answer in answers:
         assert answer.stats.num_retractions == 0
+
+
+def slowly(node: EngineHarness, patch: pytest.MonkeyPatch, chunk_tokens: int) -> None:
+    """Let each turn fill no more than ``chunk_tokens`` positions of a layer."""
+    patch.setattr(page_fill, "CHUNK_TOKENS", chunk_tokens)
+    node.engine.tables.slice_bytes = 1
+
+
+def filling(node: EngineHarness) -> list[Request]:
+    running = node.engine.requests.select(RequestState.RUNNING)
+    return [request for request in running if request.num_page_slots]
+
+
+@pytest.mark.I3
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_pages_of_several_requests_are_filled_beside_their_steps(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """What is drawn meanwhile is in the pages, too, which grow while they are filled."""
+    num_new = 40 + 20 * num_drafts
+    prompts = [*LONG, random_prompt(77, 300)]
+    with drafts(node, num_drafts):
+        expected = {prompt: node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts}
+        slowly(node, monkeypatch, 400)
+        answers = [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts]
+        num_drawn, most_filling = dict.fromkeys(prompts, 0), 0
+        checked = set()
+        while not all(answer.is_over for answer in answers):
+            before = {request: request.num_kv_tokens for request in filling(node)}
+            node.turn()
+            node.engine.steps.settle()
+            for request in filling(node):
+                assert request.hot_capacity > 0
+                prompt = prompts[[len(prompt) for prompt in prompts].index(request.num_prompt_tokens)]
+                num_drawn[prompt] += request.num_kv_tokens - before.get(request, request.num_kv_tokens)
+            most_filling = max(most_filling, len(filling(node)))
+            for request in residents(node):
+                check_both_copies(node, request)
+                checked.add(request)
+    assert [answer.token_ids for answer in answers] == list(expected.values())
+    assert len(checked) == most_filling == len(prompts)
+    assert min(num_drawn.values()) > 2, "nobody sits steps out"
+    node.engine.requests.check_integrity()
+
+
+@pytest.mark.I2
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_drafts: int,
+) -> None:
+    """Others come and go, and hot buffers stay as they are; what was copied meanwhile is nobody's."""
+    pools = {"host_pool_tokens": 4096, "device_pool_tokens": 2400, "max_running_requests": 10}
+    small = automatic(checkpoint, tmp_path, monkeypatch, growth_pages=1, **pools)
+    with closing(small) as node, drafts(node, num_drafts):
+        exchanges = Exchanges(node, monkeypatch)
+        slowly(node, monkeypatch, 100)
+        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+        node.turn_until(lambda: filling(node))
+        answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
+        node.finish(answers, expected)
+        assert exchanges.num_fills_ended > 0
+        node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
+        assert node.engine.requests.available == node.engine.limits.totals
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+def test_a_request_that_ends_keeps_its_pages_until_their_copies_are_over(
+    node: EngineHarness, expected: dict[Prompt, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(node, monkeypatch, 16)
+    leaving = node.generate(LONG[1], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: filling(node))
+    (request,) = filling(node)
+    copies = UnderWay()
+    node.engine.tables.fill_ends[request.req_row] = copies  # type: ignore[assignment]
+    node.leave(leaving)
+    node.turn_until(lambda: request.state is RequestState.ENDING)
+    for _ in range(3):
+        node.turn()
+    assert request.num_page_slots > 0
+    assert request.state is RequestState.ENDING
+    copies.is_over = True
+    node.turn_until(lambda: request.state is RequestState.ENDED)
+    node.finish([node.generate(LONG[0], NUM_NEW, HisparseFlag.TRUE)], expected)
+
+
+class UnderWay:
+    """The event behind copies that are not over until ``is_over`` is set."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits for them")
 
 
 @pytest.mark.I3

@@ -8,6 +8,7 @@ import pytest
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
@@ -461,12 +462,24 @@ AUTOMATIC = replace(RESIDENTS, largest_hot_buffer=128, keeps_residents=False)
 
 
 def settled(node: Node, miss_share: float = 0.5) -> None:
-    """Carry plans out until one exchanges nothing. All requests have missed ``miss_share`` of their
-    positions so far."""
+    """Carry plans out until one exchanges and fills nothing; pages are filled at once. All requests have
+    missed ``miss_share`` of their positions so far."""
     for request in node.rooms.select(RequestState.RUNNING):
         request.row_counters = SwapCounts(hits=round(100 * (1 - miss_share)), misses=round(100 * miss_share))
-    while node.step().exchanges:
-        pass
+    plan = node.step()
+    while plan.exchanges or plan.fills:
+        end_fills(node)
+        plan = node.step()
+
+
+def end_fills(node: Node) -> None:
+    """Do what a node does once the pages of requests are filled, and a step behind that is read that tells
+    nobody anything."""
+    for request in node.rooms.select(RequestState.RUNNING):
+        if request.num_page_slots:
+            node.rooms.end_fill(request)
+            request.shares_from = None
+    node.rooms.check_integrity()
 
 
 def residents_of(requests: list[Request]) -> list[bool]:
@@ -510,8 +523,9 @@ def test_a_hot_buffer_grows_to_its_share_if_that_saves_copies() -> None:
     assert node.rooms.pools.free.device == 64
 
 
-def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() -> None:
-    """Each takes 112 of 512 slots for its 81 tokens and 16 more; 64 stay free for a hot buffer."""
+def test_hisparse_requests_become_resident_while_slots_are_free() -> None:
+    """Each takes 112 of 512 slots for its 81 tokens and 16 more; 64 stay free for a hot buffer. Its hot
+    buffer is there until the pages are filled."""
     node = Node(RESIDENTS)
     requests = [node.arrive(TRUE, 80, max_new_tokens=40) for _ in range(4)]
     node.step()
@@ -519,17 +533,111 @@ def test_hisparse_requests_become_resident_one_at_a_time_while_slots_are_free() 
     for request in requests:
         request.row_counters = SwapCounts(hits=50, misses=50)
     plan = node.step()
-    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(requests[0], 0)]
-    assert requests[0].num_device_slots == 112
-    requests[0].is_filling = True
-    assert node.plan().exchanges == (), "one at a time sits out"
-    requests[0].is_filling = False
+    assert [(each.request, each.num_page_slots) for each in plan.fills] == [(requests[0], 112)]
+    assert (requests[0].num_device_slots, requests[0].hot_capacity) == (64 + 112, 64)
+    assert node.plan() == StepPlan(), "one at a time without a bound in tokens"
+    end_fills(node)
+    assert (requests[0].num_device_slots, requests[0].is_resident) == (112, True)
+    requests[1].is_filling = True
+    assert node.plan() == StepPlan(), "rows come before pages"
+    requests[1].is_filling = False
     settled(node)
     assert residents_of(requests) == [True, True, True, True]
     assert [request.num_retractions for request in requests] == [0] * 4
     assert node.rooms.pools.free.device == 64
     for request in requests:
         assert request.has_slots_for_next
+
+
+def filling(node: Node) -> list[Request]:
+    return [request for request in node.rooms.select(RequestState.RUNNING) if request.num_page_slots]
+
+
+def test_pages_of_several_requests_are_filled_at_once_up_to_a_bound() -> None:
+    """Each takes 112 of 800 slots beside its 64, and has 80 tokens; two have fewer than 160."""
+    limits = replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=800))
+    node = Node(replace(limits, fill_tokens=160))
+    requests = [node.arrive(TRUE, 80, max_new_tokens=40) for _ in range(4)]
+    node.step()
+    for request in requests:
+        request.row_counters = SwapCounts(hits=50, misses=50)
+    for num_filling in (1, 2, 2):
+        node.step()
+        assert len(filling(node)) == num_filling
+    end_fills(node)
+    node.step()
+    node.step()
+    assert filling(node) == requests[2:]
+
+
+def test_a_common_beginning_is_filled_once() -> None:
+    """Two requests of one family do not fill at once, but one of another family does beside the first."""
+    limits = replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=1600), fill_tokens=1000)
+    node = Node(limits)
+    requests = [node.arrive(TRUE, 160, max_new_tokens=40, family=n) for n in (1, 1, 2)]
+    node.step()
+    for request in requests:
+        request.row_counters = SwapCounts(hits=50, misses=50)
+    for _ in range(3):
+        node.step()
+    assert filling(node) == [requests[0], requests[2]]
+    node.rooms.end_fill(requests[0])
+    assert requests[0].will_share
+    assert node.plan() == StepPlan(), "the next step shares the pages"
+    share_pages(node)
+    node.step()
+    assert (requests[1].num_resident_pages, requests[1].num_page_slots) == (9, 48)
+
+
+@pytest.mark.I2
+def test_pages_that_are_being_filled_are_given_up_for_who_waits_and_hot_buffers_stay() -> None:
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=320)))
+    requests = [node.arrive(TRUE, 100, max_new_tokens=20, family=n) for n in range(2)]
+    node.step()
+    settled(node)
+    assert residents_of(requests) == [True, True]
+    node.rooms.replace_device_slots(Exchange(requests[0], 64))
+    requests[0].row_counters = SwapCounts(hits=50, misses=50)
+    node.step()
+    hot_buffer = request_slots(requests[0])[:64]
+    assert filling(node) == requests[:1]
+    later = node.arrive(TRUE, 100, max_new_tokens=20)
+    assert [(each.request, each.only_ends_fill) for each in node.plan().exchanges] == [(requests[0], True)]
+    node.step()
+    assert (requests[0].hot_capacity, requests[0].num_page_slots) == (64, 0)
+    assert request_slots(requests[0]) == hot_buffer
+    assert residents_of([*requests, later]) == [False, True, False]
+    assert requests[0].num_retractions == 1, "that of the exchange in this test"
+    end(node.rooms, later)
+    node.rooms.check_integrity()
+
+
+def request_slots(request: Request) -> list[int]:
+    slots: list[int] = extents_to_slots(request.owned[PoolKind.DEVICE]).tolist()
+    return slots
+
+
+def test_pages_grow_while_they_are_filled_and_are_given_up_if_there_is_none() -> None:
+    """A dense request takes what is left when the first one's pages have grown once."""
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=304)))
+    request = node.arrive(TRUE, 80, max_new_tokens=90)
+    node.step()
+    request.row_counters = SwapCounts(hits=50, misses=50)
+    node.step()
+    assert request.num_page_slots == 112
+    node.run(request, 32)
+    node.step()
+    assert request.num_page_slots == 128
+    assert request.owned_slots.host == 128
+    dense = node.arrive(FALSE, 112, max_new_tokens=1)
+    node.step()
+    assert dense.state is RequestState.RUNNING
+    assert node.rooms.pools.free.device == 0
+    node.run(request, 16)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(request, 64)]
+    assert (request.num_page_slots, request.num_device_slots) == (0, 64)
+    assert request.has_slots_for_next
 
 
 def share_pages(node: Node) -> None:
@@ -543,13 +651,14 @@ def share_pages(node: Node) -> None:
 def test_residents_have_the_pages_of_a_common_beginning_once() -> None:
     """Of 448 slots each of four would take 192. The first shares the 144 of its whole pages, and the others
     take 48 beside them, for what is behind and what they grow into."""
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=448)))
+    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=448), fill_tokens=1000))
     requests = [node.arrive(TRUE, 160 + n, max_new_tokens=40, family=1) for n in range(4)]
     node.step()
     assert node.rooms.pools.free.device == 448 - 4 * 64
     for request in requests:
         request.row_counters = SwapCounts(hits=50, misses=50)
     node.step()
+    end_fills(node)
     assert residents_of(requests) == [True, False, False, False]
     assert (requests[0].num_device_slots, requests[0].num_resident_pages) == (192, 0)
     share_pages(node)
@@ -613,8 +722,8 @@ def test_the_one_that_saves_most_for_its_slots_becomes_resident_first() -> None:
     node.step()
     for request, num_misses in zip(requests, (20, 50, 55, 50), strict=True):
         request.row_counters = SwapCounts(hits=100 - num_misses, misses=num_misses)
-    (exchange,) = node.step().exchanges
-    assert exchange.request is requests[1]
+    (fill,) = node.step().fills
+    assert fill.request is requests[1]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""Makes a hisparse row resident: all of its items go from the host pool to device pages, in slices.
+"""Fills the device pages of a hisparse row: all of its items go there from the host pool, in slices.
 
-``ResidentStart`` is to a resident row what ``swap_in.RowStart`` is to one with a hot buffer. Steps find the
-positions of a resident row as those of a dense one, in ``page_table``, without a look at ages or hits. Its
-host pages stand beside that, so that ``backup_newest`` keeps the host pool complete.
+Steps find the positions of a resident row as those of a dense one, in ``page_table``, without a look at ages
+or hits. Its host pages stand beside that, so that ``backup_newest`` keeps the host pool complete.
+
+A row with a hot buffer takes part in steps while its pages are filled: these read the hot buffer alone, and
+back their newest items up to the host pool, from which the pages get them (``PageFill``). It becomes resident
+between two steps, by a second fill of what is new since and ``HotBufferState.drop_hot_buffer``.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import replay_misses
 from hisparse_pd.kernels.warm_up import FILL_BLOCKS
 
-CHUNK_TOKENS: Final = 16384
-"""Most positions of one copy: of V3.2's items 10.7 MB, 0.2 ms of PCIe."""
+CHUNK_TOKENS: Final = 4096
+"""Most positions of one copy: of V3.2's items 2.7 MB, 0.05 ms of PCIe."""
 
 
 class _Copy(NamedTuple):
@@ -32,13 +35,15 @@ class _Copy(NamedTuple):
     layer: int
 
 
-class ResidentStart:
-    """Fills ``row`` in slices, so that other requests' steps do not compete for PCIe with all of it at once.
+class PageFill:
+    """Fills the pages of ``row`` in slices, so that steps do not compete for PCIe with all of it at once.
 
-    The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None. The row may be used when
-    the last launch is over. It must be empty, as ``create`` and ``reset_row`` leave it. Copies are verified
-    by the row checks as those of misses are. On a GPU everything is launched on the current stream, which may
-    be a side stream; nothing waits for the device, and pages may be added to the row meanwhile.
+    The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None, and may use the pages
+    when the last launch is over. The row is empty, as ``create`` and ``reset_row`` leave it, and then it is
+    resident; or it has a hot buffer and the same host, lookup and index pages already, and keeps them. Copies
+    are verified by the row checks as those of misses are. On a GPU everything is launched on the current
+    stream, which may be a side stream beside steps of the row; nothing waits for the device, and pages may be
+    added to the row meanwhile.
     """
 
     def __init__(

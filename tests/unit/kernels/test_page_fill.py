@@ -1,4 +1,4 @@
-"""``ResidentStart`` on the CPU: all items, in slices, verified; wrong arguments change nothing."""
+"""``PageFill`` on the CPU: all items, in slices, verified; wrong arguments change nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels import resident_row
+from hisparse_pd.kernels import page_fill
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState
-from hisparse_pd.kernels.resident_row import ResidentStart
+from hisparse_pd.kernels.page_fill import PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
 
 PAGE, ITEM_BYTES, NUM_LAYERS, NUM_SLOTS = 16, 12, 3, 640
@@ -22,7 +22,7 @@ NUM_TOKENS, NUM_PAGES = 150, 10
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row has three chunks, whose ends are inside pages."""
-    monkeypatch.setattr(resident_row, "CHUNK_TOKENS", 60)
+    monkeypatch.setattr(page_fill, "CHUNK_TOKENS", 60)
 
 
 class Row:
@@ -48,8 +48,8 @@ class Row:
         pages: Tensor = self.arguments[name]
         return (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[:NUM_TOKENS]
 
-    def start(self, **changes: Any) -> ResidentStart:
-        return ResidentStart(self.state, 1, **(self.arguments | changes))
+    def start(self, **changes: Any) -> PageFill:
+        return PageFill(self.state, 1, **(self.arguments | changes))
 
 
 @pytest.mark.I3
