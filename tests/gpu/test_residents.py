@@ -1,4 +1,5 @@
-"""Resident rows on a GPU: filled without a wait, verified, stepped with a dense row's bits, and backed up."""
+"""Pages on a GPU: filled without a wait and beside steps, verified, stepped with a dense row's bits, and
+backed up."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.kernels import page_fill
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
 from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
@@ -20,7 +23,7 @@ from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
-NUM_LAYERS, NUM_SLOTS, PAGE = 5, 2 * CHUNK_TOKENS + 4096, 64
+NUM_LAYERS, NUM_SLOTS, PAGE = 5, 8 * CHUNK_TOKENS, 64
 NUM_STEPS = 6
 
 pytestmark = needs_gpu
@@ -111,38 +114,109 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def bench_of(
+    checkpoint: Path, mode: Mode, num_reqs: int, num_drafts: int, *options: str, is_resident: bool = False
+) -> decode_step.Bench:
+    """Return requests with prompts of 3,000 tokens whose steps can be run."""
+    parser = argparse.ArgumentParser()
+    decode_step.add_node_options(parser)
+    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
+    arguments.model_path, arguments.no_graphs = checkpoint, False
+    spec = decode_step.load_shared_spec(arguments, num_drafts)
+    model = load_model(checkpoint, spec, DEVICE)
+    settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
+    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
+    return decode_step.Bench(
+        spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident
+    )
+
+
+def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
+    """Check that all items of a resident request are the same in both pools."""
+    memory, num_tokens = bench.memory, request.num_kv_tokens
+    host, device = (
+        slots_tensor(request.extents(kind))[:num_tokens] for kind in (PoolKind.HOST, PoolKind.DEVICE)
+    )
+    assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device.to(memory.k_dev.device)].cpu())
+
+
+def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
+    """Fill the first request's pages beside steps of both, and take steps behind that. Returns the tokens of
+    both. The last two requests end before, and leave the first one their device slots."""
+    tables, (filling, staying, *others) = bench.tables, bench.requests
+    device = filling.owned.extents[PoolKind.DEVICE]
+    for other in others:
+        tables.release(other)
+        device += other.owned[PoolKind.DEVICE]
+    bench.requests = [filling, staying]
+    num_hot = filling.num_device_slots
+    filling.owned.extents[PoolKind.DEVICE] = device
+    filling.num_page_slots = filling.num_device_slots - num_hot
+    filling.num_filled_tokens = filling.num_kv_tokens
+    tables.slice_bytes = 1
+    tables.start_pages(filling)
+    num_turns = 0
+    while not tables.is_ready(filling):
+        tables.go_on()
+        num_turns += 1
+        if num_turns % 2 and num_turns < 2 * NUM_STEPS:
+            bench.run(1)  # while the slice is copied
+    assert filling.num_kv_tokens >= filling.num_filled_tokens + NUM_STEPS
+    tables.enter_pages(filling)
+    filling.owned.extents[PoolKind.DEVICE] = filling.page_extents
+    filling.hot_capacity = filling.num_page_slots = 0
+    bench.run(NUM_STEPS)
+    torch.cuda.synchronize()
+    check_both_copies(bench, filling)
+    return [filling.output_token_ids, staying.output_token_ids]
+
+
+@pytest.mark.I3
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_pages_are_filled_beside_steps_of_their_own_request(
+    checkpoint: Path, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are those of requests that keep their hot buffers; without drafts these miss."""
+    monkeypatch.setattr(page_fill, "CHUNK_TOKENS", 512)
+    buffer = "2112" if num_drafts == 0 else "4096"
+    tokens: list[list[list[int]]] = []
+    for fills in (False, True):
+        bench = bench_of(checkpoint, Mode.HISPARSE, 4, num_drafts, "--buffer", buffer)
+        try:
+            if fills:
+                tokens.append(run_beside_a_fill(bench))
+            else:
+                bench.run(3 * NUM_STEPS)
+                tokens.append([request.output_token_ids for request in bench.requests[:2]])
+            for request in bench.requests:
+                assert int(bench.tables.state.error_flags[request.req_row]) == HotBufferError.NONE
+        finally:
+            bench.memory.close()
+    for of_hot, of_filled in zip(*tokens, strict=True):
+        num = min(len(of_hot), len(of_filled))
+        assert num > 2 * NUM_STEPS
+        assert of_hot[:num] == of_filled[:num]
+
+
 @pytest.mark.I4
 @pytest.mark.I5
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_steps_have_the_tokens_of_dense_ones_and_back_up_their_items(
     checkpoint: Path, num_drafts: int
 ) -> None:
-    parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
-    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows"])
-    arguments.model_path, arguments.no_graphs = checkpoint, False
-    spec = decode_step.load_shared_spec(arguments, num_drafts)
-    model = load_model(checkpoint, spec, DEVICE)
-    settings = decode_step.make_settings(arguments, 3, num_drafts)
-    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
     tokens = []
     for mode in (Mode.DENSE, Mode.HISPARSE):
         is_resident = mode is Mode.HISPARSE
-        bench = decode_step.Bench(
-            spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident
-        )
+        bench = bench_of(checkpoint, mode, 3, num_drafts, is_resident=is_resident)
         try:
             bench.run(NUM_STEPS)
             torch.cuda.synchronize()
             tokens.append([request.output_token_ids for request in bench.requests])
             for request in bench.requests if is_resident else ():
-                num_tokens, memory = request.num_kv_tokens, bench.memory
-                assert num_tokens >= 3000 + NUM_STEPS
-                host, device = (
-                    slots_tensor(request.extents(kind))[:num_tokens]
-                    for kind in (PoolKind.HOST, PoolKind.DEVICE)
-                )
-                assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device.to(DEVICE)].cpu())
+                assert request.num_kv_tokens >= 3000 + NUM_STEPS
+                check_both_copies(bench, request)
         finally:
             bench.memory.close()
     assert tokens[0] == tokens[1]

@@ -49,6 +49,8 @@ PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0
 INDEX_TOPK = 6
 TOTALS = SlotCounts(host=90, device=48, index=112, lookup=132, aux=12, req_row=6)
+ROOMY = replace(TOTALS, host=240, device=128, index=300, lookup=360)
+"""Pools in which several requests become resident beside others."""
 LIMITS = Limits(
     totals=TOTALS,
     page_size=PAGE_SIZE,
@@ -101,7 +103,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         """Rooms that are over for the prefill node, and when their last bytes may land."""
         self.failed_batches: set[Room] = set()
         self.resident_items: dict[int, tuple[object, int]] = {}
-        """By device slot the item that a resident request has there: of which prompt, or room, and where."""
+        """By device slot the item that a request has there in its pages: of which prompt, or room, and
+        where."""
+        self.filled: dict[Request, int] = {}
+        """The positions, from 0 on, that are in the pages of requests that become resident."""
         self.stops_after: dict[Room, int] = {}
         """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
 
@@ -111,6 +116,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         largest_hot_buffer=st.sampled_from([0, 24]),
         num_index_slots=st.sampled_from([0, 40, 60]),
         miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST]),
+        fill_tokens=st.sampled_from([0, 40]),
+        totals=st.sampled_from([TOTALS, ROOMY]),
     )
     def choose(
         self,
@@ -120,11 +127,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         largest_hot_buffer: int = 0,
         num_index_slots: int = 0,
         miss_cost: MissCost = CHEAP,
+        fill_tokens: int = 0,
+        totals: SlotCounts = TOTALS,
     ) -> None:
         """With drafts, the steps of requests verify some, where these have slots. Requests may get more of
         what is free than hot buffers of the full size. ``num_index_slots``: of an index pool that is short,
         with main memory below it; 0: it is not, and has none below."""
-        totals = replace(TOTALS, index=num_index_slots) if num_index_slots else TOTALS
+        totals = replace(totals, index=num_index_slots or totals.index)
         copies = self.copies if num_index_slots else None
         self.rooms = LiveRequests(Pools(totals, PAGE_SIZE), QUARANTINE_SECS, copies)
         self.limits = replace(
@@ -132,6 +141,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             totals=totals,
             max_drafts=max_drafts,
             keeps_residents=keeps_residents,
+            fill_tokens=fill_tokens,
             largest_hot_buffer=largest_hot_buffer,
         )
         self.miss_cost = miss_cost
@@ -240,6 +250,26 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self._start(request)
         self.arrive(late)
 
+    @precondition(lambda self: self.limits.keeps_residents)
+    @rule(
+        families=st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=3),
+        num_steps=st.integers(2, 14),
+        late=st.lists(ARRIVALS, max_size=3),
+    )
+    def become_resident(self, families: list[int | None], num_steps: int, late: list[Arrival]) -> None:
+        """Nothing but hisparse requests with much to draw runs, and their pages are filled, when others come
+        or one of them ends."""
+        for request in self.rooms.select(RequestState.RUNNING):
+            self.end(request)
+        for family in families:
+            self._arrive(HisparseFlag.TRUE, 22, 30, 30, PEERS[0], "", family, 1)
+        self.steps_and_deliveries(num_steps)
+        filling = [r for r in self.rooms.select(RequestState.RUNNING) if r.num_page_slots]
+        if late:
+            self.arrive(late)
+        elif filling:
+            self.end(filling[0], is_sound=True)
+
     @precondition(lambda self: self.rooms.all())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -252,6 +282,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.copies.finish(1)
         for request in self.rooms.fetched():
             self._run_first(request)
+        self._end_fills()
         ending = self.rooms.select(RequestState.ENDING)
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
         were_local = {request for request in waiting if request.is_local}
@@ -267,11 +298,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                 assert plan.admissions or is_for_others, "it leaves its pages, and nobody comes"
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
-            assert not (exchange.num_page_slots and waiting), "one becomes resident while somebody waits"
-            assert self.limits.keeps_residents or not exchange.num_page_slots
+        for fill in plan.fills:
+            assert not waiting, "one becomes resident while somebody waits"
+            assert self.limits.keeps_residents
+            assert fill.request.hot_capacity > 0
         carry_out(self.rooms, plan, float("inf"))
-        for exchange in plan.exchanges:
-            self._fill_pages(exchange.request, exchange.num_resident_pages * PAGE_SIZE)
+        for fill in plan.fills:
+            self.filled[fill.request] = fill.num_resident_pages * PAGE_SIZE
         admitted = [admission.request for admission in plan.admissions]
         sources = {
             request: copy_source(request, request.mode, request.held_prefix_tokens, PAGE_SIZE)
@@ -334,7 +367,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             return
         spare = self.rooms.available.device - self.limits.in_pages(self.limits.device_buffer_size)
         for request in running:
-            if 0 < request.hot_capacity < request.next_seq_len:
+            if 0 < request.hot_capacity < request.next_seq_len and not request.num_page_slots:
                 gain = self.limits.in_pages(self.limits.max_capacity(request)) - request.num_device_slots
                 assert gain <= 0 or spare < gain, "a hot buffer misses beside free slots"
 
@@ -350,18 +383,30 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self._check_can_run(request)
             num_before = request.num_kv_tokens
             self._run(request)
-            if request.is_resident and request.state is RequestState.RUNNING:
-                self._fill_pages(request, num_before)
+            if request.state is not RequestState.RUNNING:
+                continue
+            if request.is_resident:
+                self._fill_pages(request, num_before, request.num_kv_tokens)
                 if request.room % 3:
                     min_own = self.limits.in_pages(self.limits.min_capacity(request))
                     self.rooms.share_resident(request, min_own)
+            elif request.num_page_slots:  # a piece beside the step
+                start = self.filled[request]
+                self.filled[request] = min(start + 1 + 5 * (request.room % 4), request.num_filled_tokens)
+                self._fill_pages(request, start, self.filled[request])
 
-    def _fill_pages(self, request: Request, start: int) -> None:
-        """Copy the items of a resident request from position ``start`` on to its device pages."""
-        if request.is_resident:
-            slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
-            for position in range(start, request.num_kv_tokens):
-                self.resident_items[slots[position]] = self._item(request, position)
+    def _end_fills(self) -> None:
+        """Requests whose pages are filled become resident, with what their steps have written meanwhile."""
+        for request in self.rooms.select(RequestState.RUNNING):
+            if request.num_page_slots and self.filled[request] == request.num_filled_tokens:
+                self._fill_pages(request, request.num_filled_tokens, request.num_kv_tokens)
+                self.rooms.end_fill(request)
+
+    def _fill_pages(self, request: Request, start: int, stop: int) -> None:
+        """Write the items of the positions [start, stop) to a request's device pages."""
+        slots = extents_to_slots(request.page_extents).tolist()
+        for position in range(start, stop):
+            self.resident_items[slots[position]] = self._item(request, position)
 
     def _item(self, request: Request, position: int) -> tuple[object, int]:
         keys = request.usable_keys
@@ -410,6 +455,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert num_slots[PoolKind.LOOKUP] >= request.next_seq_len
             entries = request.hot_capacity or num_slots[PoolKind.DEVICE]
             assert num_slots[PoolKind.DEVICE] >= entries >= self.limits.min_capacity(request)
+            if request.num_page_slots:
+                assert num_slots[PoolKind.DEVICE] >= entries + request.num_page_slots
+                assert self.limits.page_tokens(request) >= request.next_seq_len
             if request.is_resident:
                 assert num_slots[PoolKind.DEVICE] >= request.next_seq_len
                 slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
@@ -513,7 +561,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @invariant()
     def held_pages_have_their_keys(self) -> None:
         for run in self.rooms.held:
-            if not run.is_down and not run.is_arriving:
+            if PoolKind.INDEX in run.kinds and not run.is_down and not run.is_arriving:
                 slots = extents_to_slots(run.holding[PoolKind.INDEX]).tolist()
                 names = [(key, number) for key in run.keys for number in range(PAGE_SIZE)]
                 assert [self.copies.index.get(slot) for slot in slots] == names

@@ -103,7 +103,6 @@ def exchange_in_every_step(
     rooms, tables = node.engine.requests, node.engine.tables
     replace_device_slots, end_fill = rooms.replace_device_slots, rooms.end_fill
     num_exchanges = 0
-    tables.slice_bytes = 1
 
     def slots_of(request: Request) -> set[int]:
         return set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
