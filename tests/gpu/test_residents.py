@@ -126,9 +126,7 @@ def bench_of(
     model = load_model(checkpoint, spec, DEVICE)
     settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
     prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
-    return decode_step.Bench(
-        spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident
-    )
+    return decode_step.Bench(spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident)
 
 
 def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
