@@ -56,7 +56,7 @@ def grow(draft: PlanDraft) -> bool:
 def _fill_lacks_page(limits: Limits, request: Request) -> bool:
     """Return whether pages that are being filled end before the request's next step may: a request becomes
     resident only with pages for all of its tokens."""
-    return 0 < request.num_page_slots and limits.page_tokens(request) < _len_with_drafts(limits, request)
+    return request.num_page_slots > 0 and limits.page_tokens(request) < _len_with_drafts(limits, request)
 
 
 def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:

@@ -149,9 +149,9 @@ def make_room(
     """Make ``num_needed`` device slots spare. Returns whether they are; if not, hot buffers stay as they are.
 
     First those with more than their share of the pool, residents among them, get that share, then the full
-    size; pages that are being filled are given up before all others. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
+    size. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
     if ``dense_may_leave`` and that pays, and at last all hot buffers shrink to their minimum, if they may be
-    small. Each time those admitted last come first.
+    small. Each time pages that are being filled are given up first, and then those admitted last come first.
     """
     limits, share = draft.limits, _share_of(draft)
     return (
@@ -285,13 +285,9 @@ def use_free_slots(draft: PlanDraft) -> None:
         if not request.hot_capacity or request.num_page_slots or not request.has_next_step:
             continue
         for order, num_saved in _larger(draft, request, share, coming):
-            if isinstance(order, Fill):
-                taken = order.num_page_slots
-            else:
-                taken = limits.in_pages(order.hot_capacity) - request.num_device_slots
-            # A request gives its hot buffer up once its pages are filled. Until then it may take what is kept
-            # for the next arrival, which gets it back at once (``make_room``).
-            gain = taken - request.num_device_slots if isinstance(order, Fill) else taken
+            # While pages are filled, they may take what is kept for the next arrival: they are given up for
+            # it (``make_room``).
+            taken, gain = _slots_taken(limits, order)
             saved = num_saved / max(limits.page_size, gain)
             if gain <= spare and taken <= unheld and saved > most_saved:
                 best, num_taken, most_saved = order, taken, saved
@@ -306,6 +302,16 @@ def use_free_slots(draft: PlanDraft) -> None:
         else:
             draft.exchanges[best.request] = best
         draft.give(slots, reserve)
+
+
+def _slots_taken(limits: Limits, order: Exchange | Fill) -> tuple[int, int]:
+    """Return the device slots that an order takes of those that are free, and the slots that its request has
+    more in the end: one whose pages are filled gives up its hot buffer."""
+    num_before = order.request.num_device_slots
+    if isinstance(order, Fill):
+        return order.num_page_slots, order.num_page_slots - num_before
+    gain = limits.in_pages(order.hot_capacity) - num_before
+    return gain, gain
 
 
 def becomes_resident(request: Request) -> bool:

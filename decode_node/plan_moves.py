@@ -1,4 +1,4 @@
-"""Carries out the scheduler's plans: admits requests, starts them, gives them slots, fills their rows and pages.
+"""Carries out the scheduler's plans: admits and starts requests, gives them slots, fills rows and pages.
 
 Each move has up to three parts, which one method does together: the books (``LiveRequests``), the memory and
 tables (``RequestTables``), and a message to the prefill node. Before each step ``StepLine`` calls

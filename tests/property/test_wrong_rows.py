@@ -28,7 +28,7 @@ from hisparse_pd.decode_node import scrub
 from hisparse_pd.decode_node.memory import pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
-from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.engine.messages import RequestFailed, Tokens
 from tests.property.examples import num_examples
 from tests.property.row_reader import CONTEXT, PAGE_SIZE, WRONG, Node, right_token, spec_of
@@ -214,6 +214,19 @@ class WrongRowsMachine(RuleBasedStateMachine):
         if room.fits_in(self.requests.available) and (request.may_leave_pages or need == SlotCounts()):
             self.node.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity, need),)), 0.0)
         self.turn()
+
+    @precondition(lambda self: self.of(RequestState.RUNNING))
+    @rule(num_turns=st.integers(1, 8))
+    def fill_pages(self, num_turns: int) -> None:
+        """Pages for all tokens of requests with a hot buffer, which are filled beside their steps."""
+        limits = self.node.limits
+        for request in self.next_batch(Mode.HISPARSE):
+            if request.hot_capacity and not request.num_page_slots:
+                num_slots = limits.in_pages(request.next_seq_len + limits.max_drafts + limits.growth_tokens)
+                if SlotCounts(device=num_slots).fits_in(self.requests.available):
+                    fill = Fill(request, num_slots, num_resident_pages=0)
+                    self.node.plan_moves.carry_out(StepPlan(fills=(fill,)), 0.0)
+        self.run(num_turns)
 
     # --- damage -----------------------------------------------------------------------------------
 
