@@ -63,6 +63,10 @@ class Started:
                 made.append(parts[-1])
 
             @staticmethod
+            def with_host_sizes(settings: DecodeSettings, *_: Any) -> DecodeSettings:
+                return settings
+
+            @staticmethod
             def registered_host_bytes(*_: Any) -> int:
                 return num_host_bytes
 
