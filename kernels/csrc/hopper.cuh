@@ -51,8 +51,16 @@ __device__ __forceinline__ void copy_bulk(u32 to_address, const void* from, u32 
                  :: "r"(to_address), "l"(from), "r"(num_bytes), "r"(barrier_address)
                  : "memory");
 }
-// Makes writes to shared memory that this thread knows of visible to its products and bulk copies.
-__device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders what this thread has read and written in shared memory before products and bulk copies that begin later,
+// which do not wait for it by themselves.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Arrives for a warp whose lanes have read what bulk copies may now overwrite.
+__device__ __forceinline__ void release(u32 barrier_address, int lane) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) arrive(barrier_address);
+}
+__device__ __forceinline__ void release(u64* barrier, int lane) { release(shared_address(barrier), lane); }
 
 __device__ __forceinline__ void start_products() {
 #if __CUDA_ARCH_FEAT_SM90_ALL

@@ -129,7 +129,7 @@ __device__ void prepare_query(const LogitsParams& p, int token, u8* query, float
     }
     if (part == 0)
         head_weights[head] = product(p.weights[head_row], product(__uint_as_float(bits), p.score_scale));
-    show_to_tensor_cores();
+    fence_async_proxy();
 }
 
 // Returns the weighted sum over a lane's heads of one query for one of its two positions. `products`: those of the query

@@ -467,10 +467,7 @@ __device__ __forceinline__ void multiply_piece(const Int4Params& p, u32 ring, u3
             total[i + 2] = __fmaf_rn(sums[i + 2], lower, total[i + 2]);
             total[i + 3] = __fmaf_rn(sums[i + 3], lower, total[i + 3]);
         }
-        if (ends_stage) {
-            __syncwarp();
-            if (lane == 0) arrive(is_free);
-        }
+        if (ends_stage) release(is_free, lane);
     }
     const int first_row = shared_at<int>(stage + PIECE_AT + 4) + team * UNIT_ROWS + thread / WARP * 16 + 2 * in_quad;
     const i64 stride = static_cast<i64>(p.num_matrices) * p.rows;
@@ -487,8 +484,7 @@ __device__ __forceinline__ void multiply_piece(const Int4Params& p, u32 ring, u3
             if (first_row + 8 < p.rows) to[4] = lower;
         }
     }
-    __syncwarp();
-    if (lane == 0) arrive(barriers + FREE_AT + at.stage * 8);
+    release(barriers + FREE_AT + at.stage * 8, lane);
     at.advance();
 }
 

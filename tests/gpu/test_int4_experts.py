@@ -238,6 +238,21 @@ def test_a_row_has_the_same_bits_alone_and_among_any_others(form: Int4Form) -> N
     assert sizes == set(INT4_TILE_ROWS)
 
 
+@pytest.mark.I5
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[2]], ids=str)
+@pytest.mark.parametrize("num_tokens", [6, 150, 700])
+def test_every_launch_gives_the_same_bits(form: Int4Form, num_tokens: int) -> None:
+    """Copies overwrite stages while warps still add up: one that came too early would show in some of many
+    launches."""
+    hidden_size, inner_size = 4096, 1024
+    gate_up = draw_matrices(form, 2, inner_size, hidden_size)
+    down = draw_matrices(form, 1, hidden_size, inner_size)
+    tokens = draw_tokens(num_tokens, hidden_size, torch.bfloat16)
+    first = run(tokens, gate_up, down)
+    for _ in range(100):
+        assert torch.equal(first.view(torch.int16), run(tokens, gate_up, down).view(torch.int16))
+
+
 def test_ranks_share_what_one_has() -> None:
     gate_up, down = draw_matrices(FORMS[0], 2, 256, 512), draw_matrices(FORMS[0], 1, 512, 256)
     tokens = draw_tokens(77, 512, torch.bfloat16)
