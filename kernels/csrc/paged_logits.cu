@@ -190,8 +190,7 @@ __device__ void score_tiles(const LogitsParams& p, Shared& shared, int thread) {
                 const float scale = __uint_as_float(tile[(half + i) * KEY_WORDS + DIM / 4]);
                 scored[i] = product(in_quad % 2 ? scores[1][i] : scores[0][i], scale);
             }
-            __syncwarp();
-            if (lane == 0) arrive(&shared.is_free[stage]);
+            release(&shared.is_free[stage], lane);
             const int position = (piece.first_tile + at) * TILE + half + 4 * quad;
             if (in_quad < 2 && at < piece.num_tiles) {
                 if (position + 4 <= piece.length)

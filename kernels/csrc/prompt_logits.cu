@@ -225,10 +225,9 @@ __device__ void score_tiles(const LogitsParams& p, int first, const u32* ring, u
                 for (int j = 0; j < 4; ++j)
                     keys[k][j] = lane_keys[stage * TILE_WORDS + 32 * (j % 2) * KEY_WORDS + 8 * k + 4 * (j / 2)];
             scale = __uint_as_float(own_scale[stage * TILE_WORDS]);
-            __syncwarp();
-            if (lane == 0) arrive(&shared.is_free[stage]);
             ++number;
             start_tile(products[0], keys, places[0]);
+            release(&shared.is_free[stage], lane);
         };
         if (run.first_tile >= run.stop_tile) continue;
         start_next_tile();
