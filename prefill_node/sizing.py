@@ -23,8 +23,8 @@ from hisparse_pd.core.model.unpacked import unpacked_bytes
 log = logging.getLogger(__name__)
 
 HOST_RESERVE_SHARE: Final = 0.1
-"""Share of free main memory that an automatic host cache leaves to everything that is not a pool: processes
-of both nodes, some 4 GB a rank with CUDA, page tables, and file pages of the checkpoint."""
+"""Share of free main memory that an automatic host cache leaves to everything that is not a pool: the
+processes of the nodes, page tables, and file pages of the checkpoint."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes reserved for libraries' workspaces and for unpacked weights."""
