@@ -1,10 +1,11 @@
 """Measures the time to the first token by where a prompt's beginning lies, and conversations with tiers and
 without.
 
-    python -m tools.bench.tiers --model-path DIR --context 65536 131072 --token-range 300 32000 --store \\
-        --host-cache-tokens 1310720 --pair-options="--device cuda --kv-pool-tokens 270336"
+    python -m tools.bench.tiers --model-path DIR --context 65536 131072 --token-range 300 32000 \\
+        --pairs tiers none store --host-cache-tokens 1310720 --conversations 16 \\
+        --pair-options="--device cuda --kv-pool-tokens 270336"
 
-It starts up to three pairs one after the other, with ``--pair-options`` and:
+It starts the ``--pairs`` one after the other, with ``--pair-options`` and:
 
 | pair | options | measured |
 | --- | --- | --- |
@@ -267,7 +268,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add_number("--turn-tokens", 700, 1, "new tokens of a turn")
     add_number("--repeats", 3, 1, "turns of a cell that are measured")
     add_number("--host-cache-tokens", 262144, 1, "main memory of the prefill node, in tokens")
-    add("--store", action="store_true", help="measure prefixes in a Mooncake Store, too")
+    add(
+        "--pairs",
+        nargs="+",
+        choices=TIERS_OF_PAIR,
+        default=["tiers", "none"],
+        help="pairs that are started, one after the other",
+    )
     add_number("--store-gib", 8, 1, "main memory of the store, in GiB")
     add(
         "--link-gb-per-s",
@@ -295,9 +302,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     low, high = options.token_range
     if not 0 <= low < high:
         parser.error(f"--token-range {low} {high} has no token; HIGH is exclusive and must be above LOW")
-    if not options.context and not options.conversations:
-        parser.error("no --context and no --conversations: nothing would be measured; give one of them")
-    options.pairs = ["tiers", "none", *(["store"] if options.store and options.context else [])]
+    if not options.context and (not options.conversations or options.pairs == ["store"]):
+        parser.error("nothing would be measured; give --context or --conversations")
     return options
 
 

@@ -115,16 +115,21 @@ class Turns:
     # --- what is measured ----------------------------------------------------------------------------
 
     async def measure(self, cell: Cell, repeats: int) -> AsyncIterator[dict[str, Any]]:
-        """Yield the figures of a cell after each of its turns. A first turn is not counted, except where
+        """Yield the figures of a cell after each of its turns: until ``repeats`` of them found the prefix
+        where it was to be, and no more than twice as many turns. A first turn is not counted, except where
         prefixes are computed: ``lay`` has computed them."""
         prefix = self.prefixes[cell.context]
-        records: list[Record] = []
-        for number in range(repeats if cell.tier == "computed" else repeats + 1):
+        if cell.tier != "computed":
             await self.bring(cell)
-            record = await self.send(prefix, cell.hisparse)
-            if number or cell.tier == "computed":
-                records.append(record)
-                yield self.figures(cell, records)
+            await self.send(prefix, cell.hisparse)
+        records: list[Record] = []
+        num_right = 0
+        while num_right < repeats and len(records) < 2 * repeats:
+            await self.bring(cell)
+            records.append(await self.send(prefix, cell.hisparse))
+            figures = self.figures(cell, records)
+            num_right = len(records) - figures["astray"]
+            yield figures
 
     def figures(self, cell: Cell, records: Sequence[Record]) -> dict[str, Any]:
         """Return the figures of a cell, JSON-able."""
