@@ -487,18 +487,25 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def plan(self) -> tuple[Chunk, ...]:
         """Return the next forward's chunks. The cached rows that they read are verified first. While one is
-        wrong, its page is set aside, and the plan is made again without it."""
+        wrong, its page is set aside, and the plan is made again without it.
+
+        Fetches begin while the scheduler looks at waiting requests, and take pages that the plan may have
+        given away, cached ones among them. Then it is made again; each request is fetched for once.
+        """
         life = self.life
         while True:
             # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
+            num_available_pages = life.num_available_pages
             chunks = plan_step(
                 life.running(),
                 life.candidates(),
                 self._limits,
-                num_available_pages=life.num_available_pages,
+                num_available_pages=num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
+            if life.num_available_pages != num_available_pages:
+                continue
             if not chunks and life.unpin():
                 continue
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):

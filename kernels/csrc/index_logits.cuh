@@ -63,12 +63,6 @@ __device__ __forceinline__ float positive_part(float value) {
     return result;
 }
 
-// Copies a tile, whose arrival completes a phase of the barrier.
-__device__ __forceinline__ void copy_tile(u32* to, const u8* from, u64* is_full) {
-    expect_bytes(shared_address(is_full), TILE_BYTES);
-    copy_bulk(shared_address(to), from, TILE_BYTES, shared_address(is_full));
-}
-
 // Returns how many positions of its row a query sees; 0 if it is padding, as all from `stop` on, or selects all that it
 // sees. Padding is read, too, so that the loads need not wait for that of `stop`.
 __device__ __forceinline__ int length_of(const LogitsParams& p, int token, int stop) {
@@ -84,6 +78,38 @@ __device__ __forceinline__ i64 first_byte_of(const int* pages, int tile) {
     const int start = tile * TILE;
     return (static_cast<i64>(pages[start / PAGE_SIZE]) * PAGE_SIZE + start % PAGE_SIZE) * (4 * KEY_WORDS);
 }
+
+// The loading warp's side of a ring of tiles in shared memory.
+struct Loader {
+    u32 (*ring)[TILE_WORDS];       // [STAGES]
+    u64 *is_full, *is_free;        // [STAGES]: a phase ends when a tile has arrived, and when it has been read
+    u32 stage = 0, turn = 0;
+
+    // Copies tiles of a row with these pages, each as soon as a stage is free. The places behind the tiles, up to
+    // `num_places`, are full with nothing in them.
+    __device__ void load(const u8* keys, const int* pages, int first_tile, int num_tiles, int num_places, int lane) {
+        for (int first = 0; first < num_places; first += WARP) {
+            const int rest = num_tiles - first, count = num_places - first < WARP ? num_places - first : WARP;
+            i64 own_from = 0;
+            if (lane < rest) own_from = first_byte_of(pages, first_tile + first + lane);
+            for (int number = 0; number < count; ++number) {
+                const i64 from = __shfl_sync(~0u, own_from, number);
+                if (lane == 0) {
+                    const u32 full = shared_address(&is_full[stage]);
+                    if (turn > 0) wait_for_phase(&is_free[stage], turn - 1);
+                    if (number < rest) {
+                        expect_bytes(full, TILE_BYTES);
+                        copy_bulk(shared_address(ring[stage]), keys + from, TILE_BYTES, full);
+                    } else arrive(full);
+                }
+                if (++stage == STAGES) {
+                    stage = 0;
+                    ++turn;
+                }
+            }
+        }
+    }
+};
 
 // Rounds a query's heads to fp8 and writes them where the tensor cores read them, and to `head_weights` the heads'
 // weights times the scales, which are those of kernels/triton_kv_format.py. All threads of a warp group call it.
