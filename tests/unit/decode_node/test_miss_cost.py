@@ -79,3 +79,12 @@ def test_what_was_missed_is_forgotten_while_nobody_has_a_hot_buffer() -> None:
     assert after[-1] < before / 2
     assert costs.estimate([hisparse(100, 5, 5)], 2.0).missed_entries == before
     assert costs.estimate([hisparse(100, 5, 5)], None).pays(1e9), "seconds of a step are not known"
+
+
+def test_the_share_of_the_link_that_misses_take() -> None:
+    """300 positions of 10 us each, in steps of 4 ms and of 2 ms."""
+    costs = MissCosts(index_topk=2048, miss_secs=1e-5)
+    assert costs.link_share(300, 4e-3) == pytest.approx(0.75)
+    assert costs.link_share(300, 2e-3) == 1.0
+    assert costs.link_share(300, None) == 0.0, "no step was measured"
+    assert MissCosts(index_topk=2048, miss_secs=0.0).link_share(300, 4e-3) == 0.0, "there is no GPU"

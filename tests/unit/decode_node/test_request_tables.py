@@ -11,9 +11,10 @@ import torch
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.kernels import page_fill
 from hisparse_pd.protocol.messages import Room
 from tests.books import make_request
 from tests.unit.kernels.table_rules import check_consistency
@@ -154,6 +155,71 @@ def test_a_row_that_is_not_filled_to_its_end_is_empty_when_it_is_released() -> N
     assert node.hot.go_on() == {}
     assert (node.hot.state.lookup_to_hot == -1).all()
     assert (node.hot.state.host_pages == -1).all()
+
+
+@pytest.mark.I3
+def test_pages_are_filled_behind_rows_by_what_misses_leave_of_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_fill, "CHUNK_TOKENS", 50)
+    node = Node()
+    request = node.request(None)
+    node.hot.start(request)
+    node.pools.grow(request.owned, PoolKind.DEVICE, 112)
+    request.num_page_slots, request.num_filled_tokens = 112, request.num_kv_tokens
+    node.hot.start_pages(request)
+    fill, row = node.hot.filling_pages[request.req_row], request.req_row
+    item_bytes, num_layers = node.spec.item_bytes, node.spec.num_layers
+    num_all_bytes = num_layers * 100 * item_bytes
+    assert fill.num_left_bytes == num_all_bytes
+
+    class Beginning:
+        """Another row, which begins."""
+
+        num_left_bytes: int | None = 1
+
+        def launch_slice(self, most_bytes: int | None) -> int:
+            self.num_left_bytes = None
+            return 1
+
+    node.hot.filling[1 - row] = Beginning()  # type: ignore[assignment]
+    node.hot.slice_bytes = 4 * 50 * item_bytes
+    num_left_bytes = num_all_bytes
+    for link_share, num_chunks in ((0.0, 0), (1.0, 0), (0.5, 2), (0.0, 4)):
+        assert node.hot.go_on(link_share) == {}
+        num_left_bytes -= num_chunks * 50 * item_bytes
+        assert fill.num_left_bytes == num_left_bytes
+        assert not node.hot.is_ready(request)
+    node.hot.go_on()
+    assert node.hot.is_ready(request)
+    request.output_token_ids += [5, 5, 5]  # steps wrote three more to the host
+    node.hot.enter_pages(request)
+    state = node.hot.state
+    assert int(state.capacity[row]) == 0
+    assert (state.lookup_to_hot == -1).all()
+    host, pages = slots_tensor(request.owned[PoolKind.HOST]), slots_tensor(request.page_extents)
+    assert torch.equal(node.memory.k_dev[:, pages[:103]], node.memory.k_host[:, host[:103]])
+    assert state.page_table[row, :7].tolist() == pages_tensor(request.page_extents, PAGE_SIZE).tolist()
+
+
+def test_pages_that_are_given_up_are_in_no_table() -> None:
+    node = Node()
+    node.hot.slice_bytes = 1
+    request = node.request(None)
+    node.hot.start(request)
+    node.hot.fill_at_once(request)
+    node.pools.grow(request.owned, PoolKind.DEVICE, 112)
+    request.num_page_slots, request.num_filled_tokens = 112, request.num_kv_tokens
+    node.hot.start_pages(request)
+    node.hot.go_on()
+    state, row = node.hot.state, request.req_row
+    assert int(state.page_table[row, 0]) >= 0
+    tables = [table.clone() for table in (state.lookup_to_hot, state.hot_slots, state.host_pages)]
+    node.hot.stop_pages(request)
+    assert (state.page_table[row] == -1).all()
+    assert node.hot.is_ready(request)
+    for before, table in zip(tables, (state.lookup_to_hot, state.hot_slots, state.host_pages), strict=True):
+        assert torch.equal(before, table)
 
 
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
