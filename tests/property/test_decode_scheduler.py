@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -618,6 +618,45 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         assert self.rooms.available == self.rooms.pools.totals
         self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals
+
+
+@settings(
+    derandomize=True,
+    max_examples=num_examples(40, 200),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    max_drafts=st.sampled_from([0, 3]),
+    fill_tokens=st.sampled_from([0, 40]),
+    totals=st.sampled_from([ROOMY, replace(ROOMY, device=72)]),
+    turns=st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=3),
+            st.integers(1, 8),
+            st.lists(ARRIVALS, max_size=6),
+            st.integers(1, 30),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+)
+def test_pages_that_are_filled_while_others_come_and_go(
+    max_drafts: int,
+    fill_tokens: int,
+    totals: SlotCounts,
+    turns: list[tuple[list[int | None], int, list[Arrival], int]],
+) -> None:
+    """``turns``: requests that become resident, steps that they have for it, others that come, and steps
+    behind that."""
+    machine = DecodeNodeMachine()
+    machine.choose(max_drafts, keeps_residents=True, fill_tokens=fill_tokens, totals=totals)
+    for families, num_steps, late, num_later in turns:
+        machine.become_resident(families, num_steps, late)
+        for _ in range(num_later):
+            machine.steps_and_deliveries(1)
+            machine.pools_are_whole()
+            machine.everybody_can_end()
+    machine.teardown()
 
 
 TestDecodeNode = DecodeNodeMachine.TestCase
