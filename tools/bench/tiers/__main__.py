@@ -40,7 +40,7 @@ import httpx
 from rich.console import Console
 
 from hisparse_pd.core.model.spec import load_spec
-from hisparse_pd.prefill_node.memory import bytes_per_token
+from hisparse_pd.prefill_node.sizing import bytes_per_token
 from tools.bench.facts import OUT, gpus
 from tools.bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, counters_in, running_pair
 from tools.bench.report import make_console, table_of, write_report
