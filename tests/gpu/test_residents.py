@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
-from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.extents import slice_extents
+from hisparse_pd.core.paging.pools import PoolKind, round_up
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.kernels import page_fill
@@ -148,8 +149,8 @@ def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
         device += other.owned[PoolKind.DEVICE]
     bench.requests = [filling, staying]
     num_hot = filling.num_device_slots
-    filling.owned.extents[PoolKind.DEVICE] = device
-    filling.num_page_slots = filling.num_device_slots - num_hot
+    filling.num_page_slots = round_up(filling.reserved_tokens, PAGE)
+    filling.owned.extents[PoolKind.DEVICE] = slice_extents(device, 0, num_hot + filling.num_page_slots)
     filling.num_filled_tokens = filling.num_kv_tokens
     tables.slice_bytes = 1
     tables.start_pages(filling)
