@@ -366,6 +366,21 @@ def test_a_wrong_row_that_comes_up_ends_its_request_only(node: EngineHarness) ->
     assert len(node.tokens_of(spared)) == NUM_NEW
 
 
+@pytest.mark.I7
+def test_pages_that_cannot_be_filled_end_their_request_only(
+    node: EngineHarness, expected: dict[Prompt, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(fill: page_fill.PageFill, most_bytes: int | None) -> int:
+        raise torch.OutOfMemoryError("150 MiB wanted")
+
+    monkeypatch.setattr(page_fill.PageFill, "launch_slice", out_of_memory)
+    doomed = node.generate(LONG[1], NUM_NEW, HisparseFlag.TRUE)
+    spared = node.generate(PROMPTS[3], NUM_NEW, HisparseFlag.TRUE)  # it misses nothing
+    node.failure_of(doomed, status=500, error="cannot be made resident: 150 MiB wanted")
+    node.finish([spared], expected)
+    node.engine.requests.check_integrity()
+
+
 def test_a_bound_is_kept(checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path) -> None:
     """With --device-buffer-size nobody has more, however many slots are free."""
     with closing(harness(checkpoint, tmp_path, device_buffer_size=TOP_K + 4)) as node:
