@@ -75,6 +75,16 @@ class Limits:
         whole_life = request.life_tokens + self.max_drafts
         return max(self.min_capacity(request), min(most or self.device_buffer_size, whole_life))
 
+    def life_slots(self, request: Request) -> int:
+        """Return the slots of a hot buffer that holds the whole life of ``request``, in whole pages."""
+        return self.in_pages(request.life_tokens + self.max_drafts)
+
+    def hot_slots(self, most: int) -> int:
+        """Return the slots of a hot buffer of ``most`` entries, or of as many as suffice for any length if
+        that is more, in whole pages. A request's ``max_capacity`` takes these or ``life_slots``, whichever
+        are fewer."""
+        return self.in_pages(max(most, self.smallest_hot_buffer))
+
     def in_pages(self, num_tokens: int) -> int:
         """Return the slots of as many whole pages as ``num_tokens`` take."""
         return round_up(num_tokens, self.page_size)

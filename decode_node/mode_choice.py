@@ -55,7 +55,7 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
     if request.life_tokens <= draft.limits.max_life_dense and not hisparse_pays(draft):
         if dense_pays(draft, num_taken) and _admit_dense(draft, request):
             return True
-        if draft.has_dense:
+        if draft.device_use.num_dense:
             return False  # it waits for the pages of one that ends
     if leaves_hot_buffers(draft, num_taken):
         return _admit_dense(draft, request) or _admit_hisparse(draft, request)
@@ -74,9 +74,8 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     smallest, full_size = (
         draft.limits.in_pages(capacity) for capacity in (min_capacity, draft.limits.max_capacity(request))
     )
-    some_may_leave = any(map(draft.may_leave_pages, draft.running))
     # Dense requests that leave their pages take host slots, which the request may lack then.
-    for dense_may_leave in (True, False) if some_may_leave else (False,):
+    for dense_may_leave in (True, False) if draft.device_use.leaving else (False,):
         mark = draft.mark()
         if draft.spare_device() < full_size:
             make_room(draft, full_size, dense_may_leave=dense_may_leave)

@@ -72,3 +72,5 @@ class StepPlan:
     exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()
+    is_cut: bool = False
+    """Whether the plan admits as many as a plan may: the next one goes on with the queue at once."""
