@@ -50,6 +50,8 @@ class DeviceUse:
         """The dense ones that may leave pages of more slots than a hot buffer of the full size has, with the
         number of their slots, those admitted last first."""
         self.num_hisparse = 0
+        self.num_never_dense = 0
+        """The hisparse requests that could not be dense."""
         self.num_dense = 0
         self.dense_slots = 0
         self._coming: list[HotSlots] = []
@@ -70,7 +72,11 @@ class DeviceUse:
 
     def _note_hisparse(self, request: Request, num_slots: int, *, is_resident: bool = False) -> None:
         self.hisparse[request] = HotSlots(num_slots, self._limits.life_slots(request), is_resident)
+        self._count_hisparse(request)
+
+    def _count_hisparse(self, request: Request) -> None:
         self.num_hisparse += 1
+        self.num_never_dense += not self._limits.may_be_dense(request)
 
     def _note_dense(self, num_slots: int) -> None:
         self.num_dense += 1
@@ -81,7 +87,7 @@ class DeviceUse:
             self._note_dense(num_slots)
             return
         self._coming.append(HotSlots(num_slots, self._limits.life_slots(request), is_resident=False))
-        self.num_hisparse += 1
+        self._count_hisparse(request)
 
     def admit(self, admission: Admission) -> None:
         """Note that the plan admits a request."""
@@ -93,6 +99,7 @@ class DeviceUse:
         request = exchange.request
         if request in self.hisparse:
             self.num_hisparse -= 1
+            self.num_never_dense -= not self._limits.may_be_dense(request)
         else:
             self.num_dense -= 1
             self.dense_slots -= request.num_device_slots

@@ -87,6 +87,33 @@ def hisparse_pays(draft: PlanDraft) -> bool:
     return num_left > 0 and pays(2, num_left)
 
 
+def dense_alone_pays(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether the node makes more tokens a second if requests that take ``num_taken`` device slots for
+    their pages are dense, as many as the device pool holds, and the others wait, than if all run, as far as
+    that pays.
+
+    ``hisparse_pays`` tells what one request more brings. Where many have hot buffers, it does not tell how
+    fast fewer dense ones would be in their place.
+    """
+    limits, use, cost = draft.limits, draft.device_use, draft.miss_cost
+    if use.num_never_dense or not cost.fixed_secs:
+        return False
+    num_others = sum(1 for _ in draft.queue.first(draft.available.req_row - 1))
+    num_reqs = use.num_hisparse + use.num_dense + 1 + num_others
+    num_slots, largest = limits.totals.device, limits.largest_hot_buffer or limits.device_buffer_size
+    num_dense = num_slots // num_taken
+    if num_dense >= num_reqs:
+        return False  # all can be dense, and nobody need wait
+    # Beside hot buffers of use some are dense (``leaves_hot_buffers``). Beside smaller ones nobody is.
+    most = max(1, min(largest, num_taken // 2))
+    num_beside = max(0, num_slots - num_reqs * most) // max(1, num_taken - most)
+    num_hot = num_reqs - num_beside
+    if not num_beside:
+        num_hot = int(min(num_hot, max(1.0, cost.most_hot(num_slots), num_slots / most)))
+    num_missed = cost.num_missed(num_hot, num_slots - num_beside * num_taken, largest)
+    return cost.tokens_per_sec(num_dense, 0) > cost.tokens_per_sec(num_beside + num_hot, num_missed)
+
+
 def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
     """Return whether one more dense request does that if it takes ``num_taken`` device slots of those that
     hot buffers could have."""

@@ -53,6 +53,11 @@ class Limits:
         """Most tokens that a dense request can have in its whole life."""
         return min(self.totals.device, self.totals.index)
 
+    def may_be_dense(self, request: Request) -> bool:
+        """Return whether ``request`` allows pages for its whole life, and the device pool has as many."""
+        is_allowed = request.flag is not HisparseFlag.TRUE and not request.dense_refusal
+        return is_allowed and request.life_tokens <= self.max_life_dense
+
     def max_life(self, mode: Mode) -> int:
         """Return the most tokens that a request can have in its whole life in ``mode``."""
         return self.max_life_hisparse if mode is Mode.HISPARSE else self.max_life_dense
