@@ -1,8 +1,8 @@
 """Keeps count of who has which device slots once a plan is carried out. Pure.
 
 ``PlanDraft`` makes one ``DeviceUse`` for a plan that gives device slots away, and notes its exchanges and
-admissions there. ``hot_buffer_sizes.py`` and ``mode_choice.py`` ask it for each request of the queue, hundreds
-of which one plan may meet: each answer is a number that is kept, or a sum of numbers.
+admissions there. ``hot_buffer_sizes.py`` and ``mode_choice.py`` ask it for each request that the plan
+decides about, beside hundreds of others: an answer is a number that is kept, or a sum of such numbers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ class DeviceUse:
         """The dense ones that may leave pages of more slots than a hot buffer of the full size has, with the
         number of their slots, those admitted last first."""
         self.num_hisparse = 0
+        """The hisparse requests, those that land or are admitted included, as in the next three."""
         self.num_never_dense = 0
         """The hisparse requests that could not be dense."""
         self.num_dense = 0
         self.dense_slots = 0
+        """The device slots of the dense ones."""
         self._coming: list[HotSlots] = []
         """The slots of hisparse requests that land or are admitted."""
         full_size = limits.hot_slots(limits.device_buffer_size)

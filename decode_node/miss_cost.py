@@ -11,10 +11,10 @@ that more if it adds less than ``t / n`` seconds: then (n + 1) / (t + added) > n
 computing, by what steps of fewer requests take, and the time of all that is missed more with it. So a
 hisparse request pays if the latter is less than ``request_secs``, which is ``t / n - g``.
 
-A step takes ``fixed_secs`` for any number of requests, which is ``f``, and ``f + n * g`` seconds for ``n`` that
-miss nothing. With ``r`` device slots for ``n`` hot buffers it misses ``n**2 * w / r``, and ``n / (f + n * g +
-miss_secs * n**2 * w / r)`` tokens a second are most where the misses take ``f`` seconds. If the dense requests
-that ``r`` slots hold make more, hisparse ones cost more than they bring, however many run.
+A step takes ``f`` seconds for any number of requests (``fixed_secs``), and ``f + n * g`` for ``n`` that miss
+nothing. ``n`` hot buffers that share ``r`` device slots miss ``n * n * w / r`` positions. Their tokens a
+second are most with as many hot buffers as miss for ``f`` seconds. If the dense requests whose pages fit into
+``r`` slots make more, hisparse ones cost more than they bring, however many run.
 
 Example: A.X-K2-Light misses 67% of 2,048 positions, in 48 layers of 320 bytes: 21 MB, or 0.38 ms at 55 GB/s.
 A step of 61 dense requests takes 16.4 ms, 0.27 a request, ``g`` included: one more hisparse request does not

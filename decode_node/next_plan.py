@@ -33,8 +33,8 @@ class _Situation(NamedTuple):
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
     """Changes of the queue, or 0 while what is behind its first request decides nothing. It may be overtaken
-    while it waits for stuck slots, which may never be free, or for the KV of its prompt's first sample. One of
-    ``auto`` may be hisparse if many wait, and wait for pages if few do."""
+    while it waits for stuck slots, which may never be free, or for the KV of its prompt's first sample. If it
+    is of ``auto``, its mode depends on how many wait."""
     miss_cost: MissCost
 
 

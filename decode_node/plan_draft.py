@@ -248,7 +248,7 @@ class PlanDraft:
 
     def undo(self, mark: Mark) -> None:
         """Undo all exchanges since ``mark``. Nothing may have been given away or admitted meanwhile."""
-        if self.exchanges != mark.exchanges:
+        if len(self.exchanges) != len(mark.exchanges):
             self._use = None
         self.available, exchanges, changed, self._reserve, self._reserve_is_strict = mark
         self.exchanges, self._changed = dict(exchanges), dict(changed)  # the mark may be used again

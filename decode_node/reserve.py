@@ -143,8 +143,8 @@ class Reserve:
         """For each request with two ways to end whose needs are kept, the slots that each way leaves;
         negative where that way is closed."""
         self._least_by_way: tuple[_Slots, _Slots] = (_ALL_SPARE, _ALL_SPARE)
-        """The fewest slots that all these requests leave, for each way. Mostly one way is open to all of them,
-        and a look at each is saved."""
+        """The fewest slots that any of these requests leaves, for each way. Mostly one way is open to all of
+        them, which saves a look at each."""
         self.is_safe = order.is_safe
         """Whether all requests can end as things are."""
         for place in order.places:

@@ -17,7 +17,8 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
 - ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside it
   (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
   pages are there. Where one more hisparse request would cost more than it brings (``hisparse_pays``), it
-  waits for the pages of a dense one that runs or lands.
+  waits for the pages of a dense one that runs or lands. Where as many dense requests as fit make more tokens
+  than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
@@ -62,8 +63,8 @@ because they wait for stuck slots or for a first sample."""
 MAX_ADMITTED = 16
 """Most requests that one plan admits."""
 MAX_ORDERS = 4
-"""Orders in which all requests can end (``reserve.py``), each a look at all of them, after which a plan admits
-nobody else. One request may take some more."""
+"""Orders in which all requests can end (``reserve.py``), each a look at all of them, after which a plan
+admits nobody else. The last request may take some more."""
 
 
 def plan_step(
@@ -115,8 +116,8 @@ class _Outcome(Enum):
     """What is left of the queue behind a plan's admissions."""
 
     ONLY_STUCK_WAIT = auto()
-    """Requests that wait for stuck slots, or that leave the queue for their prefill nodes before anything else
-    of the plan is done."""
+    """Requests that wait for stuck slots, or that leave the queue for their prefill nodes before anything
+    else of the plan is done."""
     OTHERS_WAIT = auto()
     """Requests that do not fit, among others."""
     CUT = auto()

@@ -61,7 +61,9 @@ PRESENT_COST = MissCost(missed_entries=500.0, miss_secs=1.0, request_secs=200.0)
 """A cost at which hisparse pays while hot buffers have some entries."""
 HIGH_COST = MissCost(missed_entries=500.0, miss_secs=1.0, request_secs=1.0)
 """A cost at which it never pays."""
-STEPS_COST = MissCost(missed_entries=500.0, miss_secs=0.1, request_secs=200.0, fixed_secs=2.0, growth_secs=0.1)
+STEPS_COST = MissCost(
+    missed_entries=500.0, miss_secs=0.1, request_secs=200.0, fixed_secs=2.0, growth_secs=0.1
+)
 """A cost at which it pays, and few dense requests make more tokens than many hisparse ones."""
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
 Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None, int]

@@ -222,7 +222,7 @@ def test_the_work_of_a_plan_grows_as_the_number_of_requests(
 
     reads_of = []
     for num_requests in (64, 256):
-        rooms, plans = _waiting_behind(num_requests, num_requests, flag)
+        _, plans = _waiting_behind(num_requests, num_requests, flag)
         num_reads = 0
         with monkeypatch.context() as context:
             context.setattr(Request, "__getattribute__", count)
