@@ -36,7 +36,7 @@ def kernels_in_use(
         f"attention {attention.name} by {attention_by}{why}",
         f"indexer ours, {triton_release}",
         f"swap-in and top-k ours, CUDA C by cupy {installed('cupy-cuda13x')}",
-        f"routed experts ours{' in four bits' if has_int4_experts else ''}, {triton_release}",
+        f"routed experts ours{' in four bits, CUDA C by cupy' if has_int4_experts else ''}, {triton_release}",
         f"dense products of few rows and in parts ours, others torch's{dense}",
     )
     return "; ".join(parts)

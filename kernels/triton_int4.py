@@ -1,6 +1,9 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""``kernels.experts.run_experts`` in Triton for weights in four bits: two grouped products and the gate.
+"""``kernels.experts.run_experts`` on a GPU for weights in four bits: two grouped products and the gate.
+
+bfloat16 on Hopper goes to ``kernels.int4_experts``. Other GPUs and float32 have the Triton kernel of this
+module, which gives the same bits in bfloat16.
 
 A program takes one tile of ``Routing`` and some rows of its expert's matrix, as in
 ``kernels.triton_experts``. The matrix is the left operand of its products: each thread loads 16 bytes of it,
@@ -22,11 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse_pd.kernels import int4_experts
 from hisparse_pd.kernels.block_fp8 import SMALLEST_PEAK
 from hisparse_pd.kernels.expert_routing import Routing, most_tiles
 from hisparse_pd.kernels.fp8 import FP8_MAX
 from hisparse_pd.kernels.int4 import MIDDLE, UNIT_ROWS, Int4Matrices, unit_columns
 from hisparse_pd.kernels.triton_fp8 import gated_rows_triton, round_blocks
+from hisparse_pd.kernels.triton_int4_tokens import lay_out
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
 
@@ -63,6 +68,8 @@ def run_int4_triton(
     """See ``kernels.experts.run_experts``. ``has_others``: whether some rows belong to other ranks' experts.
     Nothing is computed for these, so all results are set to zero first."""
     hidden = hidden.contiguous()
+    if all(int4_experts.takes(hidden, each) for each in (gate_up, down)):
+        return _run_by_teams(hidden, routing, gate_up, down, first_expert, has_others=has_others)
     num_rows = len(routing.order)
     results = (hidden.new_zeros if has_others else hidden.new_empty)((num_rows, hidden.shape[1]))
     gates_and_ups = hidden.new_empty((num_rows, 2 * gate_up.rows))
@@ -74,6 +81,28 @@ def run_int4_triton(
         else:
             inner = gated_rows_triton(gates_and_ups[None], hidden.dtype)
         _launch(inner, scales, down, results, routing, first_expert, is_first=False)
+    return results.view(-1, routing.top_k, results.shape[1])
+
+
+def _run_by_teams(
+    hidden: Tensor,
+    routing: Routing,
+    gate_up: Int4Matrices,
+    down: Int4Matrices,
+    first_expert: int,
+    *,
+    has_others: bool,
+) -> Tensor:
+    """Do ``run_int4_triton`` on Hopper (``kernels.int4_experts``)."""
+    num_rows = len(routing.order)
+    with torch.cuda.device_of(hidden):
+        tokens = lay_out(hidden, routing, first_expert, gate_up, is_first=True)
+        gates_and_ups = hidden.new_empty((num_rows, 2 * gate_up.rows))
+        int4_experts.multiply(tokens, gate_up, gates_and_ups, routing, first_expert)
+        del tokens  # ``results`` may take the memory
+        inner = lay_out(gates_and_ups, routing, first_expert, down, is_first=False)
+        results = (hidden.new_zeros if has_others else hidden.new_empty)((num_rows, hidden.shape[1]))
+        int4_experts.multiply(inner, down, results, routing, first_expert)
     return results.view(-1, routing.top_k, results.shape[1])
 
 

@@ -26,6 +26,8 @@ from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import VERSION, StartError
 from hisparse_pd.core.memory.device import DeviceMemory
+from hisparse_pd.core.memory.machine import Machine
+from hisparse_pd.core.memory.numa import Placement
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
@@ -36,7 +38,7 @@ from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats,
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
 from hisparse_pd.prefill_node.decode_tier import ReadMemory
 from hisparse_pd.prefill_node.host_pages import HostPages
-from hisparse_pd.prefill_node.memory import PrefillMemory, bytes_per_token, num_host_bytes
+from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.page_objects import PageObjects, namespace_of
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
@@ -44,7 +46,13 @@ from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
 from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
-from hisparse_pd.prefill_node.sizing import MOST_GRAPH_REQUESTS, MOST_GRAPH_TOKENS, size_kv_pool
+from hisparse_pd.prefill_node.sizing import (
+    MOST_GRAPH_REQUESTS,
+    MOST_GRAPH_TOKENS,
+    host_cache_bytes,
+    size_host_cache,
+    size_kv_pool,
+)
 from hisparse_pd.prefill_node.store_threads import StoreThreads
 from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import (
@@ -146,8 +154,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             slice_bytes=self.lanes.slice_bytes,
         )
         self._host_pages: HostPages | None = None
-        if settings.host_cache_tokens:
-            num_host_pages = settings.host_cache_tokens // settings.page_size
+        if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
             self._host_pages = HostPages(
                 self.memory, num_host_pages * settings.page_size, placement=self._placement
             )
@@ -201,14 +208,29 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         )
 
     @staticmethod
+    def with_host_sizes(
+        settings: PrefillSettings, spec: ModelSpec, placement: Placement, machine: Machine
+    ) -> PrefillSettings:
+        if settings.host_cache_tokens != "auto":
+            return settings
+        without = settings.model_copy(update={"host_cache_tokens": 0})
+        num_own_bytes = PrefillEngine.registered_host_bytes(without, spec)
+        num_tokens = size_host_cache(settings, spec, num_own_bytes, placement, machine)
+        return settings.model_copy(update={"host_cache_tokens": num_tokens})
+
+    @staticmethod
     def registered_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
         # kv_pool_tokens is 0, for a size yet to be chosen, only on a GPU, whose pool takes no main memory.
         num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
         num_aux_slots, device = _num_aux_slots(settings), torch.device(settings.device)
         num_bytes = num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device)
         if settings.kv_store:
-            num_bytes += settings.host_cache_tokens * bytes_per_token(spec) + settings.kv_store_bytes
+            num_bytes += host_cache_bytes(settings, spec) + settings.kv_store_bytes
         return num_bytes
+
+    @staticmethod
+    def other_host_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
+        return 0 if settings.kv_store else host_cache_bytes(settings, spec)
 
     def _start_store(self) -> StoreThreads:
         """Start the threads that talk to the cluster's store. They connect to it while the node serves."""
@@ -465,18 +487,25 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def plan(self) -> tuple[Chunk, ...]:
         """Return the next forward's chunks. The cached rows that they read are verified first. While one is
-        wrong, its page is set aside, and the plan is made again without it."""
+        wrong, its page is set aside, and the plan is made again without it.
+
+        Fetches begin while the scheduler looks at waiting requests, and take pages that the plan may have
+        given away, cached ones among them. Then it is made again; each request is fetched for once.
+        """
         life = self.life
         while True:
             # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
+            num_available_pages = life.num_available_pages
             chunks = plan_step(
                 life.running(),
                 life.candidates(),
                 self._limits,
-                num_available_pages=life.num_available_pages,
+                num_available_pages=num_available_pages,
                 num_aux_slots=life.pools.free.aux,
             )
+            if life.num_available_pages != num_available_pages:
+                continue
             if not chunks and life.unpin():
                 continue
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hisparse_pd.core.memory.free import check_host_memory
 from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
@@ -28,8 +27,7 @@ log = logging.getLogger(__name__)
 class HostPages:
     """``num_slots`` token slots in main memory for what ``memory`` has of each token.
 
-    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises StartError where
-    there is too little memory.
+    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises HostMemoryError.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class HostPages:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """A pool on the device and the one with its tokens' bytes here, [layers, slots, …] each."""
         sizes = [source.nbytes // source.shape[1] * num_slots for source in memory.sent]
-        check_host_memory(sum(sizes))
         for source, size in zip(memory.sent, sizes, strict=True):
             shape = (source.shape[0], num_slots, *source.shape[2:])
             # Without a GPU, pages are allocated when they are first written.

@@ -141,12 +141,6 @@ def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, devic
     return aux_bytes + (kv_bytes + index_bytes + check_bytes if device.type == "cpu" else 0)
 
 
-def bytes_per_token(spec: ModelSpec) -> int:
-    """Return the bytes of one token's KV, indexer keys and row checks, in all layers."""
-    kv_bytes = spec.num_kv_layers * spec.item_bytes
-    return kv_bytes + spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
-
-
 class _Shapes(NamedTuple):
     """Shapes of the uint8 tensors, those of the pools with their scratch slots."""
 

@@ -1,18 +1,30 @@
-"""Computes how many tokens a prefill node's KV pool has, from settings, model and free GPU memory.
+"""Computes how large a prefill node's host cache and KV pool are, from settings, model and free memory.
 
-The engine calls ``size_kv_pool`` at its start, once the weights are loaded. What they and the reserve for a
-forward leave of the GPU becomes the pool. Here are also the sizes of the CUDA graphs of short forwards, which
-``short_forwards.py`` captures: the reserve has room for the largest.
+The engine calls ``size_host_cache`` before the model is loaded, and ``size_kv_pool`` once the weights are
+loaded. What they and the reserve for a forward leave of the GPU becomes the KV pool. Here are also the sizes
+of the CUDA graphs of short forwards, which ``short_forwards.py`` captures: the reserve has room for the
+largest.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Final, NamedTuple
 
 from hisparse_pd.base.prefill_settings import PrefillSettings
+from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
+from hisparse_pd.core.memory.free import free_memory
+from hisparse_pd.core.memory.machine import Machine, show_bytes
+from hisparse_pd.core.memory.numa import Placement, read_nodes
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.unpacked import unpacked_bytes
+
+log = logging.getLogger(__name__)
+
+HOST_RESERVE_SHARE: Final = 0.1
+"""Share of free main memory that an automatic host cache leaves to everything that is not a pool: the
+processes of the nodes, page tables, and file pages of the checkpoint."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """Bytes reserved for libraries' workspaces and for unpacked weights."""
@@ -83,12 +95,63 @@ def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
     return PoolDemand(
         option="--kv-pool-tokens",
         fixed={"reserve for activations": reserve_bytes(settings, spec)},
-        bytes_per_token=spec.num_kv_layers * spec.item_bytes
-        + spec.num_index_groups * spec.index_item_bytes
-        + spec.row_check_bytes,
+        bytes_per_token=bytes_per_token(spec),
         page_size=settings.page_size,
         remedy="lower --chunked-prefill-size (reserve), or free GPU memory",
     )
+
+
+def bytes_per_token(spec: ModelSpec) -> int:
+    """Return the bytes of one token's KV, indexer keys and row checks, in all layers."""
+    kv_bytes = spec.num_kv_layers * spec.item_bytes
+    return kv_bytes + spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
+
+
+def host_cache_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
+    """Return the bytes of a rank's host cache."""
+    return settings.num_host_cache_tokens // settings.page_size * settings.page_size * bytes_per_token(spec)
+
+
+def size_host_cache(
+    settings: PrefillSettings, spec: ModelSpec, num_other_bytes: int, placement: Placement, machine: Machine
+) -> int:
+    """Return the tokens of a rank's host cache that ``--host-cache-tokens auto`` stands for, in whole pages.
+
+    The ranks of this machine share what is free in it and in its control groups, those of a NUMA node also
+    what is free there. Pools of neighbours may come to lie on the same NUMA node, so all of them are left
+    room there, too. ``num_other_bytes``: what each rank registers beside its host cache. Raises StartError
+    where not even a page has room.
+    """
+    shares: dict[str, tuple[int, int]] = {}  # free bytes, and the ranks that share them, by their place
+    if (free := free_memory(machine)) is not None:
+        shares[free.where] = free.num_bytes, len(settings.ranks_here)
+    node = read_nodes(machine).get(placement.node) if placement.node is not None else None
+    if node is not None and node.total_bytes:
+        shares[f"NUMA node {node.number}"] = node.free_bytes, placement.num_ranks
+    if not shares:
+        raise StartError(
+            f"--host-cache-tokens auto: {machine.proc / 'meminfo'} does not tell how much main memory is "
+            "free; give a number of tokens"
+        )
+    neighbour_bytes = settings.neighbour_host_tokens * bytes_per_token(spec)
+    budget, where = min(
+        ((int(num_bytes * (1 - HOST_RESERVE_SHARE)) - neighbour_bytes) // num_ranks - num_other_bytes, place)
+        for place, (num_bytes, num_ranks) in shares.items()
+    )
+    num_free_bytes, num_ranks = shares[where]
+    arithmetic = (
+        f"{show_bytes(num_free_bytes)} free in {where} (ranks that share it: {num_ranks}), less "
+        f"{HOST_RESERVE_SHARE:.0%} for processes, {show_bytes(neighbour_bytes)} of decode nodes here, and "
+        f"{show_bytes(num_other_bytes)} of each rank's other pools"
+    )
+    num_tokens = budget // (bytes_per_token(spec) * settings.page_size) * settings.page_size
+    if num_tokens <= 0:
+        raise StartError(
+            f"--host-cache-tokens auto: no page has room: {arithmetic}; lower --host-pool-tokens of the "
+            "decode node, or give --host-cache-tokens 0"
+        )
+    log.info("--host-cache-tokens auto: %d tokens: %s", num_tokens, arithmetic)
+    return num_tokens
 
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:

@@ -160,28 +160,27 @@ class Lanes:
     def write(self, session: str, writes: Writes, stop: Callable[[], str] | None = None) -> None:
         """Write over the session's lane, as ``TransferEngine.write`` does. After an error over shared memory,
         bytes may still land only if a GPU copied them."""
-        pair = self._chosen(session)
-        if (mapping := pair.mapping) is None:
-            self.network.write(session, writes, stop)
-            return
-        columns = as_descriptors(writes)
-        self.network.check_sources(columns)
-        elsewhere = mapping.write(columns, stop, may_be_elsewhere=not pair.is_sole)
-        if elsewhere.any():
-            self.network.write(session, columns.at(elsewhere), stop)
+        self._move(session, writes, stop, is_read=False)
 
     def read(self, session: str, reads: Reads, stop: Callable[[], str] | None = None) -> None:
         """Read over the session's lane, as ``TransferEngine.read`` does. After an error over shared memory,
         bytes may still land only if a GPU copied them."""
-        pair = self._chosen(session)
+        self._move(session, reads, stop, is_read=True)
+
+    def _move(self, session: str, moves: Writes, stop: Callable[[], str] | None, *, is_read: bool) -> None:
+        """Write or read: over shared memory, and what lies in none of it over the network."""
+        pair, network = self._chosen(session), self.network
+        over_network = network.read if is_read else network.write
         if (mapping := pair.mapping) is None:
-            self.network.read(session, reads, stop)
+            over_network(session, moves, stop)
             return
-        columns = as_descriptors(reads)
-        self.network.check_destinations(columns)
-        elsewhere = mapping.read(columns, stop, may_be_elsewhere=not pair.is_sole)
+        columns = as_descriptors(moves)
+        check_own = network.check_destinations if is_read else network.check_sources
+        check_own(columns)
+        over_memory = mapping.read if is_read else mapping.write
+        elsewhere = over_memory(columns, stop, may_be_elsewhere=not pair.is_sole)
         if elsewhere.any():
-            self.network.read(session, columns.at(elsewhere), stop)
+            over_network(session, columns.at(elsewhere), stop)
 
     def _chosen(self, session: str) -> _Pair:
         """Return the pair of a session whose lane is chosen. Raises TransferError."""

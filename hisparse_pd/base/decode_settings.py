@@ -117,6 +117,13 @@ class DecodeSettings(NodeSettings, TracedSettings):
         return self.idle_keys == "host" or 0 < self.index_pool_tokens < self.host_pool_tokens
 
     @property
+    def host_tokens_here(self) -> int:
+        """Token slots that the ranks of this machine have in main memory together. Each takes the bytes of a
+        token's KV, indexer keys and row checks at most."""
+        device_tokens = 0 if self.device.startswith("cuda") else self.device_pool_tokens
+        return len(self.ranks_here) * (self.host_pool_tokens + device_tokens)
+
+    @property
     def num_fronts(self) -> int:
         """Processes that serve the node's HTTP port: ``api_server_count``, or its default."""
         by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)

@@ -7,7 +7,14 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hisparse_pd.base.node_settings import NodeSettings
-from hisparse_pd.base.settings import MAX_PORT, Port, Tokens, TokensOrFree, TokensOrZero, check_address
+from hisparse_pd.base.settings import (
+    MAX_PORT,
+    Port,
+    Tokens,
+    TokensOrAuto,
+    TokensOrFree,
+    check_address,
+)
 
 HeldReads = Literal["all", "prompts", "off"]
 
@@ -26,10 +33,17 @@ class PrefillSettings(NodeSettings):
         65536,
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
     )
-    host_cache_tokens: TokensOrZero = Field(
+    host_cache_tokens: TokensOrAuto = Field(
         0,
         description="token slots of each rank in main memory, where the prefix cache keeps what the KV pool "
-        "has no room for; 0: none",
+        "has no room for; auto: as many as free main memory holds, less --neighbour-host-tokens; 0: none",
+        title="INT|auto",
+    )
+    neighbour_host_tokens: int = Field(
+        0,
+        ge=0,
+        description="token slots in main memory of the decode nodes on this machine, all of their ranks "
+        "together, for which --host-cache-tokens auto leaves room; pair adds those of its own",
     )
     read_held: HeldReads = Field(
         "all",
@@ -56,6 +70,12 @@ class PrefillSettings(NodeSettings):
     def kv_store_bytes(self) -> int:
         """Bytes that each rank lends to the store."""
         return round(self.kv_store_gib * (1 << 30))
+
+    @property
+    def num_host_cache_tokens(self) -> int:
+        """``host_cache_tokens`` of an engine, which has replaced ``auto`` by a number."""
+        assert self.host_cache_tokens != "auto", "an engine chooses the size before anything asks for it"
+        return self.host_cache_tokens
 
     @property
     def num_draft_layers(self) -> int | None:
@@ -92,7 +112,13 @@ class PrefillSettings(NodeSettings):
 
     @model_validator(mode="after")
     def _host_cache_is_below_a_prefix_cache(self) -> Self:
-        if 0 < self.host_cache_tokens < self.page_size:
+        if self.host_cache_tokens == "auto":
+            if not self.device.startswith("cuda"):
+                raise ValueError(
+                    f"host_cache_tokens auto: the KV pool of a node on {self.device} is in main memory, too, "
+                    "and its size says how much of that is cache; give a number of tokens"
+                )
+        elif 0 < self.host_cache_tokens < self.page_size:
             raise ValueError(
                 f"host_cache_tokens {self.host_cache_tokens} must be 0 or at least page_size {self.page_size}"
             )

@@ -23,6 +23,8 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
 """Number of tokens; 0: chosen by the node, for pools by free memory."""
 TokensOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
+TokensOrAuto = TokensOrZero | Literal["auto"]
+"""Number of tokens; auto: chosen by the node, by free main memory."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 Numa = Annotated[str, Field(pattern=r"^(auto|off|[0-9]{1,4}(,[0-9]{1,4})*)$")]
 CollectorUrl = Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")]

@@ -155,6 +155,9 @@ def pair_settings(
         merged[section] |= sections[section]
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
+    if prefill.host_cache_tokens == "auto":
+        neighbours = prefill.neighbour_host_tokens + decode.host_tokens_here
+        prefill = prefill.model_copy(update={"neighbour_host_tokens": neighbours})
     chosen = set(from_file) | set(given)  # names that the user set outside any section
     prefill = _with_ports(
         prefill,

@@ -20,6 +20,7 @@ from torch import Tensor
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.process import parent_is_alive
+from hisparse_pd.core.memory.machine import Machine
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
@@ -226,6 +227,14 @@ class EngineLoop(ABC, Generic[SettingsT]):
         """Handle a message about requests or their landing zones, which only a decode node has."""
 
     # --- methods that each node defines ---------------------------------------------------------
+
+    @staticmethod
+    def with_host_sizes(
+        settings: SettingsT, spec: ModelSpec, placement: Placement, machine: Machine
+    ) -> SettingsT:
+        """Return a rank's settings with those sizes that follow from free main memory, which is read now.
+        Raises StartError where it is too little."""
+        return settings
 
     @staticmethod
     @abstractmethod

@@ -52,10 +52,11 @@ def run_engine_process(
     ranks: RankGroup | None = None
     try:
         spec = _check_model(settings)
-        num_host_bytes = engine_class.registered_host_bytes(settings, spec)
         # Free memory is read before the ranks meet, and so before any of them makes its pools.
-        num_other_bytes = engine_class.other_host_bytes(settings, spec)
-        transport = transport_of(settings, num_host_bytes, placement.nics, num_other_bytes)
+        sized = engine_class.with_host_sizes(settings, spec, placement, Machine())
+        num_host_bytes = engine_class.registered_host_bytes(sized, spec)
+        num_other_bytes = engine_class.other_host_bytes(sized, spec)
+        transport = transport_of(sized, num_host_bytes, placement.nics, num_other_bytes)
         placement = with_allowed_policy(with_pools(placement, num_host_bytes + num_other_bytes, Machine()))
         log.log(logging.WARNING if placement.remedy else logging.INFO, "NUMA: %s", placement)
         ranks = _meet_ranks(settings, spec, place) if place.size > 1 else None
@@ -69,7 +70,7 @@ def run_engine_process(
         socket.send(EngineLoading("pools and kernels"))
         if ranks is not None:
             ranks.meet("loaded")  # from here on the model runs, and waits for another rank only briefly
-        engine = engine_class(settings, spec, model, socket, transport, placement)
+        engine = engine_class(sized, spec, model, socket, transport, placement)
         gc.freeze()  # else each full collection visits all of torch and transformers: 0.2 s without a step
         _serve(engine)
     finally:

@@ -7,7 +7,7 @@
 // the lanes 2 and 1 apart. Additions and products are written in PTX, because a compiler's option would flush small
 // numbers to 0.
 #pragma once
-#include "sync.cuh"
+#include "hopper.cuh"
 
 constexpr int DIM = 128;                       // numbers of a head's query, and of a key
 constexpr int KEY_WORDS = DIM / 4 + 1;
@@ -18,9 +18,9 @@ constexpr int WARP_GROUP = 4 * WARP;           // threads that multiply together
 constexpr int COLUMNS = NUM_HEADS / 8;         // pairs of heads that a lane has
 constexpr int THREADS_OF_HEAD = WARP_GROUP / NUM_HEADS;
 constexpr int QUERY_BYTES = NUM_HEADS * DIM;
-constexpr int SWIZZLE = 8 * DIM;               // bytes after which the order of 16-byte pieces repeats
 constexpr float FP8_MAX = 448.0f;
 static_assert(NUM_HEADS == 32 || NUM_HEADS == 64, "sizes of the instructions");
+static_assert(DIM == SWIZZLE_ROW, "a head is one row of swizzled pieces");
 static_assert(TILE_BYTES % 16 == 0 && PAGE_SIZE % TILE == 0, "a tile is one aligned piece of a page");
 
 struct LogitsParams {
@@ -40,8 +40,6 @@ struct LogitsParams {
     float score_scale;
     int min_tiles;                 // fewest tiles that are worth a block's start (paged_logits.cu)
 };
-
-__device__ __forceinline__ u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
 __device__ __forceinline__ float product(float a, float b) {
     float result;
@@ -65,33 +63,6 @@ __device__ __forceinline__ float positive_part(float value) {
     return result;
 }
 
-// A phase of the barrier is over when `count` arrivals and the bytes of a copy have come.
-__device__ __forceinline__ void start_barrier(u64* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-// Waits for the end of the barrier's phase `turn`, counted from 0.
-__device__ __forceinline__ void wait_for_phase(u64* barrier, u32 turn) {
-    SpinLimit limit;
-    for (u32 is_over = 0; !is_over; limit.count())
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(is_over)
-                     : "r"(shared_address(barrier)), "r"(turn & 1)
-                     : "memory");
-}
-
-// Copies a tile, whose arrival completes a phase of the barrier.
-__device__ __forceinline__ void copy_tile(u32* to, const u8* from, u64* is_full) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(shared_address(is_full)), "r"(TILE_BYTES)
-                 : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(to)), "l"(from), "r"(TILE_BYTES), "r"(shared_address(is_full))
-                 : "memory");
-}
-
 // Returns how many positions of its row a query sees; 0 if it is padding, as all from `stop` on, or selects all that it
 // sees. Padding is read, too, so that the loads need not wait for that of `stop`.
 __device__ __forceinline__ int length_of(const LogitsParams& p, int token, int stop) {
@@ -107,6 +78,38 @@ __device__ __forceinline__ i64 first_byte_of(const int* pages, int tile) {
     const int start = tile * TILE;
     return (static_cast<i64>(pages[start / PAGE_SIZE]) * PAGE_SIZE + start % PAGE_SIZE) * (4 * KEY_WORDS);
 }
+
+// The loading warp's side of a ring of tiles in shared memory.
+struct Loader {
+    u32 (*ring)[TILE_WORDS];       // [STAGES]
+    u64 *is_full, *is_free;        // [STAGES]: a phase ends when a tile has arrived, and when it has been read
+    u32 stage = 0, turn = 0;
+
+    // Copies tiles of a row with these pages, each as soon as a stage is free. The places behind the tiles, up to
+    // `num_places`, are full with nothing in them.
+    __device__ void load(const u8* keys, const int* pages, int first_tile, int num_tiles, int num_places, int lane) {
+        for (int first = 0; first < num_places; first += WARP) {
+            const int rest = num_tiles - first, count = num_places - first < WARP ? num_places - first : WARP;
+            i64 own_from = 0;
+            if (lane < rest) own_from = first_byte_of(pages, first_tile + first + lane);
+            for (int number = 0; number < count; ++number) {
+                const i64 from = __shfl_sync(~0u, own_from, number);
+                if (lane == 0) {
+                    const u32 full = shared_address(&is_full[stage]);
+                    if (turn > 0) wait_for_phase(&is_free[stage], turn - 1);
+                    if (number < rest) {
+                        expect_bytes(full, TILE_BYTES);
+                        copy_bulk(shared_address(ring[stage]), keys + from, TILE_BYTES, full);
+                    } else arrive(full);
+                }
+                if (++stage == STAGES) {
+                    stage = 0;
+                    ++turn;
+                }
+            }
+        }
+    }
+};
 
 // Rounds a query's heads to fp8 and writes them where the tensor cores read them, and to `head_weights` the heads'
 // weights times the scales, which are those of kernels/triton_kv_format.py. All threads of a warp group call it.
@@ -152,35 +155,7 @@ __device__ void prepare_query(const LogitsParams& p, int token, u8* query, float
     }
     if (part == 0)
         head_weights[head] = product(p.weights[head_row], product(__uint_as_float(bits), p.score_scale));
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void start_products() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void commit_products() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-// Waits for all products that were committed, or for all but those of the last commit.
-__device__ __forceinline__ void wait_for_products() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_products_but_last() {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-#endif
-}
-
-// Returns what the tensor cores need to know of the query: its address, that 8 heads are SWIZZLE bytes, and that 128
-// bytes are swizzled.
-__device__ __forceinline__ u64 place_of(const u8* query) {
-    return (shared_address(query) & 0x3ffff) >> 4 | static_cast<u64>(SWIZZLE >> 4) << 32 | 1ull << 62;
+    fence_async_proxy();
 }
 
 // Returns the weighted sum over a lane's heads of one query for one of its two positions. `products`: those of the query

@@ -79,32 +79,14 @@ struct Share {
     }
 };
 
-// The loading warp: copies the tiles of all pieces, each as soon as a stage of the ring is free.
+// The loading warp: copies the tiles of all pieces.
 __device__ void load_tiles(const LogitsParams& p, Shared& shared, int lane) {
     Share share(p, lane);
     Piece piece;
-    u32 turn = 0;
-    int stage = 0;
+    Loader loader{shared.ring, shared.is_full, shared.is_free};
     while (share.take(piece)) {
         const int* pages = p.page_table + static_cast<i64>(piece.row) * p.max_pages;
-        const int num_places = piece.num_places();
-        for (int first = 0; first < num_places; first += WARP) {
-            const int rest = piece.num_tiles - first, count = num_places - first < WARP ? num_places - first : WARP;
-            i64 own_from = 0;
-            if (lane < rest) own_from = first_byte_of(pages, piece.first_tile + first + lane);
-            for (int number = 0; number < count; ++number) {
-                const i64 from = __shfl_sync(~0u, own_from, number);
-                if (lane == 0) {
-                    if (turn > 0) wait_for_phase(&shared.is_free[stage], turn - 1);
-                    if (number < rest) copy_tile(shared.ring[stage], p.keys + from, &shared.is_full[stage]);
-                    else arrive(&shared.is_full[stage]);
-                }
-                if (++stage == STAGES) {
-                    stage = 0;
-                    ++turn;
-                }
-            }
-        }
+        loader.load(p.keys, pages, piece.first_tile, piece.num_tiles, piece.num_places(), lane);
     }
 }
 
@@ -136,6 +118,7 @@ __device__ __forceinline__ void multiply(float (&sums)[NUM_HEADS / 2], const u32
 #endif
 #endif
 }
+
 // The four scoring warps: each scores every fourth tile of a piece.
 __device__ void score_tiles(const LogitsParams& p, Shared& shared, int thread) {
     const int warp = thread / WARP, lane = thread % WARP, quad = lane / 4, in_quad = lane % 4;
@@ -190,8 +173,7 @@ __device__ void score_tiles(const LogitsParams& p, Shared& shared, int thread) {
                 const float scale = __uint_as_float(tile[(half + i) * KEY_WORDS + DIM / 4]);
                 scored[i] = product(in_quad % 2 ? scores[1][i] : scores[0][i], scale);
             }
-            __syncwarp();
-            if (lane == 0) arrive(&shared.is_free[stage]);
+            release(&shared.is_free[stage], lane);
             const int position = (piece.first_tile + at) * TILE + half + 4 * quad;
             if (in_quad < 2 && at < piece.num_tiles) {
                 if (position + 4 <= piece.length)

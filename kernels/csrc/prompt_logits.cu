@@ -56,30 +56,14 @@ struct Run {
     }
 };
 
-// The loading warp: copies the tiles of all runs, each as soon as a stage of the ring is free.
-__device__ void load_tiles(const LogitsParams& p, int first, u32* ring, Barriers& shared, int lane) {
+// The loading warp: copies the tiles of all runs.
+__device__ void load_tiles(const LogitsParams& p, int first, Loader loader, int lane) {
     const Seen seen(p, first, lane);
-    u32 turn = 0;
-    int stage = 0;
     for (int number = 0; number < seen.num_runs; ++number) {
         const Run run(seen, number, lane);
         const int* pages = p.page_table + static_cast<i64>(run.row) * p.max_pages;
-        for (int tile = run.first_tile; tile < run.stop_tile; tile += WARP) {
-            const int count = run.stop_tile - tile < WARP ? run.stop_tile - tile : WARP;
-            i64 own_from = 0;
-            if (lane < count) own_from = first_byte_of(pages, tile + lane);
-            for (int i = 0; i < count; ++i) {
-                const i64 from = __shfl_sync(~0u, own_from, i);
-                if (lane == 0) {
-                    if (turn > 0) wait_for_phase(&shared.is_free[stage], turn - 1);
-                    copy_tile(ring + stage * TILE_WORDS, p.keys + from, &shared.is_full[stage]);
-                }
-                if (++stage == STAGES) {
-                    stage = 0;
-                    ++turn;
-                }
-            }
-        }
+        const int num_tiles = run.stop_tile - run.first_tile;
+        loader.load(p.keys, pages, run.first_tile, num_tiles, num_tiles, lane);
     }
 }
 
@@ -225,10 +209,9 @@ __device__ void score_tiles(const LogitsParams& p, int first, const u32* ring, u
                 for (int j = 0; j < 4; ++j)
                     keys[k][j] = lane_keys[stage * TILE_WORDS + 32 * (j % 2) * KEY_WORDS + 8 * k + 4 * (j / 2)];
             scale = __uint_as_float(own_scale[stage * TILE_WORDS]);
-            __syncwarp();
-            if (lane == 0) arrive(&shared.is_free[stage]);
             ++number;
             start_tile(products[0], keys, places[0]);
+            release(&shared.is_free[stage], lane);
         };
         if (run.first_tile >= run.stop_tile) continue;
         start_next_tile();
@@ -258,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) prompt_logits(const
     __shared__ Barriers shared;
     // The order of swizzled pieces follows from addresses.
     u8* queries = dynamic_shared + (SWIZZLE - shared_address(dynamic_shared) % SWIZZLE) % SWIZZLE;
-    u32* ring = reinterpret_cast<u32*>(queries + QUERIES_OF_BLOCK * QUERY_BYTES);
+    auto* ring = reinterpret_cast<u32(*)[TILE_WORDS]>(queries + QUERIES_OF_BLOCK * QUERY_BYTES);
     if (threadIdx.x < STAGES) {
         start_barrier(&shared.is_full[threadIdx.x], 1);
         start_barrier(&shared.is_free[threadIdx.x], SCORING_WARPS);
@@ -271,9 +254,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) prompt_logits(const
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / WARP_GROUP, 0), thread = threadIdx.x % WARP_GROUP;
     if (group < GROUPS) {
         take_registers<SCORING_REGISTERS>();
-        score_tiles(p, first, ring, queries + group * QUERIES_OF_GROUP * QUERY_BYTES, shared, group, thread);
+        score_tiles(p, first, ring[0], queries + group * QUERIES_OF_GROUP * QUERY_BYTES, shared, group, thread);
     } else {
         leave_registers<LOADING_REGISTERS>();
-        if (thread < WARP) load_tiles(p, first, ring, shared, thread);
+        if (thread < WARP) load_tiles(p, first, {ring, shared.is_full, shared.is_free}, thread);
     }
 }

@@ -87,10 +87,12 @@ struct Barrier {
 };
 
 // Copies 16 or 4 bytes to shared memory without a register.
-__device__ __forceinline__ void copy_async(void* to_shared, const void* from, int num_bytes) {
-    const u32 to = static_cast<u32>(__cvta_generic_to_shared(to_shared));
+__device__ __forceinline__ void copy_async(u32 to, const void* from, int num_bytes) {
     if (num_bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from, int num_bytes) {
+    copy_async(static_cast<u32>(__cvta_generic_to_shared(to_shared)), from, num_bytes);
 }
 // Waits for the asynchronous copies of this thread.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -267,6 +267,37 @@ def test_keys_that_are_copied_ahead_give_the_same_bits(
             assert (expected != -7.0).any()
 
 
+@pytest.mark.I5
+@pytest.mark.parametrize("is_prompt", [False, True], ids=["steps", "prompts"])
+def test_every_launch_gives_the_same_bits(is_prompt: bool) -> None:
+    """Copies overwrite tiles while other warps write scores: a copy that came before a tile was read would
+    show in some of many launches."""
+    from hisparse_pd.kernels import index_logits, paged_logits, prompt_logits, triton_indexer
+
+    write_logits = (prompt_logits if is_prompt else paged_logits).write_logits
+    lens = (70000, 4096)
+    keys = Batch(
+        12, "fp8_e4m3", num_heads=64, head_dim=128, page_size=64, lens=lens, top_k=50,
+        q_dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    if not index_logits.takes(keys.q_index, keys.index_pool, 64, "fp8_e4m3"):
+        pytest.skip("the kernel needs a Hopper GPU")
+    drawn = torch.Generator().manual_seed(64)
+    rows = [1] * 9 + [0] * 300 + [1] * 700
+    positions = [int(torch.randint(0, lens[row], (), generator=drawn)) for row in rows]
+    batch = keys.with_queries(rows, positions)
+    for first_token, block_tokens in ((0, len(rows)), (511, 490), (800, 200), (600, 64)):
+        arguments = batch.arguments() | {
+            **{"first_token": first_token, "block_tokens": block_tokens, "max_len": max(lens)},
+        }
+        expected, found = (IndexerScratch.create(block_tokens, max(lens), DEVICE).logits for _ in range(2))
+        triton_indexer.write_logits(**arguments, logits=expected.fill_(-7.0))
+        del arguments["key_format"]
+        for _ in range(40):
+            write_logits(**arguments, logits=found.fill_(-7.0))
+            assert torch.equal(expected.view(torch.int32), found.view(torch.int32))
+
+
 def test_queries_far_from_one_are_as_exact() -> None:
     """Queries are rounded to fp8 for fp8 keys, but need not fit its range."""
     from hisparse_pd.kernels.triton_indexer import write_logits

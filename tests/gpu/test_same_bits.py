@@ -18,6 +18,7 @@ from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.decode_node import forward_results, forwards
+from hisparse_pd.decode_node.drafting import full_buffer
 from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
@@ -148,7 +149,11 @@ def int4_node(tmp_path_factory: pytest.TempPathFactory) -> Node:
 
 
 @pytest.mark.parametrize(("batch", "num_drafts"), [(2, 0), (24, 0), (65, 0), (128, 0), (16, NUM_DRAFTS)])
-def test_a_step_with_experts_in_four_bits(int4_node: Node, batch: int, num_drafts: int) -> None:
+def test_a_step_with_experts_in_four_bits(
+    int4_node: Node, monkeypatch: pytest.MonkeyPatch, batch: int, num_drafts: int
+) -> None:
+    if num_drafts:
+        monkeypatch.setattr(int4_node.arguments, "buffer", full_buffer(num_drafts, int4_node.spec.index_topk))
     int4_node.check(int4_node.first_logits(Mode.HISPARSE, batch, num_drafts=num_drafts))
 
 

@@ -82,10 +82,12 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
 @pytest.mark.I2
 @pytest.mark.I5
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_ranks", "index_tokens"), [(1, 1024), (2, 512)])
 def test_conversations_beyond_the_index_pool_are_sent_once(
-    tied_checkpoint: Callable[[str], Path], tmp_path: Path
+    tied_checkpoint: Callable[[str], Path], tmp_path: Path, num_ranks: int, index_tokens: int
 ) -> None:
-    """The host pool has room for all of them, and main memory for their keys."""
+    """The host pools have room for all of them, and main memory for their keys. Each turn comes to the rank
+    that holds the one before."""
     drawn = random.Random(9)
     prompts = [[drawn.randint(32, 126) for _ in range(130 + length)] for length in range(0, 60, 5)]
     checkpoint = tied_checkpoint("v32")
@@ -94,10 +96,11 @@ def test_conversations_beyond_the_index_pool_are_sent_once(
         deployment(
             checkpoint,
             tmp_path,
-            prefill_options=["--page-size", str(PAGE)],
+            prefill_options=["--page-size", str(PAGE), "--dp-size", str(num_ranks)],
             decode_options=[
-                *("--page-size", str(PAGE), "--device-buffer-size", "80", "--index-pool-tokens", "1024"),
-                *("--host-pool-tokens", "4096", "--device-pool-tokens", "1024", "--debug-checks"),
+                *("--page-size", str(PAGE), "--dp-size", str(num_ranks), "--device-buffer-size", "80"),
+                *("--index-pool-tokens", str(index_tokens), "--host-pool-tokens", "4096"),
+                *("--device-pool-tokens", "1024", "--debug-checks"),
             ],
         ) as pair,
     ):

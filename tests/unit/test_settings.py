@@ -87,6 +87,15 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
         ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the highest port is 65535"),
         ({"kv_pool_tokens": "10"}, "kv_pool_tokens 10 must be at least page_size 64"),
         ({"host_cache_tokens": "10"}, "host_cache_tokens 10 must be 0 or at least page_size 64"),
+        (
+            {"host_cache_tokens": "auto"},
+            "host_cache_tokens auto: the KV pool of a node on cpu is in main memory",
+        ),
+        ({"host_cache_tokens": "all"}, "--host-cache-tokens: 'all': Input should be 'auto'"),
+        (
+            {"host_cache_tokens": "auto", "device": "cuda", "disable_prefix_cache": True},
+            "host_cache_tokens auto keeps what the prefix cache has",
+        ),
         ({"kv_store": "store:50051"}, "there is none; give host_cache_tokens, too"),
         (
             {"kv_store": "store", "host_cache_tokens": "640"},
@@ -365,6 +374,25 @@ def test_the_nodes_of_a_pair_may_have_a_gpu_each(tmp_path: Path) -> None:
         assert (prefill.device, decode.device) == ("cuda:0", "cuda:1")
     with pytest.raises(SettingsError, match="--decode-device"):
         pair_settings({**MODEL, "decode_device": "gpu"})
+
+
+@pytest.mark.parametrize(
+    ("decode", "num_tokens"),
+    [
+        ({}, 2 * 1000),
+        ({"decode_device": "cpu", "device_pool_tokens": "300"}, 2 * (1000 + 300)),
+        ({"neighbour_host_tokens": "70"}, 2 * 1000 + 70),
+    ],
+)
+def test_the_host_cache_of_a_pair_leaves_room_for_its_decode_node(
+    decode: dict[str, str], num_tokens: int
+) -> None:
+    given = {**MODEL, "device": "cuda", "dp_size": "2", "host_pool_tokens": "1000", **decode}
+    _, prefill, _, _ = pair_settings({**given, "host_cache_tokens": "auto"})
+    assert (prefill.host_cache_tokens, prefill.neighbour_host_tokens) == ("auto", num_tokens)
+    assert {"--host-cache-tokens=auto", f"--neighbour-host-tokens={num_tokens}"} <= set(to_options(prefill))
+    _, prefill, _, _ = pair_settings({**given, "host_cache_tokens": "640"})
+    assert prefill.host_cache_tokens == 640
 
 
 def test_of_a_pairs_own_options_a_section_wins_over_the_file_and_the_command_line_over_both(

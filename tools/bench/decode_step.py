@@ -99,7 +99,10 @@ KINDS = {
     "top-k": "^topk$",
     "collectives": "nccl|ranks_gather|ranks_sum",
     "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",
-    "experts": "^_(int4_)?product_kernel|^_round_tokens|choose_kernel|narrow_kernel|plan_kernel",
+    "experts": (
+        "^_(int4_)?product_kernel|^int4_experts|^_lay_out|^_round_tokens"
+        "|choose_kernel|narrow_kernel|plan_kernel"
+    ),
     "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
 """Kinds of kernels, each with the pattern by which it is found in their lower-case names; the first that

@@ -19,6 +19,8 @@ class Served:
     num_cached_tokens: int = 0
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
     """The same tokens by the tier that had them."""
+    num_held_tokens: int = 0
+    """Prompt tokens that the decode node held, and was not sent."""
     num_drafted: int = 0
     """Verified drafts, of which ``num_accepted`` were right."""
     num_accepted: int = 0
@@ -41,6 +43,7 @@ def served(usage: Mapping[str, Any]) -> Served:
         num_output_tokens=usage.get("completion_tokens", 0),
         num_cached_tokens=usage.get("cached_tokens") or prompt.get("cached_tokens") or 0,
         cached_by_tier={tier: count for tier, count in tiers.items() if isinstance(count, int)},
+        num_held_tokens=prompt.get("held_tokens") or 0,
         num_drafted=usage.get("spec_draft_token_num") or num_accepted + num_rejected,
         num_accepted=num_accepted,
         mode=own.get("mode", ""),

@@ -37,6 +37,8 @@ class Record:
     arrivals: list[float] = field(default_factory=list)
     served: Served | None = None
     """None where the answer had no usage."""
+    token_ids: list[int] = field(default_factory=list)
+    """The answer's tokens, where the body has ``return_token_ids``."""
     error_class: str = ""
     """A word for how it failed, such as "timeout" or "HTTP 503"; empty if it succeeded."""
     error: str = ""
@@ -77,6 +79,7 @@ class EndpointError(Exception):
 
 class _Choice(msgspec.Struct):
     text: str | None = ""
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -187,6 +190,7 @@ def _take(record: Record, data: bytes, arrived: float) -> bool:
         raise EndpointError("error event", msgspec.json.encode(chunk.error).decode()[:MESSAGE_CHARS])
     if chunk.usage is not None:
         record.served = served(chunk.usage)
+    record.token_ids += [token_id for choice in chunk.choices for token_id in choice.token_ids or ()]
     if any(choice.text for choice in chunk.choices):
         record.arrivals.append(arrived)
     return any(choice.finish_reason for choice in chunk.choices)

@@ -129,7 +129,7 @@ def with_pools(placement: Placement, num_bytes: int, machine: Machine) -> Placem
         placement,
         policy=PoolPolicy.PREFERRED,
         remedy=f"{wanted}, and node {node.number} has {show_bytes(node.free_bytes)} free, so that some of it "
-        "will be on other nodes: lower --host-pool-tokens, or spread the ranks",
+        "will be on other nodes: lower --host-pool-tokens or --host-cache-tokens, or spread the ranks",
     )
 
 

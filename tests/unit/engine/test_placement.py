@@ -28,6 +28,10 @@ class Started:
 
     def __init__(self, machine: Machine, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.happened: list[tuple[Any, ...]] = []
+        self.compared: list[dict[str, Any]] = []
+        """Settings that the rank compares with those of others."""
+        self.settings: list[DecodeSettings] = []
+        """Those with which its engine is made."""
         self._model_path = model_path
         monkeypatch.setattr(start, "Machine", lambda: machine)
         of_process = ("die_with_parent", "setup_logging", "quiet_mooncake_logs")
@@ -36,8 +40,9 @@ class Started:
         socket = SimpleNamespace(close=lambda: None, send=lambda _: None)
         monkeypatch.setattr(start, "EngineSocket", lambda *_: socket)
         monkeypatch.setattr(RankGroup, "__init__", lambda *_, **__: None)
-        for name in ("check_same", "meet", "leave"):
+        for name in ("meet", "leave"):
             monkeypatch.setattr(RankGroup, name, lambda *_: None)
+        monkeypatch.setattr(RankGroup, "check_same", lambda _, facts: self.compared.append(facts))
         monkeypatch.setattr(start, "check_host_memory", lambda _: None)
         monkeypatch.setattr(start, "choose_transport", self._choose_transport)
         monkeypatch.setattr(start, "load_model", lambda *_: self.happened.append(("load",)))
@@ -55,12 +60,18 @@ class Started:
     ) -> Placement:
         """Run the process; return the placement that its engine is made with."""
         made: list[Placement] = []
+        made_with = self.settings
 
         class Engine:
             role = "decode"
 
             def __init__(self, *parts: Any) -> None:
+                made_with.append(parts[0])
                 made.append(parts[-1])
+
+            @staticmethod
+            def with_host_sizes(settings: DecodeSettings, *_: Any) -> DecodeSettings:
+                return settings.model_copy(update={"host_pool_tokens": 640})
 
             @staticmethod
             def registered_host_bytes(*_: Any) -> int:
@@ -124,6 +135,16 @@ def test_ranks_of_one_node_share_its_memory_and_torch_has_no_more_threads_than_c
     placement = started.run(rank=1, dp_size=2, numa="1", num_threads=1, **sizes)
     assert (placement.node, placement.policy) == (1, PoolPolicy.PREFERRED)
     assert "400.0 GiB" in caplog.text
+
+
+def test_ranks_compare_what_was_asked_for_and_have_sizes_of_their_own(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch, fake_binding: list[tuple[Any, ...]]
+) -> None:
+    """The free memory of two NUMA nodes differs."""
+    started = Started(two_sockets(tmp_path).machine, model_path, monkeypatch)
+    started.run(rank=1, dp_size=2, num_threads=1, host_pool_tokens=6400)
+    assert [facts["host_pool_tokens"] for facts in started.compared] == [6400]
+    assert [settings.host_pool_tokens for settings in started.settings] == [640]
 
 
 def test_a_node_that_is_not_there_ends_the_start_before_anything_is_bound(

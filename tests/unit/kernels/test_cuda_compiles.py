@@ -1,5 +1,5 @@
-"""The CUDA code of swap-in, top-k and logits compiles for every architecture that it is for, also on machines
-without a GPU, and reads its parameters at the offsets at which the host writes them."""
+"""The CUDA code of swap-in, top-k, logits and experts compiles for every architecture that it is for, also on
+machines without a GPU, and reads its parameters at the offsets at which the host writes them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hisparse_pd.kernels import cuda, cuda_params, index_logits, paged_logits, prompt_logits, topk
+from hisparse_pd.kernels import (
+    cuda,
+    cuda_params,
+    index_logits,
+    int4_experts,
+    paged_logits,
+    prompt_logits,
+    topk,
+)
 from hisparse_pd.kernels.cuda_launch import translation_unit
+from hisparse_pd.kernels.int4 import Int4Form
 from tests.unit.kernels.cuda_here import ARCHITECTURES, EACH_ARCHITECTURE, compile_cuda, layout_checks
 
 ENTRIES = {
@@ -132,12 +142,47 @@ def test_logits_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
         assert resident * (1024 + paged_logits.shared_bytes(num_heads)) <= 228 << 10
 
 
+INT4_VARIANTS = [
+    (16, 1, Int4Form(128, has_zeros=True), False, 16),
+    *(
+        (tile_rows, teams, Int4Form(128, has_zeros=False), False, 16)
+        for tile_rows, teams in int4_experts.TEAMS.items()
+    ),
+    (128, 2, Int4Form(32, has_zeros=True, scale_dtype=torch.float32), True, 4),
+    (64, 4, Int4Form(64, has_zeros=False, scale_dtype=torch.float16), True, 16),
+]
+"""Rows of a tile, teams, form, whether activations are in fp8, bytes of scales that a thread copies."""
+MOST_SHARED_BYTES = 227 << 10
+
+
+@pytest.mark.parametrize(
+    "variant", [INT4_VARIANTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in INT4_VARIANTS[1:])]
+)
+def test_experts_compile_for_hopper(variant: tuple[int, int, Int4Form, bool, int], tmp_path: Path) -> None:
+    tile_rows, teams, form, is_rounded, _ = variant
+    source = int4_experts.source() + layout_checks({"Int4Params": int4_experts.PARAMS})
+    source += f"static_assert(NUM_THREADS == {(teams + 1) * int4_experts.TEAM_THREADS});\n"
+    source += f"static_assert(STAGE_COLUMNS == {int4_experts.STAGE_COLUMNS});\n"
+    options = int4_experts.compile_options(*variant, MOST_SHARED_BYTES)
+    log = compile_cuda(source, "90a", options, tmp_path, {"int4_experts"})
+    if log is not None:
+        assert "serialized" not in log, "the tensor cores would wait for each product"
+        static = int(re.findall(r"(\d+) bytes smem", log)[0])
+        assert static <= int4_experts.STATIC_BYTES
+        dynamic = int4_experts.shared_bytes(tile_rows, teams, form, is_rounded, MOST_SHARED_BYTES)
+        resident = int4_experts.FEW_BLOCKS_PER_SM if teams == int4_experts.FEW_TEAMS else 1
+        assert resident * (1024 + static + dynamic) <= 228 << 10
+        registers = int(re.findall(r"Used (\d+) registers", log)[0])
+        assert resident * (teams + 1) * int4_experts.TEAM_THREADS * (-(-registers // 8) * 8) <= 65536
+
+
 def test_source_is_one_unit() -> None:
     for source, struct in (
         (cuda.source(), "struct SwapInParams"),
         (topk.source(), "struct TopkParams"),
         (translation_unit("paged_logits.cu"), "struct LogitsParams"),
         (translation_unit("prompt_logits.cu"), "struct LogitsParams"),
+        (int4_experts.source(), "struct Int4Params"),
     ):
         assert '#include "' not in source
         assert source.count(struct) == 1

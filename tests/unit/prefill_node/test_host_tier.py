@@ -129,6 +129,35 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
     peer.assert_has(messages[-1])
 
 
+@pytest.mark.I8
+@pytest.mark.parametrize("front", [prompt(7, 100), prompt(91, NUM_PAGES * PAGE - 20)], ids=["new", "cached"])
+def test_a_fetch_takes_no_pages_that_the_plan_has_given_away(
+    engine: EngineThread, peer: DecodePeer, front: list[int]
+) -> None:
+    """A prompt fits until the one behind it is brought back, which takes its pages, cached ones too."""
+    behind = prompt(8, 150)
+    deliver(engine, peer, next_room(), behind)
+    evict_from_device(engine, peer, behind)
+    with engine.admission_paused():
+        rooms = [next_room(), next_room()]
+        messages = {
+            room: peer.bootstrap(
+                room,
+                tokens,
+                kv=(Extent(200 * n, len(tokens) - 1),),
+                index=(Extent(200 * n, len(tokens) - 1),),
+                aux_slot=n,
+            )
+            for n, (room, tokens) in enumerate(zip(rooms, (front, behind), strict=True))
+        }
+        wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
+    done = all_delivered(peer, len(rooms))
+    for room in rooms:
+        assert engine.computed[room][0][0] == done[room].num_cached_tokens
+    *_, last = done
+    peer.assert_has(messages[last])  # the pages of the other one may be taken
+
+
 def test_main_memory_keeps_what_was_used_last(engine: EngineThread, peer: DecodePeer) -> None:
     first = prompt(10, 130)
     deliver(engine, peer, next_room(), first)

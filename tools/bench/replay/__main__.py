@@ -3,10 +3,11 @@
     python -m tools.bench.replay --url http://127.0.0.1:8000/v1 --trace conversation_trace.jsonl \\
         --requests 2000 --concurrency 8 --token-range 1000 30000
 
-The trace is a file such as those in FAST25-release/traces of Mooncake's repository (kvcache-ai/Mooncake).
-``--block-tokens`` makes its blocks of 512 tokens shorter, for small models and pools; answers get shorter by
-the same factor. ``--speed 1`` sends each request at its time in the trace, ``--speed 10`` ten times as fast;
-with 0 each of the clients sends the next request when its last one has ended.
+The trace is a file such as those in FAST25-release/traces of Mooncake's repository (kvcache-ai/Mooncake), or
+one that ``python -m tools.bench.replay.convert`` has made, with ``--trace-block`` tokens a block.
+``--block-tokens`` makes blocks shorter, for small models and pools; answers get shorter by the same factor.
+``--speed 1`` sends each request at its time in the trace, ``--speed 10`` ten times as fast; with 0 each of
+the clients sends the next request when its last one has ended.
 
 The LRU has the capacities of the prefill nodes' KV pools and host tiers, which the router's /status says. It
 gets the pages of one prompt after the other, in the order in which they were sent. "computed" are prompt
@@ -43,7 +44,7 @@ from tools.bench.streamed_load import Client, EndpointError, Record, closed_loop
 
 def bodies(options: argparse.Namespace, model: str, requests: Sequence[TraceRequest]) -> Iterator[bytes]:
     """Yield the requests' bodies, each made when it is sent: those of a whole trace would take gigabytes."""
-    scale = Scale(options.block_tokens)
+    scale = Scale(options.block_tokens, options.trace_block)
     maker = PromptMaker(scale, tuple(options.token_range), options.seed)
     for request in requests:
         num_new = max(1, scale.num_tokens(request.output_length))
@@ -77,7 +78,7 @@ async def replay(options: argparse.Namespace, requests: Sequence[TraceRequest], 
             else:
                 records = await closed_loop(client, contents, options.concurrency, advance)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - started)
-    scale = Scale(options.block_tokens)
+    scale = Scale(options.block_tokens, options.trace_block)
     return {
         "options": vars(options),
         **summarize(records),
@@ -240,7 +241,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="", help="model name in requests; default: the endpoint's first")
     add("--trace", type=Path, required=True, metavar="FILE", help="trace of Mooncake's format")
     add_number("--requests", 0, 0, "requests of the trace, from its beginning; 0: all")
-    add_number("--block-tokens", TRACE_BLOCK, 1, f"tokens of each of the trace's blocks of {TRACE_BLOCK}")
+    add_number("--trace-block", TRACE_BLOCK, 1, "tokens of a block in the trace")
+    add_number("--block-tokens", None, 1, "tokens of a block in prompts; default: as in the trace")
     add_number("--max-output-tokens", 0, 0, "longest answer, in tokens; 0: as in the trace, scaled")
     add("--speed", type=float, default=0.0, help="speed of the trace's timestamps; 0: without them")
     add_number("--concurrency", 8, 1, "clients with --speed 0")
@@ -270,6 +272,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     low, high = options.token_range
     if not 0 <= low < high:
         parser.error(f"--token-range {low} {high} has no token; HIGH is exclusive and must be above LOW")
+    if options.block_tokens is None:
+        options.block_tokens = options.trace_block
     if options.speed < 0:
         parser.error(f"--speed {options.speed} is below 0")
     if not isinstance(options.extra_body, dict):
@@ -282,7 +286,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     console = make_console()
     try:
-        requests = read_trace(options.trace, options.requests)
+        requests = read_trace(options.trace, options.requests, options.trace_block)
         report = asyncio.run(replay(options, requests, console))
     except (TraceError, EndpointError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)

@@ -1,9 +1,10 @@
 """Reads a trace of Mooncake's format, and makes prompts of it.
 
 A line is a JSON object with ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens,
-and ``hash_ids``: one id for each TRACE_BLOCK tokens of the prompt, the last of which may be fewer. Equal ids
-mean equal prompts up to the end of their blocks. Prompts are made of the ids alone: each id has its own
-tokens. With fewer than TRACE_BLOCK tokens a block, a prompt has as many blocks, and is shorter.
+and ``hash_ids``: one id for each block of the prompt, the last of which may be shorter. Blocks have
+TRACE_BLOCK tokens in Mooncake's own traces; converted ones (``convert.py``) may have others. Equal ids mean
+equal prompts up to the end of their blocks. Prompts are made of the ids alone: each id has its own tokens.
+With fewer tokens a block than in the trace, a prompt has as many blocks, and is shorter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 TRACE_BLOCK: Final = 512
-"""Tokens of a block in the trace."""
+"""Tokens of a block in Mooncake's traces."""
 
 
 class TraceError(Exception):
@@ -37,9 +38,12 @@ class TraceRequest(Struct, frozen=True):
     hash_ids: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
 
 
-def read_trace(path: Path, num_requests: int = 0) -> list[TraceRequest]:
+def read_trace(path: Path, num_requests: int = 0, trace_block: int = TRACE_BLOCK) -> list[TraceRequest]:
     """Return the first requests of a trace, all of them if ``num_requests`` is 0. Raises TraceError, also
-    where an id comes after different ones, as equal ids would then not mean equal prompts."""
+    where an id comes after different ones, as equal ids would then not mean equal prompts.
+
+    ``trace_block``: tokens of a block in this trace.
+    """
     decoder = msgspec.json.Decoder(TraceRequest)
     found: list[TraceRequest] = []
     before: dict[int, int | None] = {}
@@ -47,7 +51,7 @@ def read_trace(path: Path, num_requests: int = 0) -> list[TraceRequest]:
         with path.open("rb") as lines:
             for line in islice(lines, num_requests or None):
                 request = decoder.decode(line)
-                _check(request, before)
+                _check(request, trace_block, before)
                 if found and request.timestamp < found[-1].timestamp:
                     raise ValueError("its timestamp is before that of the line above")
                 found.append(request)
@@ -60,9 +64,9 @@ def read_trace(path: Path, num_requests: int = 0) -> list[TraceRequest]:
     return found
 
 
-def _check(request: TraceRequest, before: dict[int, int | None]) -> None:
+def _check(request: TraceRequest, trace_block: int, before: dict[int, int | None]) -> None:
     """Raise ValueError if ids do not fit. ``before``: each id with the one that it follows, which grows."""
-    if len(request.hash_ids) != (num_blocks := -(-request.input_length // TRACE_BLOCK)):
+    if len(request.hash_ids) != (num_blocks := -(-request.input_length // trace_block)):
         raise ValueError(
             f"{len(request.hash_ids)} hash_ids, and {request.input_length} tokens have {num_blocks} blocks"
         )
@@ -75,14 +79,15 @@ def _check(request: TraceRequest, before: dict[int, int | None]) -> None:
 
 @dataclass(frozen=True)
 class Scale:
-    """Lengths with ``block_tokens`` tokens a block."""
+    """Lengths with ``block_tokens`` tokens a block, where the trace has ``trace_block``."""
 
     block_tokens: int
+    trace_block: int = TRACE_BLOCK
 
     def num_tokens(self, length: int) -> int:
         """Return the scaled number of ``length`` tokens, rounded up."""
-        num_whole, rest = divmod(length, TRACE_BLOCK)
-        return num_whole * self.block_tokens + -(-rest * self.block_tokens // TRACE_BLOCK)
+        num_whole, rest = divmod(length, self.trace_block)
+        return num_whole * self.block_tokens + -(-rest * self.block_tokens // self.trace_block)
 
     def page_keys(self, request: TraceRequest, page_size: int) -> list[tuple[int, int]]:
         """Return a key for each page of a request's prompt that a prefix cache can share: whole pages before

@@ -1,0 +1,215 @@
+"""Planning of requests that share pages: samples of one prompt, and prompts with a held prefix."""
+
+from __future__ import annotations
+
+import pytest
+
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts, Stage
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.decode_node.held_matches import HeldMatches
+from hisparse_pd.decode_node.local_kv import copy_source
+from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.reserve import Claim, order_ends
+from hisparse_pd.decode_node.step_plan import StepPlan
+from hisparse_pd.protocol.messages import Room
+from hisparse_pd.protocol.prompt_scores import WantedScores
+from tests.books import carry_out, end
+from tests.unit.decode_node.plan_node import AUTO, FALSE, STEP_BY_STEP, TRUE, Node
+
+
+def test_further_samples_wait_for_the_pages_of_the_first_and_let_others_ahead() -> None:
+    node = Node()
+    first, second, third = (node.arrive(TRUE, 40, 9, family=1) for _ in range(3))
+    second.first_sample = third.first_sample = first
+    other = node.arrive(TRUE, 20)
+    plan = node.plan()
+    assert [admission.request for admission in plan.admissions] == [first, other]
+    carry_out(node.rooms, plan)
+    assert node.plan().admissions == ()
+    node.rooms.start(first)
+    first.output_token_ids.append(0)
+    plan = node.plan()
+    assert [(each.request, each.num_shared_pages) for each in plan.admissions] == [(second, 2), (third, 2)]
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "family", "waits"),
+    [
+        (TRUE, 1, 1, False),  # nothing lands
+        (TRUE, 16, 1, True),  # no page is shared, and 15 positions are copied
+        (TRUE, 16, None, True),
+        (TRUE, 17, None, False),  # a whole page would have to be copied
+        (FALSE, 60, None, True),
+    ],
+)
+def test_samples_wait_for_what_they_can_share_or_copy(
+    flag: HisparseFlag, num_prompt_tokens: int, family: int | None, waits: bool
+) -> None:
+    """Without a family the node holds no prefixes."""
+    node = Node()
+    first, second = (node.arrive(flag, num_prompt_tokens, 9, family) for _ in range(2))
+    second.first_sample = first
+    assert [admission.request for admission in node.plan().admissions] == [first, second][: 2 - waits]
+
+
+def test_a_sample_whose_prompt_has_to_be_scored_waits_for_nobody() -> None:
+    node = Node()
+    first, second = (node.arrive(FALSE, 40, 9, family=1) for _ in range(2))
+    second.first_sample, second.scores = first, WantedScores(1, 0)
+    assert [admission.request for admission in node.plan().admissions] == [first, second]
+
+
+def test_nobody_waits_for_a_first_sample_of_which_nothing_lands() -> None:
+    node = Node()
+    node.arrive(TRUE, 33, 9, family=1)
+    node.step()
+    first, second = (node.arrive(TRUE, 33, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    assert [admission.num_shared_pages for admission in node.plan().admissions] == [2, 2]
+
+
+def test_samples_copy_from_a_dense_one_that_may_have_to_leave_its_pages() -> None:
+    """They share none of its pages, so that it may leave them."""
+    node = Node(STEP_BY_STEP)
+    first, second = (node.arrive(FALSE, 40, 60, family=1) for _ in range(2))
+    second.first_sample = first
+    plan = node.step()
+    assert [admission.request for admission in plan.admissions] == [first]
+    assert plan.admissions[0].need.device < first.life_tokens
+    assert first.may_leave_pages
+    (admission,) = node.plan().admissions
+    assert (admission.request, admission.num_shared_pages) == (second, 0)
+    assert copy_source(second, admission.mode, 0, node.limits.page_size) is first
+
+
+def test_nothing_is_copied_from_a_sample_that_is_over_or_in_another_mode_or_damaged() -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, 40, 9, family=1) for _ in range(2))
+    second.first_sample = first
+
+    def source(mode: Mode = Mode.HISPARSE, num_held: int = 32) -> Request | None:
+        return copy_source(second, mode, num_held, node.limits.page_size)
+
+    assert source() is None, "it has not landed"
+    node.step()
+    assert source() is first
+    assert source(Mode.DENSE) is None
+    assert source(num_held=16) is None, "a page and more are missing"
+    assert source(num_held=39) is None, "nothing is missing"
+    assert first.prefix is not None
+    node.rooms.held.drop(PoolKind.INDEX, first.prefix.extents(PoolKind.INDEX)[0].start)
+    assert source() is None, "a row is wrong"
+    first.prefix.is_dropped = False
+    node.rooms.start_ending(first, is_sound=True)
+    assert source() is None, "it is over"
+
+
+def test_a_newcomer_is_admitted_beside_samples_that_wait() -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, 40, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    next_plan = NextPlan(node.limits, node.rooms)
+    carry_out(node.rooms, next_plan.make(0.0))
+    assert next_plan.make(0.0) == StepPlan()
+    other = node.arrive(TRUE, 20)
+    assert [admission.request for admission in next_plan.make(0.0).admissions] == [other]
+
+
+def test_a_sample_whose_first_one_failed_waits_no_more() -> None:
+    node = Node()
+    first, second = (node.arrive(TRUE, 40, 9, family=1) for _ in range(2))
+    second.first_sample = first
+    carry_out(node.rooms, node.plan())
+    assert node.plan().admissions == ()
+    node.rooms.release(first, 0.0)
+    (admission,) = node.plan().admissions
+    assert (admission.request, admission.num_shared_pages) == (second, 0)
+
+
+def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
+    """Each request has 208 of 400 host slots: the first its own, the others 192 of the first's."""
+    node = Node()
+    node.arrive(TRUE, 200, family=1)
+    node.step()
+    sharers = [node.arrive(TRUE, 200, family=1) for _ in range(2)]
+    plan = node.step()
+    assert [admission.request for admission in plan.admissions] == sharers
+    assert {(a.need.host, a.need.index, a.need.lookup, a.num_shared_pages) for a in plan.admissions} == {
+        (16, 16, 208, 12)
+    }
+    assert node.rooms.pools.free.host == node.rooms.available.host == 400 - 192 - 3 * 16
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize(("family", "is_admitted"), [(1, False), (2, True)])
+def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: bool) -> None:
+    """The long request can end once the first has.
+
+    A newcomer that shares with the first needs as much as one that does not, but keeps the first's pages in
+    use when that has ended.
+    """
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(TRUE, 160, 17, family=1)
+    node.step()
+    long = node.arrive(TRUE, 32, 209)
+    node.step()
+    assert (first.reserved_tokens, long.reserved_tokens) == (176, 48)
+    assert node.rooms.available.host < long.life_tokens - 48
+    newcomer = node.arrive(TRUE, 160 if family == 1 else 16, 17, family=family)
+    plan = node.plan()
+    assert len(plan.admissions) == is_admitted
+    if is_admitted:
+        assert plan.admissions[0].need.host == 32
+        return
+    node.run(first, 17)
+    end(node.rooms, first, is_sound=True)
+    end(node.rooms, long, is_sound=True)
+    (admission,) = node.plan().admissions
+    assert (admission.request, admission.need.host) == (newcomer, 32)
+
+
+def test_what_a_plan_has_shared_nobody_counts_on() -> None:
+    node = Node()
+    node.arrive(TRUE, 200, family=1)
+    node.step()
+    matches = HeldMatches(node.rooms.held, [], 16)
+    newcomer = node.arrive(AUTO, 200, family=1)
+    assert matches.find(newcomer, Mode.DENSE) == (0, (), SlotCounts())
+    shared = matches.find(newcomer, Mode.HISPARSE)
+    assert (shared.num_pages, shared.taken) == (12, SlotCounts())
+    assert matches.is_counted_on(shared)
+    matches.take(shared)
+    assert not matches.is_counted_on(shared)
+
+
+@pytest.mark.I7
+def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
+    """Slots are counted in an order in which all can end. What a landing request shares stays in use."""
+    node = Node()
+    requests = [node.arrive(TRUE, 16) for _ in range(3)]
+    prefix = Prefix(KV_POOLS[Mode.HISPARSE], None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
+    own = (16, 0, 16, 16)
+    sharing = Claim(own, ((0, 0, 0, 0),), (prefix,))
+    claims = [sharing, sharing, Claim(own, ((100, 0, 100, 0),))]
+    for pinned, num_host in (({}, 16 + 16 + 160), ({prefix: 4}, 16 + 16 + 96)):
+        order = order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16)
+        assert order.is_safe
+        assert [place.available[0] for place in order.places] == [0, 16, num_host]
+    pinned = {prefix: 10}
+    assert not order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16).is_safe
+
+
+def test_a_dense_request_that_shares_pages_keeps_them() -> None:
+    """Others may use its pages, so it sits out where one that owns its pages goes on as hisparse."""
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharer = node.arrive(FALSE, 66, 70, family=1)
+    node.step()
+    assert (sharer.mode, sharer.held_prefix_tokens) == (Mode.DENSE, 64)
+    assert not sharer.may_leave_pages
+    claim = node.limits.claim(sharer, Mode.DENSE, sharer.owned_slots, 4)
+    assert claim.ways == ((0, 144 - 64 - sharer.owned_slots.device, 144 - 64 - sharer.owned_slots.index, 0),)

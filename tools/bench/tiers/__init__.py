@@ -1,0 +1,1 @@
+"""The time to the first token by where a prompt's beginning lies, and conversations beside no tiers."""

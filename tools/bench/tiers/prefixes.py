@@ -1,0 +1,196 @@
+"""Sends turns behind prefixes that lie in a known tier of the prefill node, and keeps what was really found.
+
+A turn is a prompt of a prefix and of tokens that no prompt had before. Before each turn its prefix is brought
+to the tier that is measured:
+
+- device: nothing is done, because the turn before left it there.
+- host: turns behind other prefixes go before it, of as many tokens in all as the KV pool has.
+- decode, storage, computed: /flush_cache empties the prefill node. Which of the three is found then depends
+  on the pair: on ``--read-held`` and ``--kv-store``.
+
+The decode node holds the prefix in every case, in the turn's mode, so that the turn's own tokens and what is
+behind the prefix's last whole page are all that is pushed. What differs is the prefill node's part alone. A
+turn whose prefix was found in another tier, or was not held, counts as ``astray`` and not as a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+import httpx
+
+from tools.bench.facts import spread
+from tools.bench.pair import METRICS_TIMEOUT_SECS, Pair
+from tools.bench.serve import row_of
+from tools.bench.streamed_load import Client, EndpointError, Record
+from tools.bench.tiers.prompts import PREFIX, TURN, Prompts
+
+Tier = Literal["device", "host", "decode", "storage", "computed"]
+ANSWER_TOKENS: Final = 4
+POLL_SECS: Final = 0.2
+
+
+class Prefix(NamedTuple):
+    """Prefixes of different numbers have nothing in common."""
+
+    number: int
+    num_tokens: int
+
+
+class Cell(NamedTuple):
+    """What is measured several times. ``hisparse``: a key of ``serve.HISPARSE``."""
+
+    tier: Tier
+    context: int
+    hisparse: str
+
+
+@dataclass
+class Turns:
+    """Turns to one pair, which follow one another."""
+
+    client: Client
+    prompts: Prompts
+    pair: Pair
+    turn_tokens: int
+    page_size: int
+    pool_tokens: int
+    """Token slots of the prefill node's KV pool."""
+    contexts: Sequence[int]
+    num_sent: int = field(default=0, init=False)
+
+    @property
+    def prefixes(self) -> dict[int, Prefix]:
+        """The prefixes that are measured, by their length."""
+        return {context: Prefix(number, context) for number, context in enumerate(self.contexts)}
+
+    @property
+    def others(self) -> list[Prefix]:
+        """Prefixes of the longest context that have no room in the KV pool beside another one."""
+        longest = max(self.contexts)
+        count = -(-self.pool_tokens // longest)
+        return [Prefix(len(self.contexts) + number, longest) for number in range(count)]
+
+    async def send(self, prefix: Prefix, hisparse: str) -> Record:
+        """Send a turn behind ``prefix``. Raises EndpointError if it fails."""
+        self.num_sent += 1
+        prompt = self.prompts.tokens(prefix.num_tokens, PREFIX, prefix.number)
+        prompt += self.prompts.tokens(self.turn_tokens, TURN, self.num_sent)
+        record = await self.client.send(self.prompts.body(prompt, ANSWER_TOKENS, hisparse))
+        if record.error_class:
+            raise EndpointError(record.error_class, f"{record.error_class}: {record.error}")
+        return record
+
+    # --- where prefixes lie --------------------------------------------------------------------------
+
+    async def lay(self, modes: Sequence[str], *, with_others: bool) -> None:
+        """Have the decode node hold all prefixes in these modes, and the prefill node know them, too."""
+        for prefix in self.prefixes.values():
+            for mode in modes:
+                await self.send(prefix, mode)
+        for other in self.others if with_others else ():
+            await self.send(other, modes[0])
+
+    async def wait_for_store(self) -> None:
+        """Wait until the prefixes have been written to the store."""
+        num_tokens = sum(context // self.page_size * self.page_size for context in self.contexts)
+        while self.pair.counter(self.pair.prefill_url, "store_put_tokens_total") < num_tokens:
+            await asyncio.sleep(POLL_SECS)
+
+    async def bring(self, cell: Cell) -> None:
+        """Bring the prefix of a cell to the tier."""
+        match cell.tier:
+            case "device":
+                pass
+            case "host":
+                for other in self.others:
+                    await self.send(other, cell.hisparse)
+            case _:
+                url = f"{self.pair.prefill_url}/flush_cache"
+                httpx.post(url, timeout=METRICS_TIMEOUT_SECS, trust_env=False).raise_for_status()
+
+    # --- what is measured ----------------------------------------------------------------------------
+
+    async def measure(self, cell: Cell, repeats: int) -> AsyncIterator[dict[str, Any]]:
+        """Yield the figures of a cell after each of its turns: until ``repeats`` of them found the prefix
+        where it was to be, and no more than twice as many turns. A first turn is not counted, except where
+        prefixes are computed: ``lay`` has computed them."""
+        prefix = self.prefixes[cell.context]
+        if cell.tier != "computed":
+            await self.bring(cell)
+            await self.send(prefix, cell.hisparse)
+        records: list[Record] = []
+        num_right = 0
+        while num_right < repeats and len(records) < 2 * repeats:
+            await self.bring(cell)
+            records.append(await self.send(prefix, cell.hisparse))
+            figures = self.figures(cell, records)
+            num_right = len(records) - figures["astray"]
+            yield figures
+
+    def figures(self, cell: Cell, records: Sequence[Record]) -> dict[str, Any]:
+        """Return the figures of a cell, JSON-able."""
+        num_tokens = cell.context // self.page_size * self.page_size
+        right = [record for record in records if is_from(cell.tier, num_tokens, record)]
+        return {
+            **cell._asdict(),
+            "prefix_tokens": num_tokens,
+            "astray": len(records) - len(right),
+            "ttft_secs": spread([record.ttft_secs for record in right]) if right else None,
+            "requests": [row_of(record) for record in records],
+        }
+
+
+def is_from(tier: Tier, num_tokens: int, record: Record) -> bool:
+    """Return whether a turn's prefix was found in this tier alone, and was held by the decode node."""
+    answer = record.served
+    if answer is None or answer.num_held_tokens < num_tokens:
+        return False
+    found = {name: count for name, count in answer.cached_by_tier.items() if count}
+    return found == ({} if tier == "computed" else {tier: num_tokens})
+
+
+def rows_of(
+    cells: Sequence[Mapping[str, Any]], token_bytes: int, link_bytes_per_sec: float
+) -> list[dict[str, Any]]:
+    """Return the table's rows. ``token_bytes``: of one token in all layers. ``link_bytes_per_sec``: 0 if it
+    is not known.
+
+    "bound" is 1.3 times the time that the prefix takes on the link, and the TTFT with the prefix on the
+    device.
+    """
+    on_device = {
+        (cell["context"], cell["hisparse"]): cell["ttft_secs"]["median"]
+        for cell in cells
+        if cell["tier"] == "device" and cell["ttft_secs"]
+    }
+    rows = []
+    for cell in cells:
+        ttft, num_bytes = cell["ttft_secs"], cell["prefix_tokens"] * token_bytes
+        cached_secs = on_device.get((cell["context"], cell["hisparse"]))
+        comes = cell["tier"] in ("host", "decode")
+        link_secs = num_bytes / link_bytes_per_sec if comes and link_bytes_per_sec else None
+        bound_secs = None if link_secs is None or cached_secs is None else 1.3 * link_secs + cached_secs
+        rows.append(
+            {
+                "context": cell["context"],
+                "hisparse": cell["hisparse"],
+                "prefix": cell["tier"],
+                "TTFT, ms": _millis(ttft["median"] if ttft else None),
+                "min": _millis(ttft["min"] if ttft else None),
+                "max": _millis(ttft["max"] if ttft else None),
+                "turns": len(ttft["values"]) if ttft else 0,
+                "astray": cell["astray"],
+                "MB": num_bytes / 1e6 if comes or cell["tier"] == "storage" else None,
+                "on the link, ms": _millis(link_secs),
+                "bound, ms": _millis(bound_secs),
+            }
+        )
+    return rows
+
+
+def _millis(secs: float | None) -> float | None:
+    return None if secs is None else secs * 1e3
