@@ -58,6 +58,9 @@ class DeviceUse:
         """The device slots of the dense ones."""
         self._coming: list[HotSlots] = []
         """The slots of hisparse requests that land or are admitted."""
+        self._beyond: dict[int, int] = {}
+        """What running ones have beyond hot buffers of at most so many slots, together: the answers so far
+        since the last exchange, as most requests of a queue ask for the same."""
         full_size = limits.hot_slots(limits.device_buffer_size)
         for request in sorted(running, key=_admission_order, reverse=True):
             num_slots = request.num_device_slots
@@ -74,6 +77,7 @@ class DeviceUse:
 
     def _note_hisparse(self, request: Request, num_slots: int, *, is_resident: bool = False) -> None:
         self.hisparse[request] = HotSlots(num_slots, self._limits.life_slots(request), is_resident)
+        self._beyond.clear()
         self._count_hisparse(request)
 
     def _count_hisparse(self, request: Request) -> None:
@@ -115,11 +119,12 @@ class DeviceUse:
         What a running one has beyond that, others can get. One that stays resident needs no more than it has.
         Slots of one whose KV is on its way cannot be taken back.
         """
-        running = sum(
-            max(0, hot.beyond(most_slots)) if hot.is_resident else hot.beyond(most_slots)
-            for hot in self.hisparse.values()
-        )
-        return sum(max(0, -hot.beyond(most_slots)) for hot in self._coming) - running
+        if (beyond := self._beyond.get(most_slots)) is None:
+            beyond = self._beyond[most_slots] = sum(
+                max(0, hot.beyond(most_slots)) if hot.is_resident else hot.beyond(most_slots)
+                for hot in self.hisparse.values()
+            )
+        return sum(max(0, -hot.beyond(most_slots)) for hot in self._coming) - beyond
 
 
 def _admission_order(request: Request) -> int:

@@ -14,7 +14,7 @@ from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.step_plan import Admission, StepPlan
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
 from tests.books import carry_out, enqueue, make_request
 
 LIMITS = Limits(
@@ -76,11 +76,19 @@ def test_counts_follow_admissions_and_exchanges_and_what_is_undone() -> None:
 
 def test_who_stays_resident_lacks_nothing_and_gives_what_is_beyond_a_hot_buffer() -> None:
     rooms = LiveRequests(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
+    resident, hot = (enqueue(rooms, make_request(number, 260, 10, TRUE)) for number in range(2))
     draft = draft_of(rooms)
-    use = draft.device_use
-    use.hisparse[make_request(1)] = HotSlots(num_slots=64, life_slots=304, is_resident=True)
-    assert (use.num_lacked(128), use.num_lacked(48)) == (0, -16)
-    use.hisparse[make_request(2)] = HotSlots(num_slots=64, life_slots=304, is_resident=False)
-    assert (use.num_lacked(128), use.num_lacked(48)) == (64, -32)
+    assert admit(draft, resident, tuple(Mode))
+    assert admit(draft, hot, tuple(Mode))
+    carry_out(rooms, StepPlan(admissions=tuple(draft.admissions.values())))
+    for request in (resident, hot):
+        rooms.start(request)
+    carry_out(rooms, StepPlan(exchanges=(Exchange(resident, 0, num_page_slots=272),)))
+    use = draft_of(rooms).device_use
+    assert (resident.num_device_slots, hot.num_device_slots) == (272, 32)
+    assert use.num_lacked(304) == 272 - 32, "the resident one needs no more"
+    assert use.num_lacked(128) == (128 - 32) - (272 - 128)
     use.admit(Admission(make_request(3, 100), Mode.HISPARSE, SlotCounts(device=32), 32))
-    assert (use.num_lacked(128), use.num_lacked(16)) == (64 + 80, -96)
+    assert use.num_lacked(128) == (128 - 32) - (272 - 128) + (112 - 32)
+    use.exchange(Exchange(resident, 64))
+    assert use.num_lacked(304) == (272 - 32) + (272 - 64) + (112 - 32)
