@@ -7,7 +7,7 @@ from typing import Any
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
-from hisparse_pd.decode_node.device_use import DeviceUse, HotSlots
+from hisparse_pd.decode_node.device_use import DeviceUse
 from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
