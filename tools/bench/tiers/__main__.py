@@ -109,18 +109,19 @@ class Run:
         for name in self.options.pairs:
             if self.secs_left < LEAST_SECS:
                 self.miss(f"pair {name}: no time is left for it")
+                self.write()
                 continue
             try:
                 with ExitStack() as services:
-                    words = self._words(name, services)
-                    start = running_pair(self.options.model_path, words, self.console, self.secs_left)
+                    options = self.words(name, services)
+                    start = running_pair(self.options.model_path, options, self.console, self.secs_left)
                     pair = services.enter_context(start)
-                    asyncio.run(self._measure_with(name, pair))
+                    asyncio.run(self.measure_with(name, pair))
             except (PairError, StoreMissingError, EndpointError, httpx.HTTPError) as error:
                 self.miss(f"pair {name}: {type(error).__name__}: {error}")
             self.write()
 
-    def _words(self, name: str, services: ExitStack) -> list[str]:
+    def words(self, name: str, services: ExitStack) -> list[str]:
         """Return the options of a pair. Starts the store that it needs. Raises StoreMissingError."""
         words = shlex.split(self.options.pair_options)
         host = f"--host-cache-tokens={self.options.host_cache_tokens if name != 'none' else 0}"
@@ -130,7 +131,7 @@ class Run:
             words += [f"--kv-store={address}", "--kv-store-gib=0"]
         return words
 
-    async def _measure_with(self, name: str, pair: Pair) -> None:
+    async def measure_with(self, name: str, pair: Pair) -> None:
         """Measure everything that one pair is for, until there is no time. Raises EndpointError."""
         settings = self._look_at(name, pair)
         async with Client(f"{pair.router_url}/v1", self.options.timeout_secs) as client:
