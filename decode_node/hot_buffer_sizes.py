@@ -101,7 +101,7 @@ def dense_alone_pays(draft: PlanDraft, num_taken: int) -> bool:
     num_others = sum(1 for _ in draft.queue.first(draft.available.req_row - 1))
     num_reqs = use.num_hisparse + use.num_dense + 1 + num_others
     num_slots, largest = limits.totals.device, limits.largest_hot_buffer or limits.device_buffer_size
-    num_dense = num_slots // num_taken
+    num_dense = num_slots // max(1, num_taken)
     if num_dense >= num_reqs:
         return False  # all can be dense, and nobody need wait
     # Beside hot buffers of use some are dense (``leaves_hot_buffers``). Beside smaller ones nobody is.
