@@ -302,9 +302,11 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         if not self.steps.advance(is_stopping=self._is_stopping):
             self._has_stopped = True
         # The next turn comes at once: after a step, which brings tokens and may free slots for requests that
-        # sat it out, and while a request ends, is filled or can go on, or a held prefix is copied.
+        # sat it out, while the queue has more to admit, and while a request ends, is filled or can go on, or
+        # a held prefix is copied.
         return (
             self.steps.has_launched
+            or self.steps.is_plan_cut
             or bool(self.requests.select(RequestState.ENDING))
             or self.requests.held_tier.num_copies > 0
             or any(

@@ -10,10 +10,10 @@ which replaces all of its device slots before the next step, and pages for all o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from functools import partial
+from itertools import islice
 from typing import Final
 
-from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.growth import exchanges_of_pages
 from hisparse_pd.decode_node.limits import Limits
@@ -25,6 +25,8 @@ MIN_SAVED: Final = 1.0
 """Copies that a request must save by more device slots, for each that fills these."""
 MIN_GROWTH: Final = 1.5
 """How many times as many entries a hot buffer must get if it is to be exchanged for a larger one."""
+MAX_ONE_BY_ONE: Final = 4
+"""Dense requests that are asked one by one to leave their pages, where not all that should can do so."""
 
 
 def spare_capacity(draft: PlanDraft, request: Request) -> int:
@@ -48,71 +50,28 @@ def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
     that takes a hot buffer of ``c`` entries, as others have, misses ``k / c``, and the ``s - c`` slots that
     it leaves save others ``k * (s - c) / c**2``: more if ``c`` is below ``s / 2``.
     """
-    limits = draft.limits
-    most = max(1, min(limits.largest_hot_buffer or limits.device_buffer_size, num_taken // 2))
-
-    def lacked(request: Request, num_slots: int) -> int:
-        return limits.in_pages(limits.max_capacity(request, most)) - num_slots
-
-    left = draft.spare_device() - num_taken
-    for request, mode, num_slots in _running(draft):  # what one has beyond that, others can get
-        if mode is Mode.HISPARSE:
-            lacks = lacked(request, num_slots)
-            stays_resident = request.is_resident and request not in draft.exchanges
-            left -= min(0, lacks) if stays_resident else lacks
-    for request, mode, num_slots in _coming(draft):
-        if left < 0:
-            return False
-        if mode is Mode.HISPARSE:
-            left -= max(0, lacked(request, num_slots))
+    limits, use = draft.limits, draft.device_use
+    most_slots = limits.hot_slots(min(limits.largest_hot_buffer or limits.device_buffer_size, num_taken // 2))
+    left = draft.spare_device() - num_taken - use.num_lacked(most_slots)
+    if left < 0:
+        return False
     # Who waits for a row does not need slots yet.
-    for request in draft.queue.first(draft.available.req_row - 1):
+    for wanted in draft.queue.first(draft.available.req_row - 1):
+        left -= wanted.num_slots if wanted.must_be_dense else min(most_slots, wanted.num_slots)
         if left < 0:
             return False
-        if request.flag is HisparseFlag.FALSE:
-            num_tokens = min(request.num_prompt_tokens + limits.growth_tokens, request.life_tokens)
-            left -= limits.in_pages(num_tokens)
-        else:
-            left -= lacked(request, 0)
-    return left >= 0
-
-
-def _running(draft: PlanDraft) -> Iterator[tuple[Request, Mode, int]]:
-    """Yield the running requests, with the modes and device slots that the plan leaves them with."""
-    for request in draft.running:
-        exchange = draft.exchanges.get(request)
-        if exchange is None:
-            yield request, request.mode, request.num_device_slots
-        else:
-            yield request, Mode.HISPARSE, draft.limits.in_pages(exchange.hot_capacity)
-
-
-def _coming(draft: PlanDraft) -> Iterator[tuple[Request, Mode, int]]:
-    """Yield the requests that land or that the plan admits, with their modes and device slots."""
-    for request in draft.landing:
-        yield request, request.mode, request.num_device_slots
-    for request, admission in draft.admissions.items():
-        yield request, admission.mode, draft.limits.in_pages(admission.need.device)
+    return True
 
 
 def _share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> int:
     """Return how many entries each hot buffer has if all hisparse requests, and ``num_more``, divide what
     dense ones leave of the device pool, and ``num_more_slots``: no fewer than the full size, and no more than
     the largest."""
-    limits = draft.limits
-    num_hisparse, num_slots = _hisparse(draft)
-    entries = (num_slots + num_more_slots) // max(1, num_hisparse + num_more)
+    limits, use = draft.limits, draft.device_use
+    num_slots = limits.totals.device - use.dense_slots
+    entries = (num_slots + num_more_slots) // max(1, use.num_hisparse + num_more)
     in_pages = entries // limits.page_size * limits.page_size
     return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
-
-
-def _hisparse(draft: PlanDraft) -> tuple[int, int]:
-    """Return the number of hisparse requests, and the device slots that dense ones leave."""
-    num_hisparse, num_left = 0, draft.limits.totals.device
-    for _, mode, num_slots in chain(_running(draft), _coming(draft)):
-        num_left -= num_slots if mode is Mode.DENSE else 0
-        num_hisparse += mode is Mode.HISPARSE
-    return num_hisparse, num_left
 
 
 def hisparse_pays(draft: PlanDraft) -> bool:
@@ -124,8 +83,35 @@ def hisparse_pays(draft: PlanDraft) -> bool:
 
     if pays(1):
         return True
-    leaving = next(_leaving(draft), None)
-    return leaving is not None and pays(2, leaving.num_device_slots)
+    num_left = next(iter(draft.device_use.leaving.values()), 0)
+    return num_left > 0 and pays(2, num_left)
+
+
+def dense_alone_pays(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether the node makes more tokens a second if requests that take ``num_taken`` device slots for
+    their pages are dense, as many as the device pool holds, and the others wait, than if all run, as far as
+    that pays.
+
+    ``hisparse_pays`` tells what one request more brings. Where many have hot buffers, it does not tell how
+    fast fewer dense ones would be in their place.
+    """
+    limits, use, cost = draft.limits, draft.device_use, draft.miss_cost
+    if use.num_never_dense or not cost.fixed_secs:
+        return False
+    num_others = sum(1 for _ in draft.queue.first(draft.available.req_row - 1))
+    num_reqs = use.num_hisparse + use.num_dense + 1 + num_others
+    num_slots, largest = limits.totals.device, limits.largest_hot_buffer or limits.device_buffer_size
+    num_dense = num_slots // max(1, num_taken)
+    if num_dense >= num_reqs:
+        return False  # all can be dense, and nobody need wait
+    # Beside hot buffers of use some are dense (``leaves_hot_buffers``). Beside smaller ones nobody is.
+    most = max(1, min(largest, num_taken // 2))
+    num_beside = max(0, num_slots - num_reqs * most) // max(1, num_taken - most)
+    num_hot = num_reqs - num_beside
+    if not num_beside:
+        num_hot = int(min(num_hot, max(1.0, cost.most_hot(num_slots), num_slots / most)))
+    num_missed = cost.num_missed(num_hot, num_slots - num_beside * num_taken, largest)
+    return cost.tokens_per_sec(num_dense, 0) > cost.tokens_per_sec(num_beside + num_hot, num_missed)
 
 
 def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
@@ -137,7 +123,8 @@ def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
 def _num_saved(draft: PlanDraft, num_more: int, num_more_slots: int) -> float:
     """Return how many positions fewer a step misses, all hot buffers together, if there are ``num_more``
     more of them, and ``num_more_slots`` more device slots for all."""
-    num_hisparse, num_slots = _hisparse(draft)
+    num_hisparse = draft.device_use.num_hisparse
+    num_slots = draft.limits.totals.device - draft.device_use.dense_slots
     most = max(draft.limits.device_buffer_size, draft.limits.largest_hot_buffer)
     present = draft.miss_cost.num_missed(num_hisparse, num_slots, most)
     return present - draft.miss_cost.num_missed(num_hisparse + num_more, num_slots + num_more_slots, most)
@@ -155,75 +142,95 @@ def make_room(
     """
     limits, share = draft.limits, _share_of(draft)
     return (
-        _shrink(draft, lambda r: limits.max_capacity(r, share), num_needed)
-        or _shrink(draft, limits.max_capacity, num_needed)
+        _shrink(draft, share, num_needed)
+        or _shrink(draft, limits.device_buffer_size, num_needed)
         or (dense_may_leave and hisparse_pays(draft) and _let_dense_leave(draft, num_needed))
-        or (hot_buffers_may_be_small and _shrink(draft, limits.min_capacity, num_needed))
+        or (hot_buffers_may_be_small and _shrink(draft, limits.smallest_hot_buffer, num_needed))
     )
 
 
 def _let_dense_leave(draft: PlanDraft, num_needed: int) -> bool:
     """Let dense requests of ``auto`` leave their pages until ``num_needed`` device slots are spare once hot
-    buffers shrink to the full size. Returns whether they are. Nobody leaves if that cannot be enough."""
-    limits = draft.limits
-    leaving = list(_leaving(draft))
-    most = sum(r.num_device_slots - limits.in_pages(limits.max_capacity(r)) for r in leaving)
-    most += sum(gain for _, gain in _gains(draft, limits.max_capacity))
-    if draft.spare_device() + most < num_needed:
+    buffers shrink to the full size. Returns whether they are. Nobody leaves if that cannot be enough.
+
+    Whether all requests can still end takes a look at all of them. It is asked once for all that leave, and
+    only if they cannot for one after the other, which few may then do.
+    """
+    limits, leaving = draft.limits, dict(draft.device_use.leaving)
+    from_hot_buffers = sum(gain for _, gain in _gains(draft, limits.device_buffer_size))
+    most = sum(num_slots - limits.in_pages(limits.max_capacity(r)) for r, num_slots in leaving.items())
+    if draft.spare_device() + most + from_hot_buffers < num_needed:
         return False
-    for request in leaving:
-        # The one that leaves and the one that comes are hisparse, and the pages are there for all.
-        if _leave(draft, request, _share_of(draft, 2, request.num_device_slots)) and (
-            draft.spare_device() >= num_needed or _shrink(draft, limits.max_capacity, num_needed)
-        ):
-            return True
-    return False
 
+    def is_enough(leaves: Callable[[Request, int], bool]) -> Iterator[bool]:
+        for request, num_slots in leaving.items():
+            # The one that leaves and the one that comes are hisparse, and the pages are there for all.
+            left = leaves(request, _share_of(draft, 2, num_slots))
+            yield left and draft.spare_device() + from_hot_buffers >= num_needed
 
-def _leaving(draft: PlanDraft) -> Iterator[Request]:
-    """Yield the dense requests of ``auto`` that may leave pages of more slots than a hot buffer of the full
-    size has, those admitted last first."""
-    limits = draft.limits
-    for request in sorted(filter(draft.may_leave_pages, draft.running), key=_admission_order, reverse=True):
-        if request.num_device_slots > limits.in_pages(limits.max_capacity(request)):
-            yield request
+    mark = draft.mark()
+    enough = any(is_enough(partial(_leave, draft)))
+    if not draft.all_can_end:
+        draft.undo(mark)
+        enough = any(islice(is_enough(partial(_leave_safely, draft)), MAX_ONE_BY_ONE))
+    return enough and (
+        draft.spare_device() >= num_needed or _shrink(draft, limits.device_buffer_size, num_needed)
+    )
 
 
 def _leave(draft: PlanDraft, request: Request, capacity: int) -> bool:
     """Let a dense request leave its pages for a hot buffer of at most ``capacity`` entries. Returns whether
-    it may."""
+    the slots for that are free."""
+    return any(draft.leave_pages(*exchange) for exchange in _exchanges(draft, request, capacity))
+
+
+def _leave_safely(draft: PlanDraft, request: Request, capacity: int) -> bool:
+    """Let a dense request leave its pages if all requests can still end then. Returns whether it leaves."""
+    for exchange in _exchanges(draft, request, capacity):
+        mark = draft.mark()
+        if draft.leave_pages(*exchange):
+            if draft.all_can_end:
+                return True
+            draft.undo(mark)
+    return False
+
+
+def _exchanges(draft: PlanDraft, request: Request, capacity: int) -> Iterator[tuple[Exchange, SlotCounts]]:
     limits = draft.limits
     capacity = limits.max_capacity(request, min(capacity, request.num_device_slots - limits.page_size))
-    return any(
-        draft.leave_pages(exchange, given)
-        for exchange, given in exchanges_of_pages(limits, request, capacity)
-    )
+    return exchanges_of_pages(limits, request, capacity)
 
 
-def _gains(draft: PlanDraft, capacity_of: Callable[[Request], int]) -> Iterator[tuple[Request, int]]:
-    """Yield the hisparse requests that have more device slots than hot buffers of ``capacity_of`` entries,
-    with the number that they have more: first those whose pages are being filled, then those admitted last.
+def _gains(draft: PlanDraft, most: int) -> Iterator[tuple[Request, int]]:
+    """Yield the hisparse requests that have more device slots than hot buffers of at most ``most`` entries,
+    each with the number that it has more: first those whose pages are being filled, then those admitted last.
     """
-    hisparse = (r for r in draft.running if r.mode is Mode.HISPARSE and r not in draft.exchanges)
-    for request in sorted(hisparse, key=lambda r: (r.num_page_slots > 0, _admission_order(r)), reverse=True):
-        gain = request.num_device_slots - draft.limits.in_pages(_size_left(request, capacity_of))
-        if gain > 0:
+    limits = draft.limits
+    most_slots, hisparse = limits.hot_slots(most), draft.device_use.hisparse.items()
+    for request, hot in hisparse:
+        if request.num_page_slots and request not in draft.exchanges:
+            gain = hot.num_slots - limits.in_pages(_size_left(limits, request, most))
+            if gain > 0:
+                yield request, gain
+    for request, hot in hisparse:
+        gain = hot.beyond(most_slots)
+        if gain > 0 and not request.num_page_slots and request not in draft.exchanges:
             yield request, gain
 
 
-def _size_left(request: Request, capacity_of: Callable[[Request], int]) -> int:
-    """Return the entries of the hot buffer with which a request is left that shrinks to ``capacity_of``. One
+def _size_left(limits: Limits, request: Request, most: int) -> int:
+    """Return the entries of the hot buffer with which a request is left that shrinks to at most ``most``. One
     whose pages are being filled gives these up, and its hot buffer does not grow."""
-    capacity = capacity_of(request)
+    capacity = limits.max_capacity(request, most)
     return min(capacity, request.hot_capacity) if request.num_page_slots else capacity
 
 
-def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed: int) -> bool:
-    """Give requests hot buffers of ``capacity_of`` entries, those admitted last first, until ``num_needed``
+def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
+    """Give requests hot buffers of at most ``most`` entries, those admitted last first, until ``num_needed``
     device slots are spare. Returns whether they are; if that cannot be reached, nothing shrinks."""
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
-    for request, gain in _gains(draft, capacity_of):
+    for request, gain in _gains(draft, most):
         if spare >= num_needed:
             break
         gains.append((request, gain))
@@ -231,7 +238,7 @@ def _shrink(draft: PlanDraft, capacity_of: Callable[[Request], int], num_needed:
     if spare < num_needed:
         return False
     for request, gain in gains:
-        exchange = Exchange(request, _size_left(request, capacity_of))
+        exchange = Exchange(request, _size_left(draft.limits, request, most))
         draft.make_hot_buffer(exchange, SlotCounts(device=gain))
     return True
 
@@ -243,12 +250,10 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
     full_size, kept = draft.limits.device_buffer_size, _kept_for_arrival(draft.limits)
     if draft.exchanges or draft.admissions or draft.available.device <= kept:
         return
-    small = [
-        r
-        for r in draft.running
-        if 0 < r.hot_capacity < min(full_size, r.next_seq_len) and not r.num_page_slots
-    ]
+    small = [r for r in draft.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
     for request in sorted(small, key=_admission_order):
+        if request.num_page_slots:
+            continue  # it becomes resident
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
         if capacity > request.hot_capacity and request.has_next_step:
@@ -335,14 +340,14 @@ def share_pages(draft: PlanDraft) -> None:
         return
     if any(r.is_filling or becomes_resident(r) for r in draft.running):
         return
-    request = next(_leaving(draft), None)
+    request = next(iter(draft.device_use.leaving), None)
     if request is None:
         return
     num_steps = request.sampling.max_new_tokens - request.next_index
     num_saved = num_steps * _num_saved(draft, 1, request.num_device_slots)
     capacity = _share_of(draft, 1, request.num_device_slots)
     if 0 < num_saved >= MIN_SAVED * (request.num_kv_tokens + capacity):
-        _leave(draft, request, capacity)
+        _leave_safely(draft, request, capacity)
 
 
 def _larger(

@@ -56,6 +56,11 @@ class Limits:
         """Most tokens that a dense request can have in its whole life."""
         return min(self.totals.device, self.totals.index)
 
+    def may_be_dense(self, request: Request) -> bool:
+        """Return whether ``request`` allows pages for its whole life, and the device pool has as many."""
+        is_allowed = request.flag is not HisparseFlag.TRUE and not request.dense_refusal
+        return is_allowed and request.life_tokens <= self.max_life_dense
+
     def max_life(self, mode: Mode) -> int:
         """Return the most tokens that a request can have in its whole life in ``mode``."""
         return self.max_life_hisparse if mode is Mode.HISPARSE else self.max_life_dense
@@ -77,6 +82,16 @@ class Limits:
         full size."""
         whole_life = request.life_tokens + self.max_drafts
         return max(self.min_capacity(request), min(most or self.device_buffer_size, whole_life))
+
+    def life_slots(self, request: Request) -> int:
+        """Return the slots of a hot buffer that holds the whole life of ``request``, in whole pages."""
+        return self.in_pages(request.life_tokens + self.max_drafts)
+
+    def hot_slots(self, most: int) -> int:
+        """Return the slots of a hot buffer of ``most`` entries, or of as many as suffice for any length if
+        that is more, in whole pages. A request's ``max_capacity`` takes these or ``life_slots``, whichever
+        are fewer."""
+        return self.in_pages(max(most, self.smallest_hot_buffer))
 
     def in_pages(self, num_tokens: int) -> int:
         """Return the slots of as many whole pages as ``num_tokens`` take."""

@@ -11,6 +11,11 @@ that more if it adds less than ``t / n`` seconds: then (n + 1) / (t + added) > n
 computing, by what steps of fewer requests take, and the time of all that is missed more with it. So a
 hisparse request pays if the latter is less than ``request_secs``, which is ``t / n - g``.
 
+A step takes ``f`` seconds for any number of requests (``fixed_secs``), and ``f + n * g`` for ``n`` that miss
+nothing. ``n`` hot buffers that share ``r`` device slots miss ``n * n * w / r`` positions. Their tokens a
+second are most with as many hot buffers as miss for ``f`` seconds. If the dense requests whose pages fit into
+``r`` slots make more, hisparse ones cost more than they bring, however many run.
+
 Example: A.X-K2-Light misses 67% of 2,048 positions, in 48 layers of 320 bytes: 21 MB, or 0.38 ms at 55 GB/s.
 A step of 61 dense requests takes 16.4 ms, 0.27 a request, ``g`` included: one more hisparse request does not
 pay. A step of one takes 4.5 ms, and one more dense request makes it 0.2 ms longer: there it pays.
@@ -18,15 +23,17 @@ pay. A step of one takes 4.5 ms, and one more dense request makes it 0.2 ms long
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hisparse_pd.decode_node.request import Request
 
-FADE: Final = 0.99
+FADE: Final = 0.998
 """Factor of ``missed_entries`` at each estimate without a hot buffer, so that one high figure does not rule
-hisparse out for good: it is half after 69 estimates."""
+hisparse out for good: it is half after 346 estimates. Those that show then whether it still holds may be
+slower than dense ones to their end, and are to be few."""
 NEW_WEIGHT: Final = 0.2
 """Weight of a new value against the mean of those before it."""
 
@@ -43,6 +50,10 @@ class MissCost:
     request_secs: float = float("inf")
     """Seconds of a step for each of its requests, without those by which a request makes it longer even if it
     misses nothing; infinite if not known."""
+    fixed_secs: float = 0.0
+    """Seconds of a step that it takes for any number of requests. 0 if not known."""
+    growth_secs: float = 0.0
+    """Seconds by which a request makes a step longer if it misses nothing."""
 
     def num_missed(self, num_hot: int, num_slots: int, most: int) -> float:
         """Return the positions that ``num_hot`` hot buffers miss in a step if they share ``num_slots`` device
@@ -54,6 +65,19 @@ class MissCost:
     def secs_of(self, hot_capacity: int) -> float:
         """Return the seconds by which a request with ``hot_capacity`` entries makes a step longer."""
         return self.miss_secs * self.missed_entries / hot_capacity
+
+    def tokens_per_sec(self, num_reqs: int, num_missed: float) -> float:
+        """Return the tokens a second of steps of ``num_reqs`` requests that miss ``num_missed`` positions
+        together; 0 if the time of steps is not known."""
+        step_secs = self.fixed_secs + self.growth_secs * num_reqs + self.miss_secs * num_missed
+        return num_reqs / step_secs if self.fixed_secs > 0 else 0.0
+
+    def most_hot(self, num_slots: int) -> float:
+        """Return how many hot buffers that share ``num_slots`` device slots make most tokens a second: with
+        that many, what is missed takes as long as what a step takes for any number of requests."""
+        num_missed = self.missed_entries / max(1, num_slots)  # by one, if there is one
+        miss_secs = self.miss_secs * num_missed
+        return math.sqrt(self.fixed_secs / miss_secs) if miss_secs > 0 else math.inf
 
     def pays(self, num_missed: float) -> bool:
         """Return whether one more request in each step is worth ``num_missed`` more misses."""
@@ -94,7 +118,13 @@ class MissCosts:
             return MissCost(self._missed_entries, self._miss_secs)
         without_misses = max(step_secs / 2, step_secs - num_missed * self._miss_secs)
         growth = self._growth(len(batch), without_misses)
-        return MissCost(self._missed_entries, self._miss_secs, step_secs / len(batch) - growth)
+        return MissCost(
+            missed_entries=self._missed_entries,
+            miss_secs=self._miss_secs,
+            request_secs=step_secs / len(batch) - growth,
+            fixed_secs=max(0.0, without_misses - growth * len(batch)),
+            growth_secs=growth,
+        )
 
     def link_share(self, num_missed: float, step_secs: float | None) -> float:
         """Return the share of a step of ``step_secs`` in which ``num_missed`` positions come from the host

@@ -13,6 +13,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
 from hisparse_pd.decode_node.hot_buffer_sizes import (
+    dense_alone_pays,
     dense_pays,
     hisparse_pays,
     leaves_hot_buffers,
@@ -52,10 +53,14 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
     held = draft.matches.find(request, Mode.DENSE)
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     num_taken = _need(draft.limits, request, Mode.DENSE, num_tokens, held).device + held.taken.device
-    if request.life_tokens <= draft.limits.max_life_dense and not hisparse_pays(draft):
+    may_be_dense, use = draft.limits.may_be_dense(request), draft.device_use
+    others_are_live = use.num_dense + use.num_hisparse > 0
+    if may_be_dense and others_are_live and dense_alone_pays(draft, num_taken):
+        return _admit_dense(draft, request)  # or it waits for the end of others
+    if may_be_dense and not hisparse_pays(draft):
         if dense_pays(draft, num_taken) and _admit_dense(draft, request):
             return True
-        if draft.has_dense:
+        if use.num_dense:
             return False  # it waits for the pages of one that ends
     if leaves_hot_buffers(draft, num_taken):
         return _admit_dense(draft, request) or _admit_hisparse(draft, request)
@@ -74,9 +79,8 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     smallest, full_size = (
         draft.limits.in_pages(capacity) for capacity in (min_capacity, draft.limits.max_capacity(request))
     )
-    some_may_leave = any(map(draft.may_leave_pages, draft.running))
     # Dense requests that leave their pages take host slots, which the request may lack then.
-    for dense_may_leave in (True, False) if some_may_leave else (False,):
+    for dense_may_leave in (True, False) if draft.device_use.leaving else (False,):
         mark = draft.mark()
         if draft.spare_device() < full_size:
             make_room(draft, full_size, dense_may_leave=dense_may_leave)

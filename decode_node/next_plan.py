@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.hot_buffer_sizes import becomes_resident
 from hisparse_pd.decode_node.limits import Limits
@@ -32,9 +33,9 @@ class _Situation(NamedTuple):
     stuck: SlotCounts
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
-    """Changes of the queue, or 0 while its first request cannot be overtaken: then what is behind it decides
-    nothing. It may be overtaken while it waits for stuck slots, which may never be free, or for the KV of its
-    prompt's first sample."""
+    """Changes of the queue, or 0 while what is behind its first request decides nothing. It may be overtaken
+    while it waits for stuck slots, which may never be free, or for the KV of its prompt's first sample. If it
+    is of ``auto``, its mode depends on how many wait."""
     miss_cost: MissCost
 
 
@@ -87,6 +88,8 @@ class NextPlan:
     def _situation(self, stuck: SlotCounts) -> _Situation:
         requests = self._requests
         first = next(requests.waiting(), None)
-        may_be_overtaken = stuck != SlotCounts() or (first is not None and first.first_sample is not None)
-        num_queue_changes = requests.num_queue_changes if may_be_overtaken else 0
+        queue_decides = stuck != SlotCounts() or (
+            first is not None and (first.first_sample is not None or first.flag is HisparseFlag.AUTO)
+        )
+        num_queue_changes = requests.num_queue_changes if queue_decides else 0
         return _Situation(requests.pools.num_changes, first, stuck, num_queue_changes, self.miss_cost)

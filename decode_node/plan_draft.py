@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.decode_node.device_use import DeviceUse
 from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
@@ -24,22 +25,39 @@ from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, s
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth
 
 
+class Wanted(NamedTuple):
+    """What a request of the queue wants of the device pool."""
+
+    request: Request
+    num_slots: int
+    """Slots for a hot buffer that holds its whole life, or for its pages if it must be dense."""
+    must_be_dense: bool
+
+
 class Queue:
     """The requests of the queue that a plan has not decided about so far, in order of arrival. They are read
-    as they are needed: thousands may wait."""
+    as they are needed, and once each: thousands may wait."""
 
-    def __init__(self, waiting: Iterable[Request]) -> None:
+    def __init__(self, waiting: Iterable[Request], limits: Limits) -> None:
         self._unread = iter(waiting)
-        self._read: deque[Request] = deque()
+        self._limits = limits
+        self._read: deque[Wanted] = deque()
 
     def pop(self) -> Request | None:
         """Take the first request out; None if there is none."""
-        return self._read.popleft() if self._read else next(self._unread, None)
+        return self._read.popleft().request if self._read else next(self._unread, None)
 
-    def first(self, most: int) -> Iterator[Request]:
+    def first(self, most: int) -> Iterator[Wanted]:
         """Iterate over up to ``most`` of the first requests."""
-        self._read.extend(islice(self._unread, max(0, most - len(self._read))))
+        self._read.extend(map(self._wanted, islice(self._unread, max(0, most - len(self._read)))))
         return islice(self._read, most)
+
+    def _wanted(self, request: Request) -> Wanted:
+        limits = self._limits
+        if request.flag is HisparseFlag.FALSE:
+            num_tokens = min(request.num_prompt_tokens + limits.growth_tokens, request.life_tokens)
+            return Wanted(request, limits.in_pages(num_tokens), must_be_dense=True)
+        return Wanted(request, limits.life_slots(request), must_be_dense=False)
 
 
 class _Changed(NamedTuple):
@@ -56,6 +74,7 @@ class Mark(NamedTuple):
     exchanges: dict[Request, Exchange]
     changed: dict[Request, _Changed]
     reserve: Reserve | None
+    reserve_is_strict: bool
 
 
 @dataclass
@@ -80,6 +99,13 @@ class PlanDraft:
     admissions: dict[Request, Admission] = field(default_factory=dict)
     _reserve: Reserve | None = None
     """See ``reserve``. None until there is something to give away, which in most steps there is not."""
+    _reserve_is_strict: bool = False
+    """Whether a new reserve may allow more than ``_reserve``, which was made before hot buffers shrank. It
+    expects what they give back at their requests' end, later than it is free."""
+    num_orders: int = 0
+    """How often the draft has put all requests into an order in which they can end, its dearest answer."""
+    _use: DeviceUse | None = None
+    """See ``device_use``. None until a request of the queue asks for it."""
     _changed: dict[Request, _Changed] = field(default_factory=dict)
     """The running requests that the plan grows or exchanges, as it leaves them."""
     _admitted_claims: list[Claim] = field(default_factory=list)
@@ -92,6 +118,7 @@ class PlanDraft:
         """What can be given away so that all requests can still end."""
         if self._reserve is None:
             self._reserve = self._new_reserve(self.matches.pinned)
+            self._reserve_is_strict = False
         return self._reserve
 
     def grow_running(self, grown: Callable[[Place, Reserve], Claim]) -> None:
@@ -105,14 +132,25 @@ class PlanDraft:
         pinned: Mapping[Prefix, int],
         grown: Callable[[Place, Reserve], Claim] = lambda place, _: place.claim,
     ) -> Reserve:
+        self.num_orders += 1
         running = ((r, self._claim(r)) for r in self.running)
         order = order_ends(self.available, running, pinned, self.limits.page_size)
         landing = [self._claim(request) for request in self.landing]
         return Reserve(order, landing + self._admitted_claims, grown)
 
     def _claim(self, request: Request) -> Claim:
-        mode, owned = self._changed.get(request, _Changed(request.mode, request.owned_slots))
-        return self.limits.claim(request, mode, owned, request.num_shared_pages)
+        changed = self._changed.get(request)
+        if changed is None:
+            return self._unchanged_claims[request]
+        return self.limits.claim(request, changed.mode, changed.owned, request.num_shared_pages)
+
+    @cached_property
+    def _unchanged_claims(self) -> dict[Request, Claim]:
+        """The claims of running and landing requests as they are."""
+        return {
+            request: self.limits.claim(request, request.mode, request.owned_slots, request.num_shared_pages)
+            for request in (*self.running, *self.landing)
+        }
 
     @cached_property
     def _kept_for_growth(self) -> SlotCounts:
@@ -128,6 +166,17 @@ class PlanDraft:
         )
 
     # --- running requests -------------------------------------------------------------------------
+
+    @property
+    def device_use(self) -> DeviceUse:
+        """Who has which device slots once the plan is carried out. Growth must be decided before."""
+        if self._use is None:
+            self._use = DeviceUse(
+                self.limits, self.running, self.landing, self.exchanges, self._may_leave_pages
+            )
+            for admission in self.admissions.values():
+                self._use.admit(admission)
+        return self._use
 
     def may_give(self, slots: SlotCounts, reserve: Reserve) -> bool:
         """Return whether running requests may get ``slots``; negative counts are slots that they give
@@ -153,11 +202,12 @@ class PlanDraft:
         back."""
         request = exchange.request
         self.exchanges[request] = exchange
+        self.device_use.exchange(exchange)
         self.note_change(request, request.mode, request.owned_slots - freed)
         self.available += freed
-        self._reserve = None  # it expects these slots at the request's end, later than they are free
+        self._reserve_is_strict = True
 
-    def may_leave_pages(self, request: Request) -> bool:
+    def _may_leave_pages(self, request: Request) -> bool:
         """Return whether a running request of ``auto`` is dense and may leave its pages in this plan, to make
         room for others. Further samples of its prompt count on its pages."""
         return (
@@ -170,40 +220,39 @@ class PlanDraft:
         )
 
     def leave_pages(self, exchange: Exchange, given: SlotCounts) -> bool:
-        """Exchange a dense request's pages for a hot buffer, to make room for others, if all requests can
-        still end. Returns whether they can. ``given``: the slots that the exchange takes; device slots are
-        negative."""
-        request, available = exchange.request, self.available
-        if not (given + self._kept_for_growth).fits_in(available):
+        """Exchange a dense request's pages for a hot buffer, to make room for others, if the slots for that
+        are free. Returns whether they are. ``given``: the slots that the exchange takes; device slots are
+        negative.
+
+        One of the request's two ways to end is closed then. The caller asks ``all_can_end`` once everybody
+        has left who is to leave, and calls ``undo`` if not.
+        """
+        request = exchange.request
+        if not (given + self._kept_for_growth).fits_in(self.available):
             return False
         self.available -= given
+        self.device_use.exchange(exchange)
         self.note_change(request, Mode.HISPARSE, request.owned_slots + given)
-        # One of the request's two ways to end is closed, so the present reserve may count on too much.
-        reserve = self._new_reserve(self.matches.pinned)
-        if not reserve.is_safe:
-            self.available = available
-            del self._changed[request]
-            return False
-        self._reserve = reserve
         self.exchanges[request] = exchange
+        self._reserve = None
         return True
 
     @property
-    def has_dense(self) -> bool:
-        """Whether a request runs or lands that is dense once the plan is carried out."""
-        live = any(
-            request.mode is Mode.DENSE and request not in self.exchanges
-            for request in (*self.running, *self.landing)
-        )
-        return live or any(admission.mode is Mode.DENSE for admission in self.admissions.values())
+    def all_can_end(self) -> bool:
+        """Whether all requests can end as the plan leaves them."""
+        return self.reserve.is_safe
 
     def mark(self) -> Mark:
         """Return what ``undo`` needs."""
-        return Mark(self.available, dict(self.exchanges), dict(self._changed), self._reserve)
+        exchanges, changed = dict(self.exchanges), dict(self._changed)
+        return Mark(self.available, exchanges, changed, self._reserve, self._reserve_is_strict)
 
     def undo(self, mark: Mark) -> None:
         """Undo all exchanges since ``mark``. Nothing may have been given away or admitted meanwhile."""
-        self.available, self.exchanges, self._changed, self._reserve = mark
+        if len(self.exchanges) != len(mark.exchanges):
+            self._use = None
+        self.available, exchanges, changed, self._reserve, self._reserve_is_strict = mark
+        self.exchanges, self._changed = dict(exchanges), dict(changed)  # the mark may be used again
 
     def spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""
@@ -234,6 +283,8 @@ class PlanDraft:
         self.available -= need + held.taken
         self.matches.take(held)
         self.admissions[request] = replace(admission, num_shared_pages=held.num_pages)
+        if self._use is not None:
+            self._use.admit(admission)
         # In either mode each position has an index slot.
         num_reserved = need.index + held.num_pages * self.limits.page_size
         if num_reserved < request.life_tokens:
@@ -248,13 +299,18 @@ class PlanDraft:
             return None
         if not (taken + self._kept_for_growth).fits_in(self.available):
             return None
+        claim = self._landing_claim(admission, held)
         if self.matches.is_counted_on(held):
             # The present order counts on these pages to be free when their users have ended, which is no
             # longer so if they are shared: another order is needed.
             reserve = self._new_reserve(self.matches.pinned_with(held))
-        else:
-            reserve = self.reserve
-        return reserve if reserve.allows_landing(self._landing_claim(admission, held)) else None
+            return reserve if reserve.allows_landing(claim) else None
+        if self.reserve.allows_landing(claim):
+            return self.reserve
+        if not self._reserve_is_strict:
+            return None
+        self._reserve = None
+        return self.reserve if self.reserve.allows_landing(claim) else None
 
     def _landing_claim(self, admission: Admission, held: HeldMatch) -> Claim:
         """Return the request's claim. Held pages that were free count as its own: like its slots, they are

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
@@ -38,6 +38,8 @@ _Slots = tuple[int, int, int, int]
 """Numbers of host, device, index and lookup slots, in this order. These are the pools whose slots a request
 gets step by step; it gets all slots of the others at its admission. A NamedTuple would triple the time of a
 sum, and every step makes many."""
+
+_ALL_SPARE: Final[_Slots] = (_ANY, _ANY, _ANY, _ANY)
 
 
 class Claim(NamedTuple):
@@ -86,7 +88,7 @@ def order_ends(
     """
     available, places = slots_of(free), list[Place]()
     pending = sorted(running, key=_lack)
-    num_users = Counter(part for _, claim in pending for part in claim.shared())
+    num_users = Counter(part for _, claim in pending if claim.prefixes for part in claim.shared())
     while pending:
         blocked = []
         for request, claim in pending:
@@ -95,6 +97,8 @@ def order_ends(
                 continue
             places.append(Place(request, claim, available))
             available = _sum(available, claim.owned)
+            if not claim.prefixes:
+                continue
             for part in claim.shared():
                 num_users[part] -= 1
                 if not num_users[part]:
@@ -130,12 +134,17 @@ class Reserve:
         """``landing``: claims of the requests whose KV is on its way."""
         self._left = order.left
         """What is free when all running requests have ended, without what later admissions own."""
+        self._given: _Slots = (0, 0, 0, 0)
+        """What was given away. It counts as free in the next three, so that giving changes none of them."""
         self._spare: _Slots | None = None
         """The fewest slots that a request with one way to end leaves, of those whose needs are kept; None
         without such requests."""
-        self._spare_by_way: list[list[_Slots]] = []
+        self._spare_by_way: list[tuple[_Slots, _Slots]] = []
         """For each request with two ways to end whose needs are kept, the slots that each way leaves;
         negative where that way is closed."""
+        self._least_by_way: tuple[_Slots, _Slots] = (_ALL_SPARE, _ALL_SPARE)
+        """The fewest slots that any of these requests leaves, for each way. Mostly one way is open to all of
+        them, which saves a look at each."""
         self.is_safe = order.is_safe
         """Whether all requests can end as things are."""
         for place in order.places:
@@ -146,26 +155,30 @@ class Reserve:
 
     def _keep(self, claim: Claim, available: _Slots) -> None:
         """Keep what a request needs to end when ``available`` is free."""
+        available = _sum(available, self._given)
+        first = _rest(available, claim.ways[0])
         if len(claim.ways) > 1:
-            self._spare_by_way.append([_rest(available, way) for way in claim.ways])
-            return
-        rest = _rest(available, claim.ways[0])
-        self._spare = rest if self._spare is None else _least(self._spare, rest)
+            second = _rest(available, claim.ways[1])
+            self._spare_by_way.append((first, second))
+            least_first, least_second = self._least_by_way
+            self._least_by_way = _least(least_first, first), _least(least_second, second)
+        else:
+            self._spare = first if self._spare is None else _least(self._spare, first)
 
     def allows(self, slots: SlotCounts) -> bool:
         """Return whether all requests whose needs are kept can end when ``slots`` are given away; negative
         counts are slots that are given back."""
-        need = slots_of(slots)
+        need = _sum(slots_of(slots), self._given)
         if self._spare is not None and not _fits(need, self._spare):
             return False
-        return all(any(_fits(need, spare) for spare in ways) for ways in self._spare_by_way)
+        first, second = self._least_by_way
+        if _fits(need, first) or _fits(need, second):
+            return True
+        return all(_fits(need, first) or _fits(need, second) for first, second in self._spare_by_way)
 
     def give(self, slots: SlotCounts) -> None:
         """Note that ``slots`` are given away, which ``allows`` has allowed."""
-        need = slots_of(slots)
-        if self._spare is not None:
-            self._spare = _difference(self._spare, need)
-        self._spare_by_way = [[_difference(spare, need) for spare in ways] for ways in self._spare_by_way]
+        self._given = _sum(self._given, slots_of(slots))
 
     def allows_landing(self, claim: Claim) -> bool:
         """Return whether a request may be admitted: it takes what ``claim`` owns from what is free, and it
@@ -219,5 +232,9 @@ def _difference(one: _Slots, other: _Slots) -> _Slots:
 
 
 def _least(one: _Slots, other: _Slots) -> _Slots:
-    host, device, index, lookup = map(min, one, other)
-    return host, device, index, lookup
+    return (
+        one[0] if one[0] < other[0] else other[0],
+        one[1] if one[1] < other[1] else other[1],
+        one[2] if one[2] < other[2] else other[2],
+        one[3] if one[3] < other[3] else other[3],
+    )

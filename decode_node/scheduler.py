@@ -17,7 +17,8 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
 - ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside it
   (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
   pages are there. Where one more hisparse request would cost more than it brings (``hisparse_pays``), it
-  waits for the pages of a dense one that runs or lands.
+  waits for the pages of a dense one that runs or lands. Where as many dense requests as fit make more tokens
+  than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
@@ -30,6 +31,8 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   and a hisparse request pages for all of its tokens, which are filled beside its steps. It gives up what
   exceeds the full size when others need the slots, first pages that are still being filled, before any dense
   request leaves its pages, and its pages when it cannot get the next one.
+- One plan admits a few requests; the next one, which comes at once, goes on behind them. The time of a plan
+  is bounded however many arrive together.
 - Slots for drafts come with the others if they are free; nobody waits for them.
 """
 
@@ -37,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
@@ -57,6 +61,11 @@ from hisparse_pd.decode_node.step_plan import StepPlan
 MAX_LOOKED_AT = 256
 """Most requests of the queue that one plan looks at: those that it admits, and those that are overtaken
 because they wait for stuck slots or for a first sample."""
+MAX_ADMITTED = 16
+"""Most requests that one plan admits."""
+MAX_ORDERS = 4
+"""Orders in which all requests can end (``reserve.py``), each a look at all of them, after which a plan
+admits nobody else. The last request may take some more."""
 
 
 def plan_step(
@@ -82,13 +91,15 @@ def plan_step(
     """
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     matches = HeldMatches(held, remote, limits.page_size)
-    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or ()), miss_cost)
+    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or (), limits), miss_cost)
     no_longer_local: list[Request] = []
+    is_cut = False
     all_have_slots = grow(draft)
     if waiting is not None and all_have_slots:
         usable = replace(limits, totals=limits.totals - stuck) if stuck != SlotCounts() else limits
-        only_stuck_wait = _admit_in_order(draft, usable, no_longer_local)
-        if only_stuck_wait:
+        outcome = _admit_in_order(draft, usable, no_longer_local)
+        is_cut = outcome is _Outcome.CUT
+        if outcome is _Outcome.ONLY_STUCK_WAIT:
             enlarge_hot_buffers(draft)
             if may_use_free:
                 use_free_slots(draft)
@@ -99,12 +110,24 @@ def plan_step(
         fills=tuple(draft.fills),
         growths=tuple(draft.growths),
         admissions=tuple(draft.admissions.values()),
+        is_cut=is_cut,
     )
 
 
-def _admit_in_order(draft: PlanDraft, usable: Limits, no_longer_local: list[Request]) -> bool:
-    """Admit requests of the queue until one does not fit. Returns True if all that are left in the queue wait
-    for stuck slots, or leave it for their prefill nodes before anything else of the plan is done.
+class _Outcome(Enum):
+    """What is left of the queue behind a plan's admissions."""
+
+    ONLY_STUCK_WAIT = auto()
+    """Requests that wait for stuck slots, or that leave the queue for their prefill nodes before anything
+    else of the plan is done."""
+    OTHERS_WAIT = auto()
+    """Requests that do not fit, among others."""
+    CUT = auto()
+    """Requests that were not looked at, because the plan admits no more."""
+
+
+def _admit_in_order(draft: PlanDraft, usable: Limits, no_longer_local: list[Request]) -> _Outcome:
+    """Admit requests of the queue until one does not fit, or the plan admits no more.
 
     ``usable``: the limits without stuck slots. ``no_longer_local`` gets the latter: local requests that need
     a prefill node after all.
@@ -112,7 +135,7 @@ def _admit_in_order(draft: PlanDraft, usable: Limits, no_longer_local: list[Requ
     some_wait_for_first = False
     for number, request in enumerate(iter(draft.queue.pop, None)):
         if number == MAX_LOOKED_AT:
-            return False
+            return _Outcome.OTHERS_WAIT
         if usable is not draft.limits and refusal(usable, request):
             continue  # it fits only if stuck slots become free, which may never be
         if _waits_for_first_sample(draft, request):
@@ -125,8 +148,10 @@ def _admit_in_order(draft: PlanDraft, usable: Limits, no_longer_local: list[Requ
                 no_longer_local.append(request)
                 continue
         if not admit(draft, request, modes):
-            return False
-    return not some_wait_for_first
+            return _Outcome.OTHERS_WAIT
+        if len(draft.admissions) == MAX_ADMITTED or draft.num_orders >= MAX_ORDERS:
+            return _Outcome.CUT
+    return _Outcome.OTHERS_WAIT if some_wait_for_first else _Outcome.ONLY_STUCK_WAIT
 
 
 def _waits_for_first_sample(draft: PlanDraft, request: Request) -> bool:

@@ -59,6 +59,8 @@ class StepLine:
         self.has_launched = False
         """Whether the last turn launched a step."""
         self.num_launched = 0
+        self.is_plan_cut = False
+        """Whether the last plan was cut: the next one may admit more."""
         self._lockstep = lockstep
         self._requests = requests
         self._tables = tables
@@ -83,6 +85,7 @@ class StepLine:
             self.settle()  # a request that gets other device slots may be in that step, or end with it
             plan = self.next_plan.make(now)
         self._plan_moves.carry_out(plan, now)
+        self.is_plan_cut = plan.is_cut
 
     def advance(self, *, is_stopping: bool) -> bool:
         """Launch the next step of the node, if a request has one, and commit the previous one. Returns False

@@ -81,3 +81,5 @@ class StepPlan:
     fills: tuple[Fill, ...] = ()
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()
+    is_cut: bool = False
+    """Whether the plan admits as many as a plan may: the next one goes on with the queue at once."""

@@ -69,6 +69,12 @@ class Node:
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
+        """Carry out a plan and, where it is cut, those that go on behind it. Return the last one."""
+        while (plan := self.one_step(now)).is_cut:
+            pass
+        return plan
+
+    def one_step(self, now: float = 0.0) -> StepPlan:
         plan = self.plan(now)
         carry_out(self.rooms, plan)
         for admission in plan.admissions:

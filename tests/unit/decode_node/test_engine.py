@@ -16,6 +16,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.decode_node import scheduler
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState, RunStage
@@ -197,6 +198,25 @@ def test_nobody_waits_for_messages_before_it_grows(
     assert num_growths >= 1
     assert set(waits) == {0.0}
     shared_node.turn_until(lambda: answer.is_over)
+
+
+@pytest.mark.I8
+def test_the_queue_goes_on_at_once_behind_a_plan_that_is_cut(
+    shared_node: EngineHarness, expected: dict[Prompt, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_ADMITTED", 1)
+    engine = shared_node.engine
+    waits: list[tuple[bool, float]] = []
+    wait = engine.poller.wait
+
+    def noted(max_wait_secs: float) -> None:
+        waits.append((engine.steps.is_plan_cut, max_wait_secs))
+        wait(max_wait_secs)
+
+    monkeypatch.setattr(engine.poller, "wait", noted)
+    answers = [shared_node.generate(PROMPTS[3], NUM_NEW, HisparseFlag.TRUE) for _ in range(3)]
+    shared_node.finish(answers, expected)
+    assert {secs for is_cut, secs in waits if is_cut} == {0.0}
 
 
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(

@@ -43,6 +43,19 @@ def test_one_more_pays_if_it_adds_less_than_a_requests_part_of_a_step() -> None:
     assert cost.secs_of(4) == 2.5e-7
 
 
+def test_tokens_a_second_are_most_where_misses_take_as_long_as_what_any_step_takes() -> None:
+    cost = MissCost(missed_entries=1000, miss_secs=1e-6, fixed_secs=4e-3, growth_secs=1e-4)
+
+    def tokens_per_sec(num_hot: int) -> float:
+        return cost.tokens_per_sec(num_hot, cost.num_missed(num_hot, 1000, most=1000))
+
+    assert tokens_per_sec(20) == 20 / (4e-3 + 20 * 1e-4 + 20 * 20e-6)
+    best = max(range(1, 200), key=tokens_per_sec)
+    assert best == round(cost.most_hot(1000)) == 63
+    assert CHEAP.tokens_per_sec(5, 0) == 0
+    assert CHEAP.most_hot(1000) == float("inf")
+
+
 @pytest.mark.parametrize(
     ("num_requests", "step_secs", "pays"), [(61, 0.0164, False), (11, 0.0105, True), (1, 0.0045, True)]
 )
@@ -57,7 +70,8 @@ def test_what_was_measured_with_a_x_k2_light(num_requests: int, step_secs: float
 def test_requests_count_by_what_they_have_selected() -> None:
     costs = MissCosts(index_topk=10, miss_secs=0.5)
     cost = costs.estimate([hisparse(100, 0, 10), hisparse(400, 25, 5), hisparse(0, 50, 0)], 60.0)
-    assert cost == MissCost(10 * (100 * 10 + 400 * 5) / 40, 0.5, 20.0)
+    num_missed = 10 * (10 / 10 + 5 / 30)
+    assert cost == MissCost(10 * (100 * 10 + 400 * 5) / 40, 0.5, 20.0, fixed_secs=60 - num_missed / 2)
 
 
 def test_what_a_request_adds_without_misses_is_known_from_steps_of_fewer() -> None:
@@ -65,7 +79,9 @@ def test_what_a_request_adds_without_misses_is_known_from_steps_of_fewer() -> No
     costs = MissCosts(index_topk=10, miss_secs=0.5)
     assert costs.estimate([DENSE] * 4, 14.0).request_secs == 14 / 4, "how it grows is not known"
     one_misses = [hisparse(100, hits=4, misses=6)] + [DENSE] * 9
-    assert costs.estimate(one_misses, 10 + 10 + 3.0).request_secs == pytest.approx(23 / 10 - 1)
+    cost = costs.estimate(one_misses, 10 + 10 + 3.0)
+    assert cost.request_secs == pytest.approx(23 / 10 - 1)
+    assert (cost.fixed_secs, cost.growth_secs) == pytest.approx((10, 1))
     assert costs.estimate([DENSE] * 4, 14.0).request_secs == 14 / 4, "larger steps do not count"
     assert costs.estimate([DENSE] * 20, 5.0).request_secs == 5 / 20, "no step is shorter with more"
 
@@ -74,7 +90,7 @@ def test_what_was_missed_is_forgotten_while_nobody_has_a_hot_buffer() -> None:
     costs = MissCosts(index_topk=10, miss_secs=0.5)
     before = costs.estimate([hisparse(100, 5, 5)], None).missed_entries
     assert before == 500
-    after = [costs.estimate([DENSE], 2.0).missed_entries for _ in range(100)]
+    after = [costs.estimate([DENSE], 2.0).missed_entries for _ in range(400)]
     assert after[0] == before * FADE
     assert after[-1] < before / 2
     assert costs.estimate([hisparse(100, 5, 5)], 2.0).missed_entries == before

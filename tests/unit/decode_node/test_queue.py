@@ -14,6 +14,7 @@ from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import PromptKeys
 from hisparse_pd.decode_node import plan_draft
 from hisparse_pd.decode_node.end_moves import EndMoves
+from hisparse_pd.decode_node.hot_buffer_sizes import MAX_ONE_BY_ONE
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.metrics import Metrics
@@ -24,11 +25,11 @@ from hisparse_pd.decode_node.queue_moves import QueueMoves
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.reserve import Reserve
-from hisparse_pd.decode_node.scheduler import MAX_LOOKED_AT
-from hisparse_pd.decode_node.step_plan import Admission
+from hisparse_pd.decode_node.reserve import Reserve, order_ends
+from hisparse_pd.decode_node.scheduler import MAX_ADMITTED, MAX_LOOKED_AT, MAX_ORDERS
+from hisparse_pd.decode_node.step_plan import Admission, StepPlan
 from hisparse_pd.engine.messages import Generate, pack_token_ids
-from tests.books import carry_out, end
+from tests.books import carry_out, end, enqueue, make_request
 from tests.identities import ROOT
 from tests.unit.decode_node.peers_support import FakePeers
 
@@ -177,6 +178,87 @@ def test_who_fits_beside_stuck_slots_overtakes_who_does_not_whenever_it_arrives(
     node.turn(62.0)
     assert [request.room for request in node.rooms.select(RequestState.RUNNING)] == [2]
     assert node.queue() == [1]
+
+
+CROWD = replace(
+    LIMITS,
+    totals=SlotCounts(host=400_000, device=100_000, index=500_000, lookup=400_000, aux=1200, req_row=600),
+    largest_hot_buffer=128,
+)
+"""Limits under which many requests run, and the device pool has room for many more."""
+
+
+def _waiting_behind(
+    num_running: int, num_waiting: int, flag: HisparseFlag, limits: Limits = CROWD
+) -> tuple[LiveRequests, NextPlan]:
+    """Return a node at which dense requests of ``auto`` run, and more of ``flag`` wait."""
+    rooms = LiveRequests(Pools(limits.totals, limits.page_size), 60.0)
+    plans = NextPlan(limits, rooms)
+    for number in range(num_running):
+        enqueue(rooms, make_request(number, 240, 17, HisparseFlag.AUTO))
+    while len(rooms.select(RequestState.RUNNING)) < num_running:
+        plan = plans.make(0.0)
+        carry_out(rooms, plan)
+        for admission in plan.admissions:
+            rooms.start(admission.request)
+    for number in range(num_running, num_running + num_waiting):
+        enqueue(rooms, make_request(number, 240, 17, flag))
+    return rooms, plans
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("flag", [HisparseFlag.AUTO, HisparseFlag.TRUE])
+def test_the_work_of_a_plan_grows_as_the_number_of_requests(
+    flag: HisparseFlag, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times as many requests run, and four times as many wait, which one plan must not multiply."""
+    num_reads = 0
+    read = object.__getattribute__
+
+    def count(request: Request, name: str) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return read(request, name)
+
+    reads_of = []
+    for num_requests in (64, 256):
+        _, plans = _waiting_behind(num_requests, num_requests, flag)
+        num_reads = 0
+        with monkeypatch.context() as context:
+            context.setattr(Request, "__getattribute__", count)
+            plan = plans.make(0.0)
+        assert len(plan.admissions) == MAX_ADMITTED
+        reads_of.append(num_reads)
+    assert 0 < reads_of[0] < reads_of[1] < 4.5 * reads_of[0]
+
+
+@pytest.mark.I8
+def test_a_plan_puts_all_requests_in_order_a_few_times_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who must be dense takes the pages of two, and those that leave them must be able to end without."""
+    num_orders = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_orders
+        num_orders += 1
+        return order_ends(*args)
+
+    monkeypatch.setattr(plan_draft, "order_ends", counted)
+    limits = replace(CROWD, totals=replace(CROWD.totals, device=200 * 256 + 1024))
+    rooms, plans = _waiting_behind(200, 100, HisparseFlag.FALSE, limits)
+    most_orders, made = 0, list[StepPlan]()
+    while not made or made[-1].admissions:
+        num_orders = 0
+        made.append(plans.make(0.0))
+        most_orders = max(most_orders, num_orders)
+        carry_out(rooms, made[-1])
+        for admission in made[-1].admissions:
+            rooms.start(admission.request)
+    assert sum(len(plan.exchanges) for plan in made) >= 30
+    assert 0 < most_orders <= MAX_ORDERS + 1 + 2 * MAX_ONE_BY_ONE
+    assert [plan.is_cut for plan in made[:-2]] == [True] * (len(made) - 2)
+    assert len(made) > 4
 
 
 def test_the_queue_is_in_order_of_arrival_whatever_becomes_of_its_prefill_nodes() -> None:

@@ -174,9 +174,9 @@ def test_dense_requests_of_auto_leave_their_pages_for_who_waits(flag: HisparseFl
 
 def test_hot_buffers_do_not_become_small_while_dense_requests_of_auto_may_leave() -> None:
     node, requests = filled_by_auto()
-    late = [node.arrive(TRUE, 260, max_new_tokens=10) for _ in range(20)]
-    plan = node.step()
-    assert [each.request for each in plan.exchanges] == requests[:-5:-1]
+    late = [node.arrive(TRUE, 260, max_new_tokens=10) for _ in range(12)]
+    plan = node.one_step()
+    assert [each.request for each in plan.exchanges] == requests[:-4:-1]
     assert all(request.hot_capacity == 32 for request in late)
     assert all(each.hot_capacity >= 128 for each in plan.exchanges[:1])
 
@@ -262,6 +262,57 @@ def test_auto_is_dense_whatever_others_then_lack_where_hisparse_does_not_pay() -
     node.step()
     assert [request.state is RequestState.RUNNING for request in requests] == [True] * 16 + [False] * 8
     assert {request.mode for request in requests[:16]} == {Mode.DENSE}
+
+
+STEPS = MissCost(missed_entries=1000.0, miss_secs=1e-3, request_secs=1.0, fixed_secs=1.0, growth_secs=0.04)
+"""40 hisparse requests make 13 tokens a second, and 16 dense ones 9.8."""
+SLOW = replace(STEPS, missed_entries=6000.0)
+"""Hisparse requests make 8.6 tokens a second at most."""
+
+
+@pytest.mark.parametrize(("cost", "num_dense"), [(STEPS, 0), (SLOW, 16), (replace(SLOW, fixed_secs=0.0), 0)])
+def test_auto_waits_for_pages_where_hot_buffers_make_fewer_tokens_however_many_run(
+    cost: MissCost, num_dense: int
+) -> None:
+    """One more of few hot buffers pays in each case, and their requests would take the pool."""
+    node = Node(MANY)
+    first = node.arrive(AUTO, 260, max_new_tokens=10)
+    node.step()
+    assert first.mode is Mode.DENSE
+    node.miss_cost = cost
+    requests = [first, *(node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(39))]
+    node.step()
+    modes = [request.mode for request in requests if request.state is RequestState.RUNNING]
+    assert modes[1:] == ([Mode.DENSE] * 15 if num_dense else [Mode.HISPARSE] * 39)
+
+
+def test_hot_buffers_give_way_to_dense_requests_of_auto_where_these_make_more_tokens() -> None:
+    node = Node(MANY)
+    early = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(34)]
+    node.step()
+    assert {request.mode for request in early} == {Mode.HISPARSE}
+    node.miss_cost = SLOW
+    late = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(34)]
+    node.step()
+    for request in early:
+        end(node.rooms, request)
+        node.step()
+    running = [request for request in late if request.state is RequestState.RUNNING]
+    assert [request.mode for request in running] == [Mode.DENSE] * 16
+
+
+def test_nobody_waits_for_pages_behind_requests_that_cannot_be_dense() -> None:
+    node = Node(MANY)
+    must_be_hisparse = node.arrive(TRUE, 260, max_new_tokens=10)
+    node.step()
+    node.miss_cost = SLOW
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(39)]
+    node.step()
+    assert {request.mode for request in requests} == {Mode.HISPARSE}
+    end(node.rooms, must_be_hisparse)
+    late = node.arrive(AUTO, 260, max_new_tokens=10)
+    node.step()
+    assert late.mode is Mode.DENSE
 
 
 def test_auto_waits_for_the_end_of_a_dense_request_alone() -> None:

@@ -1,0 +1,131 @@
+"""Keeps count of who has which device slots once a plan is carried out. Pure.
+
+``PlanDraft`` makes one ``DeviceUse`` for a plan that gives device slots away, and notes its exchanges and
+admissions there. ``hot_buffer_sizes.py`` and ``mode_choice.py`` ask it for each request that the plan
+decides about, beside hundreds of others: an answer is a number that is kept, or a sum of such numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.step_plan import Admission, Exchange
+
+
+class HotSlots(NamedTuple):
+    """The device slots of a hisparse request, in whole pages."""
+
+    num_slots: int
+    life_slots: int
+    """Those of a hot buffer that holds its whole life."""
+    is_resident: bool
+
+    def beyond(self, most_slots: int) -> int:
+        """Return how many it has beyond a hot buffer of at most ``most_slots``; negative if it has fewer."""
+        return self.num_slots - min(self.life_slots, most_slots)
+
+
+class DeviceUse:
+    """The device slots of all requests that run, land or are admitted."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        running: Iterable[Request],
+        landing: Sequence[Request],
+        exchanges: Mapping[Request, Exchange],
+        may_leave: Callable[[Request], bool],
+    ) -> None:
+        """``exchanges``: those of the plan so far. ``may_leave``: says which running requests may leave their
+        pages to make room for others."""
+        self._limits = limits
+        self.hisparse: dict[Request, HotSlots] = {}
+        """The running requests that are hisparse, those admitted last first; behind them those that leave
+        their pages in this plan."""
+        self.leaving: dict[Request, int] = {}
+        """The dense ones that may leave pages of more slots than a hot buffer of the full size has, with the
+        number of their slots, those admitted last first."""
+        self.num_hisparse = 0
+        """The hisparse requests, those that land or are admitted included, as in the next three."""
+        self.num_never_dense = 0
+        """The hisparse requests that could not be dense."""
+        self.num_dense = 0
+        self.dense_slots = 0
+        """The device slots of the dense ones."""
+        self._coming: list[HotSlots] = []
+        """The slots of hisparse requests that land or are admitted."""
+        self._beyond: dict[int, int] = {}
+        """What running ones have beyond hot buffers of at most so many slots, together: the answers so far
+        since the last exchange, as most requests of a queue ask for the same."""
+        full_size = limits.hot_slots(limits.device_buffer_size)
+        for request in sorted(running, key=_admission_order, reverse=True):
+            num_slots = request.num_device_slots
+            if (exchange := exchanges.get(request)) is not None:
+                self._note_hisparse(request, limits.in_pages(exchange.hot_capacity))
+            elif request.mode is Mode.HISPARSE:
+                self._note_hisparse(request, num_slots, is_resident=request.is_resident)
+            else:
+                self._note_dense(num_slots)
+                if num_slots > min(limits.life_slots(request), full_size) and may_leave(request):
+                    self.leaving[request] = num_slots
+        for request in landing:
+            self._note_coming(request, request.mode, request.num_device_slots)
+
+    def _note_hisparse(self, request: Request, num_slots: int, *, is_resident: bool = False) -> None:
+        self.hisparse[request] = HotSlots(num_slots, self._limits.life_slots(request), is_resident)
+        self._beyond.clear()
+        self._count_hisparse(request)
+
+    def _count_hisparse(self, request: Request) -> None:
+        self.num_hisparse += 1
+        self.num_never_dense += not self._limits.may_be_dense(request)
+
+    def _note_dense(self, num_slots: int) -> None:
+        self.num_dense += 1
+        self.dense_slots += num_slots
+
+    def _note_coming(self, request: Request, mode: Mode, num_slots: int) -> None:
+        if mode is Mode.DENSE:
+            self._note_dense(num_slots)
+            return
+        self._coming.append(HotSlots(num_slots, self._limits.life_slots(request), is_resident=False))
+        self._count_hisparse(request)
+
+    def admit(self, admission: Admission) -> None:
+        """Note that the plan admits a request."""
+        num_slots = self._limits.in_pages(admission.need.device)
+        self._note_coming(admission.request, admission.mode, num_slots)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Note that a running request gets a hot buffer for its device slots."""
+        request = exchange.request
+        if request in self.hisparse:
+            self.num_hisparse -= 1
+            self.num_never_dense -= not self._limits.may_be_dense(request)
+        else:
+            self.num_dense -= 1
+            self.dense_slots -= request.num_device_slots
+            self.leaving.pop(request, None)
+        self._note_hisparse(request, self._limits.in_pages(exchange.hot_capacity))
+
+    def num_lacked(self, most_slots: int) -> int:
+        """Return how many more device slots hisparse requests need for hot buffers of at most ``most_slots``;
+        negative if they have more than that together.
+
+        What a running one has beyond that, others can get. One that stays resident needs no more than it has.
+        Slots of one whose KV is on its way cannot be taken back.
+        """
+        if (beyond := self._beyond.get(most_slots)) is None:
+            beyond = self._beyond[most_slots] = sum(
+                max(0, hot.beyond(most_slots)) if hot.is_resident else hot.beyond(most_slots)
+                for hot in self.hisparse.values()
+            )
+        return sum(max(0, -hot.beyond(most_slots)) for hot in self._coming) - beyond
+
+
+def _admission_order(request: Request) -> int:
+    return request.admitted_seq
