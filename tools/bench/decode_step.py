@@ -62,6 +62,7 @@ from hisparse_pd.decode_node.sizing import LOOKUPS_PER_HOST_TOKEN
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.lockstep import NodeStep
 from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.kernels.row_check import row_checks_of
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.protocol.messages import Room
@@ -139,7 +140,11 @@ class Prefilled:
         """Return a prompt that repeats this one's tokens, with this one's hint."""
         cuts = range(self.kv.shape[1], num_times * self.kv.shape[1] + 1, self.kv.shape[1])
         hints_at = {**self.hints_at, **dict.fromkeys(cuts, self.hints)}
-        return self._with_rows(lambda rows: torch.cat([rows] * num_times, dim=1), hints_at=hints_at)
+        whole = self._with_rows(lambda rows: torch.cat([rows] * num_times, dim=1), hints_at=hints_at)
+        if self.row_checks is None:
+            return whole
+        positions = torch.arange(whole.kv.shape[1], device=whole.kv.device)
+        return replace(whole, row_checks=row_checks_of(whole.kv, positions, positions))
 
     def _with_rows(self, change: Callable[[Tensor], Tensor], **others: Any) -> Prefilled:
         rows = {name: getattr(self, name) for name in ("kv", "kv_host", "index", "row_checks")}

@@ -22,6 +22,7 @@ def test_two_ranks_measure_what_fits_and_what_there_is_time_for(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = f"--model-path {drafting_checkpoint('v32')} --device cpu --dtype float32 --kv-cache-dtype auto"
     sizes = "--dp-size 2 --context 256 --chunk 64 --buffer 96 --batch 2 --drafts 0 1 --steps 2"
+    sizes += " --computed-tokens 128 --verify-rows"
     small = "--collectives 1 --link-bytes 100000 --seconds 240"
     out = tmp_path / "node"
     assert whole_node.main([*f"{options} {sizes} {small}".split(), "--out", str(out)]) == 0
