@@ -311,15 +311,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout-secs", type=float, default=600.0, metavar="SECS", help="time limit of a request")
     add_number("--input-tokens", 1024, 1, "tokens of a prompt")
     add_number("--output-tokens", 128, 1, "tokens of an answer")
-    bounds = ("LOW", "HIGH")
-    add(
-        "--token-range",
-        nargs=2,
-        type=int,
-        default=[3, 250],
-        metavar=bounds,
-        help="range of the prompts' token ids",
-    )
+    add_token_range(parser)
     distinct = "number of prompts that repeat in all points, for prefix caches to find; 0: all differ"
     add_number("--distinct-prompts", 0, 0, distinct)
     add_number("--shared-tokens", 0, 0, "tokens with which all prompts begin alike")
@@ -328,10 +320,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of requests")
     add("--out", type=Path, default=OUT / "serving", help="JSON file, without its suffix")
     options = parser.parse_args(words)
-    low, high = options.token_range
     url = urlsplit(options.url)
-    if not 0 <= low < high:
-        parser.error(f"--token-range {low} {high} has no token; HIGH is exclusive and must be above LOW")
     if options.shared_tokens > options.input_tokens:
         parser.error(
             f"--shared-tokens {options.shared_tokens} exceeds --input-tokens {options.input_tokens}; "
@@ -342,6 +331,35 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     if not isinstance(options.extra_body, dict):
         parser.error(f"--extra-body {options.extra_body!r}: expected a JSON object")
     return options
+
+
+def add_token_range(parser: argparse.ArgumentParser) -> None:
+    """Add the option --token-range of benchmarks whose prompts are random token ids."""
+    parser.add_argument(
+        "--token-range",
+        nargs=2,
+        type=int,
+        default=[3, 250],
+        action=_TokenRange,
+        metavar=("LOW", "HIGH"),
+        help="range of the prompts' token ids",
+    )
+
+
+class _TokenRange(argparse.Action):
+    """Refuses a range without a token."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        word: str | None = None,
+    ) -> None:
+        low, high = values
+        if not 0 <= low < high:
+            parser.error(f"{word} {low} {high} has no token; HIGH is exclusive and must be above LOW")
+        setattr(namespace, self.dest, values)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -36,7 +36,7 @@ from tools.bench.facts import OUT
 from tools.bench.replay.lru import TieredLru
 from tools.bench.replay.trace import TRACE_BLOCK, PromptMaker, Scale, TraceError, TraceRequest, read_trace
 from tools.bench.report import make_console, progress, table_of, write_report
-from tools.bench.serve import INTERRUPTED, at_least, row_of
+from tools.bench.serve import INTERRUPTED, add_token_range, at_least, row_of
 from tools.bench.streamed_load import Client, EndpointError, Record, closed_loop, distribution, open_loop
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -250,14 +250,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     tiers = "capacity of the LRU's {} tier, in tokens; default: what the router's /status says"
     add_number("--device-tokens", None, 1, tiers.format("first"))
     add_number("--host-tokens", None, 0, tiers.format("second"))
-    add(
-        "--token-range",
-        nargs=2,
-        type=int,
-        default=[3, 250],
-        metavar=("LOW", "HIGH"),
-        help="range of the prompts' token ids",
-    )
+    add_token_range(parser)
     add_number("--seed", 0, 0, "seed of the blocks' tokens")
     add("--timeout-secs", type=float, default=600.0, metavar="SECS", help="time limit of a request")
     add(
@@ -269,9 +262,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--out", type=Path, default=OUT / "replay", help="JSON file, without its suffix")
     options = parser.parse_args(words)
-    low, high = options.token_range
-    if not 0 <= low < high:
-        parser.error(f"--token-range {low} {high} has no token; HIGH is exclusive and must be above LOW")
     if options.block_tokens is None:
         options.block_tokens = options.trace_block
     if options.speed < 0:

@@ -44,7 +44,7 @@ from hisparse_pd.prefill_node.sizing import bytes_per_token
 from tools.bench.facts import OUT, gpus
 from tools.bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, counters_in, running_pair
 from tools.bench.report import make_console, table_of, write_report
-from tools.bench.serve import HISPARSE, INTERRUPTED, at_least
+from tools.bench.serve import HISPARSE, INTERRUPTED, add_token_range, at_least
 from tools.bench.streamed_load import Client, EndpointError
 from tools.bench.tiers import conversations
 from tools.bench.tiers.prefixes import Cell, Tier, Turns, rows_of
@@ -287,22 +287,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add_number("--turns", 8, 1, "turns of a conversation")
     add_number("--conversation-tokens", 24576, 1, "tokens of a conversation's first prompt")
     add_number("--output-tokens", 64, 1, "tokens of an answer in a conversation")
-    add(
-        "--token-range",
-        nargs=2,
-        type=int,
-        default=[3, 250],
-        metavar=("LOW", "HIGH"),
-        help="range of the prompts' token ids",
-    )
+    add_token_range(parser)
     add_number("--seed", 0, 0, "seed of prompts")
     add("--timeout-secs", type=float, default=120.0, metavar="SECS", help="time limit of a request")
     add("--seconds", type=float, default=600.0, metavar="SECS", help="time limit of the whole run")
     add("--out", type=Path, default=OUT / "tiers", help="JSON file, without its suffix")
     options = parser.parse_args(words)
-    low, high = options.token_range
-    if not 0 <= low < high:
-        parser.error(f"--token-range {low} {high} has no token; HIGH is exclusive and must be above LOW")
     if not options.context and (not options.conversations or options.pairs == ["store"]):
         parser.error("nothing would be measured; give --context or --conversations")
     return options
