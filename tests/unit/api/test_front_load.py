@@ -139,7 +139,8 @@ def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
             parse_request(Endpoint.COMPLETIONS, body, "tiny")
         refused.append(caught.value)
 
-    assert peak_bytes(refuse) < len(body) + (2 << 20)
+    # What other threads of the process allocate counts, too, but not three times in a row.
+    assert min(peak_bytes(refuse) for _ in range(3)) < len(body) + (2 << 20)
     assert (refused[0].status, refused[0].param) == (400, "prompt")
     assert "at most 4096" in refused[0].message
 
