@@ -250,10 +250,12 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
     full_size, kept = draft.limits.device_buffer_size, _kept_for_arrival(draft.limits)
     if draft.exchanges or draft.admissions or draft.available.device <= kept:
         return
-    small = [r for r in draft.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
+    small = [
+        r
+        for r in draft.running
+        if 0 < r.hot_capacity < min(full_size, r.next_seq_len) and not r.num_page_slots
+    ]
     for request in sorted(small, key=_admission_order):
-        if request.num_page_slots:
-            continue  # it becomes resident
         capacity = draft.limits.max_capacity(request)
         gain = SlotCounts(device=draft.limits.in_pages(capacity) - request.num_device_slots)
         if capacity > request.hot_capacity and request.has_next_step:
