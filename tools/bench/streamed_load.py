@@ -171,7 +171,8 @@ class Client:
                 text = (await response.aread()).decode(errors="replace")
                 raise EndpointError(f"HTTP {response.status_code}", text[:MESSAGE_CHARS])
             record.phase_secs = {
-                name: float(millis) / 1e3 for name, millis in _PHASE.findall(response.headers.get(_TIMING, ""))
+                name: float(millis) / 1e3
+                for name, millis in _PHASE.findall(response.headers.get(_TIMING, ""))
             }
             async for arrived, data in _events(response):
                 is_finished |= data == b"[DONE]" or _take(record, data, arrived)

@@ -1,6 +1,6 @@
 """Writes token ids as JSON lists, long ones piece by piece in a thread.
 
-``tokens.py`` answers with such lists. ``openai_answers.py`` has the prompts' ids written while engines compute.
+``tokens.py`` answers with such lists, and ``openai_answers.py`` writes the ids of prompts.
 """
 
 from __future__ import annotations

@@ -619,7 +619,8 @@ async def test_a_request_that_fails_does_not_wait_for_the_ids_of_its_prompt(
     async def endless(function: Callable[[int], bytes], start: int) -> bytes:
         begun.set()
         try:
-            return await asyncio.get_running_loop().create_future()
+            await asyncio.get_running_loop().create_future()
+            return b""
         finally:
             ended.append("cancelled")
 

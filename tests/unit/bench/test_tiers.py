@@ -82,7 +82,9 @@ def test_the_bound_is_that_of_the_bytes_behind_the_ttft_on_the_device() -> None:
         pytest.approx(300),
         None,
     )
-    assert device["outside engines, ms"] == pytest.approx(130), "a landing has the prefill node's phases in it"
+    assert device["outside engines, ms"] == pytest.approx(130), (
+        "a landing has the prefill node's phases in it"
+    )
     assert (host["TTFT, ms"], host["turns"], host["astray"]) == (pytest.approx(500), 1, 1)
     assert host["MB"] == pytest.approx(0.64)
     assert (host["on the link, ms"], host["bound, ms"]) == (pytest.approx(100), pytest.approx(330))
@@ -191,7 +193,7 @@ async def test_only_the_tiers_that_are_asked_for_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the tier "host", nothing is sent to fill the prefill node's pool."""
-    monkeypatch.setattr(tiers.Turns, "figures", lambda turns, cell, records: {"astray": 0, **cell._asdict()})
+    monkeypatch.setattr(Turns, "figures", lambda turns, cell, records: {"astray": 0, **cell._asdict()})
     monkeypatch.setattr(tiers.Run, "rows", [{}])
     words = ["--tiers", "device", "--context", "650", "--hisparse", "true", "--repeats", "2"]
     options = tiers.parse(["--model-path", "x", "--out", str(tmp_path / "out"), *words])
