@@ -316,7 +316,8 @@ class HotBufferState:
         _write(table[row, first_page : first_page + page_ids.shape[0]], page_ids)
 
     def set_hot_slots(self, row: int, hot_slots: Tensor) -> None:
-        """Set the device slots of an empty hisparse row, and with them its capacity."""
+        """Set the device slots of a row's hot buffer, and with them its capacity. The row is empty, or
+        ``hot_entries.resize_hot_buffer`` enters what it holds."""
         capacity = hot_slots.shape[0]
         _write(self.hot_slots[row, :capacity], hot_slots)
         self.hot_slots[row, capacity:].fill_(ABSENT)
