@@ -16,7 +16,15 @@ from itertools import chain
 from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import TOKEN_POOLS, Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.pools import (
+    TOKEN_POOLS,
+    Holding,
+    PoolKind,
+    Pools,
+    SlotCounts,
+    Stage,
+    round_up,
+)
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.held_tier import HeldTier, KeyCopies
@@ -255,28 +263,26 @@ class LiveRequests:
         self._note_reserved(request)
 
     def replace_device_slots(self, exchange: Exchange) -> None:
-        """Replace a request's device slots by those of another hot buffer. A dense request becomes hisparse.
-        If it only gives up pages that are being filled, its hot buffer stays.
+        """Give a request a hot buffer for its device slots. A dense request becomes hisparse.
 
-        Every item must be on the host by now. Raises PoolExhausted.
+        If it has a hot buffer already, that keeps its first slots, as many as both sizes have, and pages that
+        are being filled are given up. Every item must be on the host by now. Raises PoolExhausted.
         """
         request = exchange.request
-        if exchange.only_ends_fill:
-            hot_buffer = self._split_hot_buffer(request)
-            self.pools.give_up(request.owned, [PoolKind.DEVICE])
-            self.pools.join(hot_buffer, request.owned)
-            self._leave_residents(request)
-            self._note_reserved(request)
-            return
-        num_before = request.num_device_slots - request.num_page_slots
-        self.pools.give_up(request.owned, [PoolKind.DEVICE])
-        self._leave_residents(request)
-        self.held.make_room(SlotCounts(device=exchange.hot_capacity))
-        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
         was_dense, request.mode = request.mode is Mode.DENSE, Mode.HISPARSE
+        num_before = request.num_device_slots - request.num_page_slots
+        num_after = round_up(exchange.hot_capacity, self.pools.page_size)
+        num_kept = min(num_before, num_after) if request.hot_capacity else 0
+        kept = self.pools.split(request.owned, [PoolKind.DEVICE], num_kept) if num_kept else None
+        self.pools.give_up(request.owned, [PoolKind.DEVICE])
+        if kept is not None:
+            self.pools.join(kept, request.owned)
+        self._leave_residents(request)
+        if num_after > num_kept:
+            self.held.make_room(SlotCounts(device=num_after - num_kept))
+            self.pools.grow(request.owned, PoolKind.DEVICE, num_after - num_kept)
         request.hot_capacity = exchange.hot_capacity
-        is_retraction = was_dense or request.num_device_slots < num_before
-        request.num_retractions += is_retraction
+        request.num_retractions += was_dense or num_after < num_before
         self._note_reserved(request)
 
     def begin_fill(self, fill: Fill) -> None:

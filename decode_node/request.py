@@ -162,8 +162,8 @@ class Request:
     num_accepted: int = 0
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Positions to warm its next hot buffer with, for each hot group, most useful first; a resident request
-    keeps those of its last one. None: the most recent ones."""
+    """Positions to warm its first hot buffer with, for each hot group, most useful first. None: the most
+    recent ones."""
     landed_hint: list[NDArray[np.int32]] | None = None
     """The hint that came with the KV, kept for further samples, which start with it, too."""
     delivery: RoomDone | None = None

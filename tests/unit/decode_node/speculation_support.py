@@ -97,8 +97,8 @@ def exchange_in_every_step(
     """Give every running request a hot buffer of the next of ``sizes`` after each step, up to its end; 0
     makes it resident, at once or some steps later.
 
-    What it had before is lost with all that it held, as if another request had its slots. Returns the number
-    of exchanges and fills.
+    What it gives up is lost with all that it held, as if another request had its slots. Returns the number of
+    exchanges and fills.
     """
     rooms, tables = node.engine.requests, node.engine.tables
     replace_device_slots, end_fill = rooms.replace_device_slots, rooms.end_fill
@@ -109,10 +109,10 @@ def exchange_in_every_step(
 
     def replace_and_lose(exchange: Exchange) -> None:
         nonlocal num_exchanges
-        before, only_ends_fill = slots_of(exchange.request), exchange.only_ends_fill
+        before, had_pages = slots_of(exchange.request), not exchange.request.hot_capacity
         replace_device_slots(exchange)
         num_exchanges += 1
-        lost = before - slots_of(exchange.request) if only_ends_fill else before
+        lost = before if had_pages else before - slots_of(exchange.request)
         tables.memory.k_dev[:, sorted(lost)] = 0xFF
 
     def end_fill_and_lose(request: Request) -> None:

@@ -580,7 +580,7 @@ def test_pages_that_are_being_filled_are_given_up_for_who_waits_and_hot_buffers_
     hot_buffer = request_slots(requests[0])[:64]
     assert filling(node) == requests[:1]
     later = node.arrive(TRUE, 100, max_new_tokens=20)
-    assert [(each.request, each.only_ends_fill) for each in node.plan().exchanges] == [(requests[0], True)]
+    assert [(each.request, each.hot_capacity) for each in node.plan().exchanges] == [(requests[0], 64)]
     node.step()
     assert (requests[0].hot_capacity, requests[0].num_page_slots) == (64, 0)
     assert request_slots(requests[0]) == hot_buffer
