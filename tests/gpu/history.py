@@ -1,8 +1,8 @@
 """Random histories of one state from a seed, with every step checked against the CPU reference.
 
-A history has admissions, warm-ups, steps, hot buffers that change their size, and releases. Checked are the tables (``support.check_step``), every
-byte that the model could read (I3) and every byte on the host (I4). Without a GPU the same code runs on
-tables of the CPU.
+A history has admissions, warm-ups, steps, hot buffers that change their size, and releases. Checked are the
+tables (``support.check_step``), every byte that the model could read (I3) and every byte on the host (I4).
+Without a GPU the same code runs on tables of the CPU.
 """
 
 from __future__ import annotations

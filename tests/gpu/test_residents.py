@@ -109,7 +109,11 @@ def test_a_wrong_row_is_found_when_it_comes_up() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(path: Path) -> Path:
+    """Write a checkpoint of three layers to ``path``, and return that."""
     shape = SyntheticShape(3, 8, 1024, vocab_size=16384, context_length=8192, draft_agreement=0.5)
     write_synthetic(path, shape, 0, DEVICE, in_fp8=True)
     return path
