@@ -206,26 +206,14 @@ def _exchanges(draft: PlanDraft, request: Request, capacity: int) -> Iterator[tu
 
 def _gains(draft: PlanDraft, most: int) -> Iterator[tuple[Request, int]]:
     """Yield the hisparse requests that have more device slots than hot buffers of at most ``most`` entries,
-    each with the number that it has more: first those whose pages are being filled, then those admitted last.
+    each with the number that it gives up: first those whose pages are being filled, then those admitted last.
     """
-    limits = draft.limits
-    most_slots, hisparse = limits.hot_slots(most), draft.device_use.hisparse.items()
-    for request, hot in hisparse:
-        if request.num_page_slots and request not in draft.exchanges:
-            gain = hot.num_slots - limits.in_pages(_size_left(limits, request, most))
-            if gain > 0:
-                yield request, gain
-    for request, hot in hisparse:
-        gain = hot.beyond(most_slots)
-        if gain > 0 and not request.num_page_slots and request not in draft.exchanges:
+    most_slots = draft.limits.hot_slots(most)
+    in_order = sorted(draft.device_use.hisparse.items(), key=lambda each: not each[1].num_page_slots)
+    for request, hot in in_order:
+        gain = hot.given_up(most_slots)
+        if gain > 0 and request not in draft.exchanges:
             yield request, gain
-
-
-def _size_left(limits: Limits, request: Request, most: int) -> int:
-    """Return the entries of the hot buffer with which a request is left that shrinks to at most ``most``. One
-    whose pages are being filled gives these up, and its hot buffer does not grow."""
-    capacity = limits.max_capacity(request, most)
-    return min(capacity, request.hot_capacity) if request.num_page_slots else capacity
 
 
 def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
@@ -241,8 +229,10 @@ def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
     if spare < num_needed:
         return False
     for request, gain in gains:
-        exchange = Exchange(request, _size_left(draft.limits, request, most))
-        draft.make_hot_buffer(exchange, SlotCounts(device=gain))
+        capacity = draft.limits.max_capacity(request, most)
+        if request.num_page_slots:  # these are given up, and the hot buffer beside them does not grow
+            capacity = min(capacity, request.hot_capacity)
+        draft.make_hot_buffer(Exchange(request, capacity), SlotCounts(device=gain))
     return True
 
 

@@ -3,7 +3,6 @@ backed up."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
-from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind, round_up
 from hisparse_pd.decode_node.memory import slots_tensor
@@ -20,12 +18,11 @@ from hisparse_pd.kernels import page_fill
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
 from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
+from tests.gpu.step_bench import NUM_STEPS, bench_of, write_model
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tools.bench import decode_step
-from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 NUM_LAYERS, NUM_SLOTS, PAGE = 5, 8 * CHUNK_TOKENS, 64
-NUM_STEPS = 6
 
 pytestmark = needs_gpu
 
@@ -110,28 +107,6 @@ def test_a_wrong_row_is_found_when_it_comes_up() -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-def write_model(path: Path) -> Path:
-    """Write a checkpoint of three layers to ``path``, and return that."""
-    shape = SyntheticShape(3, 8, 1024, vocab_size=16384, context_length=8192, draft_agreement=0.5)
-    write_synthetic(path, shape, 0, DEVICE, in_fp8=True)
-    return path
-
-
-def bench_of(
-    checkpoint: Path, mode: Mode, num_reqs: int, num_drafts: int, *options: str, is_resident: bool = False
-) -> decode_step.Bench:
-    """Return requests with prompts of 3,000 tokens whose steps can be run."""
-    parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
-    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
-    arguments.model_path, arguments.no_graphs = checkpoint, False
-    spec = decode_step.load_shared_spec(arguments, num_drafts)
-    model = load_model(checkpoint, spec, DEVICE)
-    settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
-    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
-    return decode_step.Bench(spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident)
 
 
 def check_both_copies(bench: decode_step.Bench, request: Request) -> None:

@@ -15,8 +15,8 @@ from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.kernels.hot_entries import resize_hot_buffer
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState
 from hisparse_pd.kernels.swap_in import RowStart
+from tests.gpu.step_bench import bench_of, write_model
 from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
-from tests.gpu.test_residents import bench_of, write_model
 from tests.unit.kernels.table_rules import check_consistency
 
 PAGE, NUM_TOKENS, LARGEST = 64, 20_000, 24_576
