@@ -344,7 +344,8 @@ def share_pages(draft: PlanDraft) -> None:
     """Let one dense request of ``auto`` leave its pages for a hot buffer if all hot buffers are so small that
     they then miss less together, in the rest of its life by more than the copies that this takes.
 
-    The slots are for ``use_free_slots`` to give away. The request sits steps out, and one at a time does.
+    The slots are for ``use_free_slots`` to give away. Copies to the host hold steps up, so one request a plan
+    leaves, when nobody's rows or pages are being filled.
     """
     if draft.exchanges or draft.admissions or draft.fills:
         return

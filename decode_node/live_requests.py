@@ -262,17 +262,24 @@ class LiveRequests:
             request.num_page_slots += need.device
         self._note_reserved(request)
 
-    def replace_device_slots(self, exchange: Exchange) -> None:
+    def replace_device_slots(self, exchange: Exchange, first_kept: int | None = None) -> None:
         """Give a request a hot buffer for its device slots. A dense request becomes hisparse.
 
-        If it has a hot buffer already, that keeps its first slots, as many as both sizes have, and pages that
-        are being filled are given up. Every item must be on the host by now. Raises PoolExhausted.
+        A hot buffer that it has already keeps its first slots, as many as both sizes have, and pages that are
+        being filled are given up. Of pages that it leaves, those of its own from the position ``first_kept``
+        on become the first slots of the hot buffer; None: none do. Every item must be on the host by now.
+        Raises PoolExhausted.
         """
-        request = exchange.request
+        request, page_size = exchange.request, self.pools.page_size
         was_dense, request.mode = request.mode is Mode.DENSE, Mode.HISPARSE
         num_before = request.num_device_slots - request.num_page_slots
-        num_after = round_up(exchange.hot_capacity, self.pools.page_size)
-        num_kept = min(num_before, num_after) if request.hot_capacity else 0
+        num_after = round_up(exchange.hot_capacity, page_size)
+        num_first = 0 if request.hot_capacity else num_before
+        if not request.hot_capacity and first_kept is not None:
+            num_first = first_kept - request.num_resident_pages * page_size
+        if num_first:
+            self.pools.release(self.pools.split(request.owned, [PoolKind.DEVICE], num_first))
+        num_kept = min(num_before - num_first, num_after)
         kept = self.pools.split(request.owned, [PoolKind.DEVICE], num_kept) if num_kept else None
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
         if kept is not None:

@@ -145,12 +145,8 @@ class PlanMoves:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions  # a larger hot buffer is no retraction
         self.requests.grow(request, exchange.need)
-        if request.hot_capacity:
-            is_done = self._resize(exchange, now)
-        elif is_done := self._do_or_fail(self.tables.retract, request, "retracted", now):
-            self.requests.replace_device_slots(exchange)
-            self._fill_row(request, now)
-        if is_done:
+        change = self._resize if request.hot_capacity else self._leave_pages
+        if change(exchange, now):
             self.metrics.add("retractions_total", request.num_retractions - num_before)
 
     def _resize(self, exchange: Exchange, now: float) -> bool:
@@ -168,6 +164,23 @@ class PlanMoves:
         if is_done and capacity > num_before:
             return self._do_or_fail(resize, request, "given a larger hot buffer", now)
         return is_done
+
+    def _leave_pages(self, exchange: Exchange, now: float) -> bool:
+        """Give a dense or resident request a hot buffer for its pages, in which the items of its last
+        positions stay where they are. Returns whether that worked; if not, the request fails."""
+        request = exchange.request
+        if not self._do_or_fail(self.tables.retract, request, "retracted", now):
+            return False
+        first_kept = self.limits.first_kept(request, exchange.hot_capacity)
+        if first_kept is None:
+            self.tables.release(request)
+            self.requests.replace_device_slots(exchange)
+            self._fill_row(request, now)
+            return True
+        self.requests.replace_device_slots(exchange, first_kept)
+        self.tables.grow(request)
+        enter = partial(self.tables.enter_hot_buffer, first_position=first_kept)
+        return self._do_or_fail(enter, request, "retracted", now)
 
     def _fill_row(self, request: Request, now: float) -> None:
         """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""

@@ -169,9 +169,9 @@ class Request:
     delivery: RoomDone | None = None
     """The prefill node's message that all KV is sent; None if there was none."""
     row_counters: SwapCounts = _NO_COUNTS
-    """Counts of its present row, as of the last step that was read."""
+    """Counts of its row as it is at present, as of the last step that was read."""
     earlier_counters: SwapCounts = _NO_COUNTS
-    """Counts of the rows that it had before a retraction."""
+    """Counts of the time before its row was emptied or its hot buffer changed."""
     num_retractions: int = 0
     """How often it has become hisparse, or its hot buffer smaller, to make room for others."""
 

@@ -41,8 +41,9 @@ class Exchange:
     """An order to give a running request a hot buffer for the device slots that it has.
 
     A dense request gives up its pages, and becomes hisparse, when device slots run out, and a resident one
-    gives them up, too. A hot buffer gets another size in place: a smaller one, to make room for others, or a
-    larger one. If its request's pages are being filled, these are given up.
+    gives them up, too: the items of its last positions stay where they are. A hot buffer gets another size in
+    place: a smaller one, to make room for others, or a larger one. If its request's pages are being filled,
+    these are given up.
     """
 
     request: Request

@@ -1,9 +1,10 @@
 """The entries of a row's hot buffer: which positions they have, and where these go when its size changes.
 
-A hot buffer gets another size between two steps, in place: what stays hot is not fetched from the host again.
-The first device slots of the row stay as they are. A larger buffer has empty entries behind them, a smaller
-one gives up those at its end, and items move on the device only where the rules of ``hot_state.py`` want
-another hot_index. As an item's slot is that of its hot_index in all groups, each group moves its own.
+A row gets a hot buffer of another size, or one for its pages, between two steps, in place: what stays hot is
+not fetched from the host again. A hot buffer keeps its first device slots. A larger one has empty entries
+behind them, a smaller one gives up those at its end, and items move on the device only where the rules of
+``hot_state.py`` want another hot_index. As an item's slot is that of its hot_index in all groups, each group
+moves its own.
 
 Everything here is made of torch's operations, so the CPU runs the same code as a GPU.
 """
@@ -95,6 +96,37 @@ def resize_hot_buffer(
         moves = _moves(targets, entries, most_moved, slots_before, state.hot_slots[row].long())
         _move_items(k_dev, layers_of_group, *moves)
     _enter(state, row, lookup_slots, stamps, targets)
+
+
+def enter_hot_buffer(
+    state: HotBufferState, row: int, *, hot_slots: Tensor, first_position: int, num_tokens: int
+) -> None:
+    """Give a dense or resident ``row`` a hot buffer for its pages, in which the positions [first_position,
+    num_tokens) are hot: position ``first_position + i`` is at hot_index ``i``, and its item is in the device
+    slot of that. The row has its host and lookup pages already.
+
+    ``hot_slots``: integer [capacity] on the CPU. The positions leave the ring free. If the row fits
+    (``hot_state.ring_entries``), ``first_position`` is 0. No step may be in flight on another stream, and on
+    a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
+    """
+    check_range("row", row, 0, state.num_rows)
+    check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))
+    capacity = hot_slots.shape[0]
+    check_range("capacity", capacity, state.max_new, state.max_capacity + 1)
+    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
+    ring_start = capacity - state.max_new
+    lowest = max(0, num_tokens - ring_start)
+    check_range("first_position", first_position, lowest, num_tokens + 1 if lowest else 1)
+
+    state.drop_pages(row)
+    state.set_hot_slots(row, hot_slots)
+    positions = torch.arange(first_position, num_tokens, device=state.device)
+    page_ids = state.lookup_pages[row].long()[positions // state.page_size]
+    lookup_slots = page_ids * state.page_size + positions % state.page_size
+    num_hot = num_tokens - first_position
+    state.lookup_to_hot[:, lookup_slots] = torch.arange(num_hot, dtype=torch.int32, device=state.device)
+    state.hot_to_lookup[:, row, :num_hot] = lookup_slots.int()
+    state.stamps[:, row, :num_hot] = 0
 
 
 def _below(ring_start: int, stamps: Tensor, entries: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
 from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
 from tests.gpu.step_bench import NUM_STEPS, bench_of, write_model
-from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
+from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
 from tools.bench import decode_step
 
 NUM_LAYERS, NUM_SLOTS, PAGE = 5, 8 * CHUNK_TOKENS, 64
@@ -118,9 +118,24 @@ def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
     assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device.to(memory.k_dev.device)].cpu())
 
 
+def leave_pages(bench: decode_step.Bench, request: Request, most: int) -> None:
+    """Give a resident request a hot buffer of up to ``most`` entries for its pages. The others are lost."""
+    slots, num_tokens = request.owned[PoolKind.DEVICE], request.num_kv_tokens
+    num_slots, max_new = request.num_device_slots, bench.tables.state.max_new
+    capacity = min(most, num_slots)
+    first = round_up(max(0, num_tokens - (capacity - max_new)), PAGE)
+    bench.tables.retract(request)
+    request.hot_capacity = min(capacity, num_slots - first)
+    request.owned.extents[PoolKind.DEVICE] = slice_extents(slots, first, first + request.hot_capacity)
+    bench.tables.enter_hot_buffer(request, first)
+    given_up = set(slots_tensor(slots).tolist()) - set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
+    bench.memory.k_dev[:, torch.tensor(sorted(given_up), device=DEVICE, dtype=torch.int64)] = POISON
+
+
 def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
-    """Fill the first request's pages beside steps of both, and take steps behind that. Returns the tokens of
-    both. The last two requests end before, and leave the first one their device slots."""
+    """Fill the first request's pages beside steps of both, and take steps behind that, and behind its leaving
+    them. Returns the tokens of both. The last two requests end before, and leave the first one their device
+    slots."""
     tables, (filling, staying, *others) = bench.tables, bench.requests
     device = filling.owned.extents[PoolKind.DEVICE]
     for other in others:
@@ -146,6 +161,8 @@ def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
     bench.run(NUM_STEPS)
     torch.cuda.synchronize()
     check_both_copies(bench, filling)
+    leave_pages(bench, filling, num_hot)
+    bench.run(NUM_STEPS)
     return [filling.output_token_ids, staying.output_token_ids]
 
 

@@ -107,13 +107,13 @@ def exchange_in_every_step(
     def slots_of(request: Request) -> set[int]:
         return set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
 
-    def replace_and_lose(exchange: Exchange) -> None:
+    def replace_and_lose(exchange: Exchange, first_kept: int | None = None) -> None:
         nonlocal num_exchanges
-        before, had_pages = slots_of(exchange.request), not exchange.request.hot_capacity
-        replace_device_slots(exchange)
+        request, before = exchange.request, slots_of(exchange.request)
+        keeps = request.hot_capacity or first_kept is not None
+        replace_device_slots(exchange, first_kept)
         num_exchanges += 1
-        lost = before if had_pages else before - slots_of(exchange.request)
-        tables.memory.k_dev[:, sorted(lost)] = 0xFF
+        tables.memory.k_dev[:, sorted(before - slots_of(request) if keeps else before)] = 0xFF
 
     def end_fill_and_lose(request: Request) -> None:
         nonlocal num_exchanges

@@ -27,7 +27,7 @@ PAGE_SIZE, NUM_GROUPS = 16, 3
 class Node:
     """Pools in which every other host page is taken, and the tables over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_capacity: int = 32) -> None:
         self.spec = make_spec(
             num_layers=4, index_group_of_layer=(0, 1, 1, 2), context_length=500, index_topk=8, kv_lora_rank=4,
             qk_rope_head_dim=2,
@@ -44,7 +44,12 @@ class Node:
         self.memory = DecodeMemory(self.spec, self.pools.totals, PAGE_SIZE, torch.device("cpu"))
         self.memory.k_host.random_(generator=torch.Generator().manual_seed(1))
         self.hot = RequestTables(
-            self.spec, self.memory, num_rows=2, num_lookup_slots=1280, max_capacity=32, page_size=PAGE_SIZE
+            self.spec,
+            self.memory,
+            num_rows=2,
+            num_lookup_slots=1280,
+            max_capacity=max_capacity,
+            page_size=PAGE_SIZE,
         )
 
     def request(self, hot_positions: list[Any] | None) -> Request:
@@ -223,6 +228,37 @@ def test_pages_are_filled_behind_rows_by_what_misses_leave_of_the_link(
     host, pages = slots_tensor(request.owned[PoolKind.HOST]), slots_tensor(request.page_extents)
     assert torch.equal(node.memory.k_dev[:, pages[:103]], node.memory.k_host[:, host[:103]])
     assert state.page_table[row, :7].tolist() == pages_tensor(request.page_extents, PAGE_SIZE).tolist()
+
+
+@pytest.mark.I3
+@pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
+@pytest.mark.parametrize(("capacity", "first"), [(32, 80), (5, 96), (112, 0)])
+def test_the_items_of_the_last_positions_stay_where_they_are_when_a_request_leaves_its_pages(
+    mode: Mode, capacity: int, first: int
+) -> None:
+    """It has 100 tokens in seven pages, of which the one behind the hot positions may be a free entry's."""
+    node = Node(max_capacity=112)
+    request = node.request(None)
+    request.mode, request.hot_capacity = mode, 0
+    node.pools.grow(request.owned, PoolKind.DEVICE, 80)
+    host, device = (slots_tensor(request.owned[kind])[:100] for kind in (PoolKind.HOST, PoolKind.DEVICE))
+    node.memory.k_dev[:, device] = node.memory.k_host[:, host]
+    if mode is Mode.DENSE:
+        node.memory.k_host[:, host] = 0
+    node.hot.start(request)
+    node.hot.retract(request)
+    node.pools.release(node.pools.split(request.owned, [PoolKind.DEVICE], first))
+    request.mode, request.hot_capacity = Mode.HISPARSE, min(capacity, 112 - first)
+    node.hot.grow(request)
+    node.hot.enter_hot_buffer(request, first)
+    check_consistency(node.hot.state)
+    state, row = node.hot.state, request.req_row
+    assert (int(state.capacity[row]), int(state.step[0, row])) == (request.hot_capacity, 0)
+    assert (state.page_table[row] == -1).all()
+    num_hot = 100 - first
+    for group in range(NUM_GROUPS):
+        positions = hot_positions(node, request, group)
+        assert positions == [*range(first, 100), *[-1] * (112 - num_hot)]
 
 
 def test_pages_that_are_given_up_are_in_no_table() -> None:

@@ -91,10 +91,10 @@ class Exchanges:
         requests = node.engine.requests
         replace, end_fill = requests.replace_device_slots, requests.end_fill
 
-        def counted(exchange: Exchange) -> None:
+        def counted(exchange: Exchange, *first_kept: int) -> None:
             self.num_pages_left += exchange.request.is_resident
             self.num_fills_ended += exchange.request.num_page_slots > 0
-            replace(exchange)
+            replace(exchange, *first_kept)
 
         def counted_end(request: Request) -> None:
             self.num_pages_given += 1
