@@ -12,7 +12,7 @@ import torch
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.kernels.hot_entries import resize_hot_buffer
+from hisparse_pd.kernels.hot_entries import enter_hot_buffer, resize_hot_buffer
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState
 from hisparse_pd.kernels.swap_in import RowStart
 from tests.gpu.step_bench import bench_of, write_model
@@ -106,6 +106,26 @@ def test_what_stays_hot_moves_on_the_device_without_a_wait(item_bytes: int) -> N
         assert row.check() == num_hot
         for dev in row.devs:  # what it has given up is another's
             dev[:, row.slots[capacity:].to(dev.device)] = POISON
+
+
+@pytest.mark.I3
+@pytest.mark.parametrize(("capacity", "first"), [(4096, 15_936), (2049, 17_984), (LARGEST, 0)])
+def test_pages_become_a_hot_buffer_without_a_wait(capacity: int, first: int) -> None:
+    row = Row(16, 4096)
+    for state, dev in zip(row.states, row.devs, strict=True):
+        state.drop_hot_buffer(1)
+        state.set_pages(1, 0, torch.arange(NUM_TOKENS // PAGE))
+        positions = torch.arange(first, NUM_TOKENS)
+        host_slots = row.pages[positions // PAGE] * PAGE + positions % PAGE
+        dev.fill_(POISON)
+        dev[:, row.slots[: len(positions)].to(dev.device)] = row.host[:, host_slots].to(dev.device)
+        with no_waiting():
+            enter_hot_buffer(
+                state, 1, hot_slots=row.slots[:capacity], first_position=first, num_tokens=NUM_TOKENS
+            )
+    row.capacity = capacity
+    assert row.check() == NUM_TOKENS - first
+    assert (row.states[1].page_table[1] == ABSENT).all()
 
 
 @pytest.fixture(scope="module")

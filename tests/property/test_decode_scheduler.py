@@ -346,7 +346,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         request, capacity = exchange.request, exchange.hot_capacity
         most = self.limits.in_pages(capacity)
         if request.hot_capacity:
-            slots = extents_to_slots(request.owned[PoolKind.DEVICE]).tolist()
+            slots: list[int] = extents_to_slots(request.owned[PoolKind.DEVICE]).tolist()
             return slots[: min(most, request.num_device_slots - request.num_page_slots)]
         first = self.limits.first_kept(request, capacity)
         if first is None:

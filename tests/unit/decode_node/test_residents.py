@@ -18,7 +18,7 @@ from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.miss_cost import CHEAP
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.step_plan import Exchange
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.kernels import page_fill
 from tests.unit.decode_node.speculation_support import (
     HOT_BUFFER,
@@ -71,10 +71,11 @@ def short_node(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.Monke
     pools = {"host_pool_tokens": 4096, "max_running_requests": 10, "growth_pages": 1}
     with ExitStack() as stack:
 
-        def make(num_device_slots: int, *num_drafts: int, largest: int = HOT_BUFFER) -> EngineHarness:
-            node = automatic(
-                checkpoint, tmp_path, monkeypatch, largest, device_pool_tokens=num_device_slots, **pools
-            )
+        def make(
+            num_device_slots: int, *num_drafts: int, largest: int = HOT_BUFFER, **settings: Any
+        ) -> EngineHarness:
+            settings |= pools | {"device_pool_tokens": num_device_slots}
+            node = automatic(checkpoint, tmp_path, monkeypatch, largest, **settings)
             stack.enter_context(closing(node))
             stack.enter_context(drafts(node, *num_drafts))
             return node
@@ -276,6 +277,31 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
         node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
         assert node.engine.requests.pools.used(Stage.HELD).device == 0
         node.engine.requests.check_integrity()
+
+
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.parametrize(("capacity", "keeps"), [(HOT_BUFFER, True), (400, False)])
+def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: int, keeps: bool) -> None:
+    """Its own pages stay the beginning of its hot buffer, and it is in the next step, unless the hot buffer
+    holds all positions: then it is filled again."""
+    node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 4 * NUM_NEW
+    prompts = [(*LONG[1][:240], *random_prompt(50 + n, 60)) for n in range(2)]
+    expected = [node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts]
+    node.engine.requests.held.flush()
+    answers = [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts]
+    node.turn_until(lambda: len([r for r in residents(node) if r.num_resident_pages]) == 2)
+    node.engine.steps.settle()
+    request = residents(node)[0]
+    own = set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
+    node.engine.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity),)), 0.0)
+    assert request.is_filling is not keeps
+    assert (own <= set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())) is keeps
+    assert [answer.token_ids for answer in answers] != expected, "it has tokens to draw"
+    while not all(answer.is_over for answer in answers):
+        node.turn()
+    assert [answer.token_ids for answer in answers] == expected
+    node.engine.requests.check_integrity()
 
 
 @pytest.mark.I5
