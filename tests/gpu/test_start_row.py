@@ -125,7 +125,9 @@ def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
         request.output_token_ids.append(1)
         request.hot_positions = [np.arange(64, dtype=np.int32)] * 2
         requests.append(request)
-    hot.start(requests[0])  # compiles
+    hot.start(requests[0])  # compiles, and loads torch's kernels, for which the driver may wait
+    hot.release(requests[0])
+    hot.start(requests[0])
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # a second of the current stream
     busy = torch.cuda.current_stream().record_event()

@@ -467,6 +467,7 @@ def measure(
         secs = bench.run(arguments.steps)
         num_tokens = bench.num_tokens - tokens_before
         hits, misses, _ = (after - old for after, old in zip(bench.totals, before, strict=True))
+        num_distinct = len({request.output_token_ids[-1] for request in bench.requests})
         bench.used.mark("steps")
         kernels = kernels_of(bench, arguments.steps) if model.device.type == "cuda" else []
     finally:
@@ -488,6 +489,7 @@ def measure(
         "step_ms": step_ms,
         "tokens_a_step": num_tokens / arguments.steps / batch,
         "tokens_a_second": num_ranks * num_tokens / secs,
+        "distinct_tokens": num_distinct,
         "misses_a_token": misses / num_tokens,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "mb_a_step": miss_bytes / 1e6,
@@ -636,8 +638,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{report['buffer']}; {report['device']}, commit {report['facts']['commit'][:12]}"
     )
     names = ("mode", "batch", "num_drafts", "chooses_drafts", "has_grammar", "step_ms", "tokens_a_step")
-    more = ("tokens_a_second", "hit_rate", "misses_a_token", "mb_a_step", "num_kernels", "swap_in_gb_s")
-    print_steps(title, report["rows"], console, (*names, *more))
+    more = ("tokens_a_second", "distinct_tokens", "hit_rate", "misses_a_token", "mb_a_step")
+    print_steps(title, report["rows"], console, (*names, *more, "num_kernels", "swap_in_gb_s"))
     console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
     if report["memory_gb"]:
         first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())

@@ -14,7 +14,8 @@ JSON is written after every cell, and the call ends by its own clock, whatever h
 A batch that does not fit becomes the largest that does, by a decode node's plan for the GPU and by the main
 memory that there is for all ranks. Dummy weights accept no drafts: tokens a second "as accepted" assume the
 accepted drafts of other measurements. Hit rates follow from ``--jitter`` and are measured. Milliseconds are
-the first rank's; a step's parts are those of ``decode_step``.
+the first rank's, and so are "distinct tokens", which its requests enter the last step with: requests with the
+same token read the same experts. A step's parts are those of ``decode_step``.
 """
 
 from __future__ import annotations
@@ -271,9 +272,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         return
     for name in ("agreement", "load_secs", "memory_gb", "planned_weights_gb", "prefill_tokens_a_second"):
         console.print(f"{name}: {report.get(name)}", highlight=False)
-    names = ("mode", "batch", "context", "num_drafts", "hit_rate", "step_ms", "tokens_a_step", "swap_in_gb_s")
+    names = ("mode", "batch", "context", "num_drafts", "hit_rate", "distinct_tokens", "step_ms")
+    more = ("tokens_a_step", "swap_in_gb_s")
     users = ("as_accepted_a_user", "as_accepted_a_gpu", "as_accepted_node")
-    print_steps(f"{title}steps, and tokens a second", report["rows"], console, (*names, *users))
+    print_steps(f"{title}steps, and tokens a second", report["rows"], console, (*names, *more, *users))
 
 
 def wait_for(processes: Sequence[BaseProcess], until: float) -> bool:

@@ -187,6 +187,7 @@ def test_dummy_weights_are_in_four_bits_and_keep_the_variance(tmp_path: Path, ke
     assert (whole.gate_up.zeros is None) == (key == "compressed")
     matrices = torch.stack([whole.gate_up.of(expert, torch.float32) for expert in range(8)])
     assert 0.9 < float(matrices.square().mean()) * matrices.shape[-1] < 1.1
+    assert abs(float(matrices.mean())) < 0.02 * float(matrices.std())
     logits, _ = PagedModel(spec, load_model(in_int4, spec), 4, 64).extend([(torch.arange(4), 0, PROMPT)])
     assert logits.isfinite().all()
 
