@@ -381,17 +381,20 @@ class History:
     def check_resized(self, row: int, request: Request, capacity: int) -> None:
         """Check the bytes of all that is hot in a row whose hot buffer has ``capacity`` entries now, of
         ``request.capacity`` before."""
-        lookup_slots = on_host(self.state).hot_to_lookup[:, row].long()
+        slots = torch.tensor(request.hot_slots)
+        page_at = request.lookup_pages.argsort()  # lookup pages are distinct, and in no order
         for group, layers in enumerate(self.group_layers):
-            for entry in torch.nonzero(lookup_slots[group] != ABSENT).flatten().tolist():
-                page, offset = divmod(int(lookup_slots[group, entry]), PAGE_SIZE)
-                position = request.lookup_pages.tolist().index(page) * PAGE_SIZE + offset
-                assert position < request.seq_len, "a draft was left"
-                if request.seq_len + self.max_new <= capacity:
-                    assert entry == position
-                for layer in layers:
-                    item = self.dev[layer, request.hot_slots[entry]].cpu()
-                    assert torch.equal(item, request.truth[layer, position]), "I3: it moved to another place"
+            lookup_slots = self.state.hot_to_lookup[group, row].cpu().long()
+            entries = torch.nonzero(lookup_slots != ABSENT).flatten()
+            page_ids, offsets = lookup_slots[entries] // PAGE_SIZE, lookup_slots[entries] % PAGE_SIZE
+            pages = page_at[torch.searchsorted(request.lookup_pages[page_at], page_ids)]
+            positions = pages * PAGE_SIZE + offsets
+            assert (positions < request.seq_len).all(), "a draft was left"
+            if request.seq_len + self.max_new <= capacity:
+                assert torch.equal(positions, entries)
+            for layer in layers:
+                items = self.dev[layer, slots[entries].to(DEVICE)].cpu()
+                assert torch.equal(items, request.truth[layer, positions]), "I3: one is in another's place"
 
     def give_up(self, device_slots: list[int]) -> None:
         slots = torch.tensor(device_slots, dtype=torch.int64)
