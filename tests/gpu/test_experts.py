@@ -14,6 +14,7 @@ from hisparse_pd.core.model.block_linear import BlockLinear
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.families import FAMILIES
 from hisparse_pd.core.model.feed_forward import FeedForward
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.kernels.block_fp8 import quantize
 from hisparse_pd.kernels.expert_routing import ExpertMatrices, Routing, rounds
@@ -161,26 +162,50 @@ def test_does_the_same_in_graphs(is_fp8: bool) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
 def test_an_expert_that_every_token_has_is_one_of_them(num_tokens: int, is_fp8: bool) -> None:
     """The same layer gives the same results with the shared expert among the routed ones and without."""
-    num_experts, top_k, hidden_size, inner_size = 16, 4, 512, 512
-    gate_up = draw_matrices((num_experts, 2, inner_size, hidden_size), is_fp8=is_fp8)
-    down = draw_matrices((num_experts, 1, hidden_size, inner_size), is_fp8=is_fp8)
-    hidden = draw_tokens(num_tokens, num_experts, top_k, hidden_size)[0].to(HOME, torch.bfloat16)
-    of_gate = torch.randn((num_experts, hidden_size), generator=torch.Generator().manual_seed(1)).to(HOME)
+    x = draw_input(num_tokens)
     results = []
     for has_room in (False, True):
-        mlp: Any = torch.nn.Module()
-        mlp.gate = SimpleNamespace(
-            weight=of_gate / hidden_size**0.5, top_k=top_k, num_group=None, topk_group=None,
-            norm_topk_prob=True, routed_scaling_factor=2.5,
-            e_score_correction_bias=torch.zeros(num_experts, device=HOME),
-        )  # fmt: skip
-        mlp.experts = on_gpu(gate_up, down, torch.bfloat16, has_room=has_room)
-        mlp.shared_experts = shared_mlp(hidden_size, inner_size, is_fp8=is_fp8)
-        layer = FeedForward(mlp, FAMILIES["axk2"])
-        parts = layer(Activations(hidden))
+        parts = layer_with_shared(is_fp8=is_fp8, has_room=has_room)(x)
         assert len(parts) == (1 if has_room else 2)
         results.append(torch.cat([part.double() for part in parts]).sum(dim=0))
     assert (results[1] - results[0]).norm() <= 0.01 * results[0].norm()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_shared_expert_beside_the_routed_ones_does_the_same_in_graphs(num_tokens: int) -> None:
+    layer, x = layer_with_shared(is_fp8=True, has_room=False), draw_input(num_tokens)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer(x)
+    for turn in range(20):
+        x.dense.copy_(x.dense.roll(1, 0) * (-1) ** turn)
+        graph.replay()
+        for part, expected in zip(found, layer(x), strict=True):
+            torch.testing.assert_close(part, expected, rtol=0, atol=0)
+
+
+LAYER_SIZE = 512
+
+
+def draw_input(num_tokens: int) -> Activations:
+    return Activations(draw_tokens(num_tokens, 16, 4, LAYER_SIZE)[0].to(HOME, torch.bfloat16))
+
+
+def layer_with_shared(*, is_fp8: bool, has_room: bool) -> FeedForward:
+    num_experts, top_k, inner_size = 16, 4, 512
+    gate_up = draw_matrices((num_experts, 2, inner_size, LAYER_SIZE), is_fp8=is_fp8)
+    down = draw_matrices((num_experts, 1, LAYER_SIZE, inner_size), is_fp8=is_fp8)
+    of_gate = torch.randn((num_experts, LAYER_SIZE), generator=torch.Generator().manual_seed(1)).to(HOME)
+    mlp: Any = torch.nn.Module()
+    mlp.gate = SimpleNamespace(
+        weight=of_gate / LAYER_SIZE**0.5, top_k=top_k, num_group=None, topk_group=None,
+        norm_topk_prob=True, routed_scaling_factor=2.5,
+        e_score_correction_bias=torch.zeros(num_experts, device=HOME),
+    )  # fmt: skip
+    mlp.experts = on_gpu(gate_up, down, torch.bfloat16, has_room=has_room)
+    mlp.shared_experts = shared_mlp(LAYER_SIZE, inner_size, is_fp8=is_fp8)
+    return FeedForward(mlp, FAMILIES["axk2"], SideStream(HOME))
 
 
 def shared_mlp(hidden_size: int, inner_size: int, *, is_fp8: bool) -> torch.nn.Module:

@@ -23,6 +23,7 @@ from hisparse_pd.core.model.attention import Attention, KvAccess, Places
 from hisparse_pd.core.model.block_linear import parts_of, product_of
 from hisparse_pd.core.model.feed_forward import FeedForward
 from hisparse_pd.core.model.rank_group import RankGroup
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.fp8_rows import Activations, Rounding
 from hisparse_pd.kernels.norms import NormGate, add_norm
@@ -49,13 +50,14 @@ class DsaModel:
         has_latent_eps = spec.family.has_configured_latent_eps
         latent_eps = float(hf_model.config.rms_norm_eps) if has_latent_eps else None
         self.lm_head = hf_model.lm_head
+        side_stream = SideStream(self.device)
         self.layers = [
-            _Layer(spec, number, module, latent_eps)
+            _Layer(spec, number, module, latent_eps, side_stream)
             for number, module in enumerate(hf_model.model.layers[: spec.num_layers])
         ]
         self.draft_layer: _DraftLayer | None = None
         if spec.num_draft_layers:
-            self.draft_layer = _DraftLayer(spec, hf_model, latent_eps)
+            self.draft_layer = _DraftLayer(spec, hf_model, latent_eps, side_stream)
 
     @property
     def device(self) -> torch.device:
@@ -235,9 +237,11 @@ class _Layer:
     """One decoder layer: attention, then an MLP or experts. Their results are added to the hidden states by
     the norms that follow them."""
 
-    def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, side_stream: SideStream
+    ) -> None:
         self.attention = Attention(spec, number, module.self_attn, latent_eps)
-        self._feed_forward = FeedForward(module.mlp, spec.family)
+        self._feed_forward = FeedForward(module.mlp, spec.family, side_stream)
         self._input_norm = _Norm(module.input_layernorm, self.attention.rounding)
         self._post_attention_norm = _Norm(module.post_attention_layernorm, self._feed_forward.rounding)
 
@@ -283,13 +287,15 @@ class _DraftLayer:
     layer.
     """
 
-    def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, hf_model: Any, latent_eps: float | None, side_stream: SideStream
+    ) -> None:
         module = hf_model.model.layers[spec.num_layers]
         self.embed = getattr(module, "embed_tokens", hf_model.model.embed_tokens)
         self._embed_norm = _Norm(module.enorm)
         self._hidden_norm = _Norm(module.hnorm)
         self._join = module.eh_proj
-        self._layer = _Layer(spec, spec.num_layers, module, latent_eps)
+        self._layer = _Layer(spec, spec.num_layers, module, latent_eps, side_stream)
         self._norm = _Norm(module.shared_head.norm)
         self.lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
 

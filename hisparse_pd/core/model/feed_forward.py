@@ -15,15 +15,19 @@ from torch import Tensor
 from hisparse_pd.core.model.block_linear import gated_mlp, parts_of, rounding_of
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.families import Family
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.kernels.expert_choice import ExpertChoice, narrow_product
-from hisparse_pd.kernels.fp8_rows import Activations, Rounding
+from hisparse_pd.kernels.fp8_rows import Activations, Rounding, are_few
 from hisparse_pd.kernels.row_math import silu
 
 
 class FeedForward:
     """transformers' MLP or MoE block, with our router, experts and gated MLP."""
 
-    def __init__(self, mlp: Any, family: Family) -> None:
+    def __init__(self, mlp: Any, family: Family, side_stream: SideStream) -> None:
+        """``side_stream``: computes a shared expert of few tokens beside the routed ones. All layers of a
+        model have the same."""
+        self._side_stream = side_stream
         for part in mlp.modules():
             if hasattr(part, "act_fn"):  # a SiLU whose bits depend on no other token (``kernels.row_math``)
                 part.act_fn = _Silu()
@@ -47,11 +51,23 @@ class FeedForward:
     def __call__(self, x: Activations) -> list[Tensor]:
         """Return what to add to the hidden states, each [parts, num_tokens, hidden_size]; the caller adds up
         parts, too."""
-        dense_parts = [] if self._mlp is None else [parts_of(self._mlp, x)]
         if self.router is None or self.experts is None:
-            return dense_parts
-        weights, ids = self.router(x.dense)
-        return [self.experts.parts(x, ids, weights), *dense_parts]
+            return [parts_of(self._mlp, x)]
+        if self._mlp is None:
+            return [self._routed(self.router, self.experts, x)]
+        if not are_few(x.num_tokens, x.dense.device):
+            return [self._routed(self.router, self.experts, x), parts_of(self._mlp, x)]
+        # Kernels of few tokens wait for memory most of their time, or for other ranks.
+        with self._side_stream.behind_current():
+            shared = parts_of(self._mlp, x)
+        routed = self._routed(self.router, self.experts, x)
+        self._side_stream.join()
+        return [routed, shared]
+
+    @staticmethod
+    def _routed(router: ExpertRouter, experts: RoutedExperts, x: Activations) -> Tensor:
+        weights, ids = router(x.dense)
+        return experts.parts(x, ids, weights)
 
     def join_forward(self, hidden: Tensor) -> None:
         """Take part in a forward of other ranks, with no token of its own. ``hidden``: [0, hidden_size]."""

@@ -14,6 +14,7 @@ from hisparse_pd.core.model.block_linear import BlockLinear
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.families import FAMILIES
 from hisparse_pd.core.model.feed_forward import FeedForward
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.kernels.block_fp8 import quantize
 from hisparse_pd.kernels.fp8_rows import Activations
@@ -72,7 +73,7 @@ def layer_of(*, has_room: bool, is_fp8: bool, shared_is_fp8: bool) -> FeedForwar
     mlp.gate = gate
     mlp.experts = experts
     mlp.shared_experts = Shared(INNER, is_fp8=shared_is_fp8)
-    return FeedForward(mlp, FAMILIES["axk2"])
+    return FeedForward(mlp, FAMILIES["axk2"], SideStream(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
