@@ -54,14 +54,18 @@ def cramped(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
 def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(pair: Deployment) -> None:
     asked = argparse.Namespace(
         url=f"{pair.url}/v1",
+        node_urls=[node.url for node in (*pair.prefill, *pair.decode)],
         requests=2,
         prompt_tokens=140,
-        output_tokens=4,
+        output_tokens=20,
         token_range=(3, 250),
         seed=0,
     )
-    for row in same_tokens.measure(asked):
+    rows = same_tokens.measure(asked)
+    for row in rows:
         assert row["equal logprobs"] == row["answers"] == 2, row["question"]
+        assert row["leading equal tokens"] == 20 or "going on" in row["question"]
+    assert rows[-1]["tokens read"] > 0
 
 
 def test_a_client_that_leaves_frees_everything(pair: Deployment) -> None:
