@@ -22,11 +22,20 @@ class HotSlots(NamedTuple):
     num_slots: int
     life_slots: int
     """Those of a hot buffer that holds its whole life."""
-    is_resident: bool
+    is_resident: bool = False
+    num_page_slots: int = 0
+    """Those of its own pages that are being filled, beside its hot buffer."""
 
     def beyond(self, most_slots: int) -> int:
         """Return how many it has beyond a hot buffer of at most ``most_slots``; negative if it has fewer."""
         return self.num_slots - min(self.life_slots, most_slots)
+
+    def given_up(self, most_slots: int) -> int:
+        """Return how many it gives up if its hot buffer may have at most ``most_slots``; negative if it gets
+        more. Pages that are being filled are given up, and the hot buffer beside them does not grow."""
+        if not self.num_page_slots:
+            return self.beyond(most_slots)
+        return max(self.num_page_slots, self.beyond(most_slots))
 
 
 class DeviceUse:
@@ -65,9 +74,12 @@ class DeviceUse:
         for request in sorted(running, key=_admission_order, reverse=True):
             num_slots = request.num_device_slots
             if (exchange := exchanges.get(request)) is not None:
-                self._note_hisparse(request, limits.in_pages(exchange.hot_capacity))
+                self._note_exchange(exchange)
             elif request.mode is Mode.HISPARSE:
-                self._note_hisparse(request, num_slots, is_resident=request.is_resident)
+                life_slots = limits.life_slots(request)
+                self._note_hisparse(
+                    request, HotSlots(num_slots, life_slots, request.is_resident, request.num_page_slots)
+                )
             else:
                 self._note_dense(num_slots)
                 if num_slots > min(limits.life_slots(request), full_size) and may_leave(request):
@@ -75,10 +87,14 @@ class DeviceUse:
         for request in landing:
             self._note_coming(request, request.mode, request.num_device_slots)
 
-    def _note_hisparse(self, request: Request, num_slots: int, *, is_resident: bool = False) -> None:
-        self.hisparse[request] = HotSlots(num_slots, self._limits.life_slots(request), is_resident)
+    def _note_hisparse(self, request: Request, hot: HotSlots) -> None:
+        self.hisparse[request] = hot
         self._beyond.clear()
         self._count_hisparse(request)
+
+    def _note_exchange(self, exchange: Exchange) -> None:
+        request, num_slots = exchange.request, self._limits.in_pages(exchange.hot_capacity)
+        self._note_hisparse(request, HotSlots(num_slots, self._limits.life_slots(request)))
 
     def _count_hisparse(self, request: Request) -> None:
         self.num_hisparse += 1
@@ -92,7 +108,7 @@ class DeviceUse:
         if mode is Mode.DENSE:
             self._note_dense(num_slots)
             return
-        self._coming.append(HotSlots(num_slots, self._limits.life_slots(request), is_resident=False))
+        self._coming.append(HotSlots(num_slots, self._limits.life_slots(request)))
         self._count_hisparse(request)
 
     def admit(self, admission: Admission) -> None:
@@ -110,7 +126,7 @@ class DeviceUse:
             self.num_dense -= 1
             self.dense_slots -= request.num_device_slots
             self.leaving.pop(request, None)
-        self._note_hisparse(request, self._limits.in_pages(exchange.hot_capacity))
+        self._note_exchange(exchange)
 
     def num_lacked(self, most_slots: int) -> int:
         """Return how many more device slots hisparse requests need for hot buffers of at most ``most_slots``;

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Final
 
 from hisparse_pd.core.paging.pools import SlotCounts
@@ -22,9 +23,11 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange, Fill
 
 MIN_SAVED: Final = 1.0
-"""Copies that a request must save by more device slots, for each that fills these."""
-MIN_GROWTH: Final = 1.5
-"""How many times as many entries a hot buffer must get if it is to be exchanged for a larger one."""
+"""Copies that a request must save by pages, for each that fills these; and misses that it must have ahead of
+it, for each entry that its hot buffer gets: these fill the new entries."""
+MIN_GROWTH: Final = 1.25
+"""How many times as many entries a hot buffer must get if it is to grow, for which the step in flight is
+waited for."""
 MAX_ONE_BY_ONE: Final = 4
 """Dense requests that are asked one by one to leave their pages, where not all that should can do so."""
 
@@ -203,26 +206,14 @@ def _exchanges(draft: PlanDraft, request: Request, capacity: int) -> Iterator[tu
 
 def _gains(draft: PlanDraft, most: int) -> Iterator[tuple[Request, int]]:
     """Yield the hisparse requests that have more device slots than hot buffers of at most ``most`` entries,
-    each with the number that it has more: first those whose pages are being filled, then those admitted last.
+    each with the number that it gives up: first those whose pages are being filled, then those admitted last.
     """
-    limits = draft.limits
-    most_slots, hisparse = limits.hot_slots(most), draft.device_use.hisparse.items()
-    for request, hot in hisparse:
-        if request.num_page_slots and request not in draft.exchanges:
-            gain = hot.num_slots - limits.in_pages(_size_left(limits, request, most))
-            if gain > 0:
-                yield request, gain
-    for request, hot in hisparse:
-        gain = hot.beyond(most_slots)
-        if gain > 0 and not request.num_page_slots and request not in draft.exchanges:
+    most_slots = draft.limits.hot_slots(most)
+    in_order = sorted(draft.device_use.hisparse.items(), key=lambda each: not each[1].num_page_slots)
+    for request, hot in in_order:
+        gain = hot.given_up(most_slots)
+        if gain > 0 and request not in draft.exchanges:
             yield request, gain
-
-
-def _size_left(limits: Limits, request: Request, most: int) -> int:
-    """Return the entries of the hot buffer with which a request is left that shrinks to at most ``most``. One
-    whose pages are being filled gives these up, and its hot buffer does not grow."""
-    capacity = limits.max_capacity(request, most)
-    return min(capacity, request.hot_capacity) if request.num_page_slots else capacity
 
 
 def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
@@ -238,8 +229,10 @@ def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
     if spare < num_needed:
         return False
     for request, gain in gains:
-        exchange = Exchange(request, _size_left(draft.limits, request, most))
-        draft.make_hot_buffer(exchange, SlotCounts(device=gain))
+        capacity = draft.limits.max_capacity(request, most)
+        if request.num_page_slots:  # these are given up, and the hot buffer beside them does not grow
+            capacity = min(capacity, request.hot_capacity)
+        draft.make_hot_buffer(Exchange(request, capacity), SlotCounts(device=gain))
     return True
 
 
@@ -266,48 +259,63 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
 
 
 def use_free_slots(draft: PlanDraft) -> None:
-    """Give one hisparse request more of the device slots that are free, that neither another hot buffer nor
-    the growth of dense requests will need: its share, or pages for all of its tokens. Held pages are not
+    """Give hisparse requests more of the device slots that are free, that neither another hot buffer nor the
+    growth of dense requests will need: their share, or pages for all of their tokens. Held pages are not
     given up for that.
 
-    It is the request, and the size, that saves most misses in the rest of its life for the slots that it
-    takes. Pages are filled beside steps, those of several requests up to ``Limits.fill_tokens``; a larger hot
-    buffer makes its request sit steps out, so nobody gets one meanwhile. Requests of a common beginning have
-    their turn once the first one shares its pages, so that these are filled once. As
-    ``enlarge_hot_buffers``, this is a plan's last part.
+    Those requests and sizes come first that save most misses in the rest of the request's life for the slots
+    that they take. Hot buffers grow at once. One request a plan gets pages, which are filled beside steps,
+    those of several up to ``Limits.fill_tokens``. Requests of a common beginning have their turn once the
+    first one shares its pages, so that these are filled once. As ``enlarge_hot_buffers``, this is a plan's
+    last part.
     """
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
         return
     coming = [r for r in draft.running if becomes_resident(r)]
     num_filling = sum(r.num_kv_tokens - r.num_resident_pages * limits.page_size for r in coming)
-    if coming and num_filling >= limits.fill_tokens:
-        return
-    unheld = max(0, draft.unheld_device())
-    spare = max(0, unheld - _kept_for_arrival(limits))
+    may_fill = limits.keeps_residents and not (coming and num_filling >= limits.fill_tokens)
     share = _share_of(draft)
-    best: Exchange | Fill | None = None
-    num_taken, most_saved = 0, 0.0
+    orders: list[tuple[float, Exchange | Fill]] = []
     for request in draft.running:
-        if not request.hot_capacity or request.num_page_slots or not request.has_next_step:
+        if request.hot_capacity and not request.num_page_slots and request.has_next_step:
+            for order, num_saved in _larger(draft, request, share, coming if may_fill else None):
+                _, gain = _slots_taken(limits, order)
+                orders.append((num_saved / max(limits.page_size, gain), order))
+    for _, order in sorted(orders, key=itemgetter(0), reverse=True):
+        if order.request in draft.exchanges or not _is_spare(draft, order):
             continue
-        for order, num_saved in _larger(draft, request, share, coming):
-            # While pages are filled, they may take what is kept for the next arrival: they are given up for
-            # it (``make_room``).
-            taken, gain = _slots_taken(limits, order)
-            saved = num_saved / max(limits.page_size, gain)
-            if gain <= spare and taken <= unheld and saved > most_saved:
-                best, num_taken, most_saved = order, taken, saved
-    if best is None:
-        return
-    slots, reserve = SlotCounts(device=num_taken), draft.reserve
-    if isinstance(best, Fill) and best.num_resident_pages:
-        reserve = draft.reserve_sharing(draft.matches.find_resident(best.request))
+        if isinstance(order, Fill):
+            _fill(draft, order)
+            return  # what is left behind that is for the next plan
+        _grow(draft, order)
+
+
+def _is_spare(draft: PlanDraft, order: Exchange | Fill) -> bool:
+    """Return whether the slots of an order are free. While pages are filled, they may take what is kept for
+    the next arrival: they are given up for it (``make_room``)."""
+    unheld = draft.unheld_device()
+    taken, gain = _slots_taken(draft.limits, order)
+    return taken <= unheld and gain <= unheld - _kept_for_arrival(draft.limits)
+
+
+def _grow(draft: PlanDraft, exchange: Exchange) -> None:
+    """Give a larger hot buffer if all requests can still end then."""
+    taken, _ = _slots_taken(draft.limits, exchange)
+    slots = SlotCounts(device=taken)
+    if draft.reserve.is_safe and draft.may_give(slots, draft.reserve):
+        draft.exchanges[exchange.request] = exchange
+        draft.give(slots, draft.reserve)
+
+
+def _fill(draft: PlanDraft, fill: Fill) -> None:
+    """Give pages if all requests can still end then, also one more that shares the resident ones."""
+    reserve = draft.reserve
+    if fill.num_resident_pages:
+        reserve = draft.reserve_sharing(draft.matches.find_resident(fill.request))
+    slots = SlotCounts(device=fill.num_page_slots)
     if reserve.is_safe and draft.may_give(slots, reserve):
-        if isinstance(best, Fill):
-            draft.fills.append(best)
-        else:
-            draft.exchanges[best.request] = best
+        draft.fills.append(fill)
         draft.give(slots, reserve)
 
 
@@ -336,7 +344,8 @@ def share_pages(draft: PlanDraft) -> None:
     """Let one dense request of ``auto`` leave its pages for a hot buffer if all hot buffers are so small that
     they then miss less together, in the rest of its life by more than the copies that this takes.
 
-    The slots are for ``use_free_slots`` to give away. One request at a time sits steps out, as there.
+    The slots are for ``use_free_slots`` to give away. Copies to the host hold steps up, so one request a plan
+    leaves, when nobody's rows or pages are being filled.
     """
     if draft.exchanges or draft.admissions or draft.fills:
         return
@@ -353,27 +362,29 @@ def share_pages(draft: PlanDraft) -> None:
 
 
 def _larger(
-    draft: PlanDraft, request: Request, share: int, coming: Sequence[Request]
+    draft: PlanDraft, request: Request, share: int, coming: Sequence[Request] | None
 ) -> Iterator[tuple[Exchange | Fill, float]]:
-    """Yield what a request with a hot buffer may get beyond it, each with the copies that it saves, as far as
-    these are more than those that fill it. One that misses nothing stays as it is. ``coming``: the requests
-    whose pages are being filled, or whose next step lets others share them."""
-    limits = draft.limits
-    num_missed = _num_missed(limits, request)
+    """Yield what a request with a hot buffer may get beyond it, each with the copies that it saves: a larger
+    hot buffer, if it will miss enough to fill that, and pages, if these save more copies than fill them. One
+    that misses nothing stays as it is. ``coming``: the requests whose pages are being filled, or whose next
+    step lets others share them; None: as many as may be filled at once."""
+    limits, num_missed = draft.limits, _num_missed(draft.limits, request)
+    if num_missed <= 0:
+        return
     larger = limits.max_capacity(request, share)
-    if larger >= MIN_GROWTH * request.hot_capacity and not coming:
+    num_more = larger - request.hot_capacity
+    if larger >= MIN_GROWTH * request.hot_capacity and num_missed >= MIN_SAVED * num_more:
         # Misses halve with each doubling (docs/decisions.md).
-        num_saved = num_missed * (1 - request.hot_capacity / larger)
-        if 0 < num_saved >= MIN_SAVED * request.hot_capacity:
-            yield Exchange(request, larger), num_saved
-    if limits.keeps_residents and num_missed > 0:
-        num_pages = draft.matches.find_resident(request).num_pages  # which need no copy
-        num_shared = num_pages * limits.page_size
-        if num_missed < MIN_SAVED * (request.num_kv_tokens - num_shared):
-            return
-        if not any(_has_next_page(other, request, num_pages) for other in coming):
-            num_own = _resident_slots(limits, request, num_shared)
-            yield Fill(request, num_page_slots=num_own, num_resident_pages=num_pages), num_missed
+        yield Exchange(request, larger), num_missed * num_more / larger
+    if coming is None:
+        return
+    num_pages = draft.matches.find_resident(request).num_pages  # which need no copy
+    num_shared = num_pages * limits.page_size
+    if num_missed < MIN_SAVED * (request.num_kv_tokens - num_shared):
+        return
+    if not any(_has_next_page(other, request, num_pages) for other in coming):
+        num_own = _resident_slots(limits, request, num_shared)
+        yield Fill(request, num_page_slots=num_own, num_resident_pages=num_pages), num_missed
 
 
 def _has_next_page(other: Request, request: Request, num_pages: int) -> bool:

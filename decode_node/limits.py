@@ -93,6 +93,16 @@ class Limits:
         are fewer."""
         return self.in_pages(max(most, self.smallest_hot_buffer))
 
+    def first_kept(self, request: Request, capacity: int) -> int | None:
+        """Return the first position, at the beginning of a page, whose item can stay on the device where it
+        is, with all behind it, if a request leaves its pages for a hot buffer of ``capacity`` entries. None:
+        the hot buffer holds all positions, in order, and the first of them are in pages that it shares."""
+        num_tokens, num_shared = request.num_kv_tokens, request.num_resident_pages * self.page_size
+        num_beyond = num_tokens - (capacity - self.max_drafts - 1)
+        if num_beyond <= 0:
+            return None if num_shared else 0
+        return max(num_shared, self.in_pages(num_beyond))
+
     def in_pages(self, num_tokens: int) -> int:
         """Return the slots of as many whole pages as ``num_tokens`` take."""
         return round_up(num_tokens, self.page_size)

@@ -16,7 +16,15 @@ from itertools import chain
 from typing import Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import TOKEN_POOLS, Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.pools import (
+    TOKEN_POOLS,
+    Holding,
+    PoolKind,
+    Pools,
+    SlotCounts,
+    Stage,
+    round_up,
+)
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.held_tier import HeldTier, KeyCopies
@@ -254,29 +262,34 @@ class LiveRequests:
             request.num_page_slots += need.device
         self._note_reserved(request)
 
-    def replace_device_slots(self, exchange: Exchange) -> None:
-        """Replace a request's device slots by those of another hot buffer. A dense request becomes hisparse.
-        If it only gives up pages that are being filled, its hot buffer stays.
+    def replace_device_slots(self, exchange: Exchange, first_kept: int | None = None) -> None:
+        """Give a request a hot buffer for its device slots. A dense request becomes hisparse.
 
-        Every item must be on the host by now. Raises PoolExhausted.
+        A hot buffer that it has already keeps its first slots, as many as both sizes have, and pages that are
+        being filled are given up. Of pages that it leaves, those of its own from the position ``first_kept``
+        on become the first slots of the hot buffer; None: none do. Every item must be on the host by now.
+        Raises PoolExhausted.
         """
-        request = exchange.request
-        if exchange.only_ends_fill:
-            hot_buffer = self._split_hot_buffer(request)
-            self.pools.give_up(request.owned, [PoolKind.DEVICE])
-            self.pools.join(hot_buffer, request.owned)
-            self._leave_residents(request)
-            self._note_reserved(request)
-            return
-        num_before = request.num_device_slots - request.num_page_slots
-        self.pools.give_up(request.owned, [PoolKind.DEVICE])
-        self._leave_residents(request)
-        self.held.make_room(SlotCounts(device=exchange.hot_capacity))
-        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
+        request, page_size = exchange.request, self.pools.page_size
         was_dense, request.mode = request.mode is Mode.DENSE, Mode.HISPARSE
+        num_before = request.num_device_slots - request.num_page_slots
+        num_after = round_up(exchange.hot_capacity, page_size)
+        num_first = 0 if request.hot_capacity else num_before
+        if not request.hot_capacity and first_kept is not None:
+            num_first = first_kept - request.num_resident_pages * page_size
+        if num_first:
+            self.pools.release(self.pools.split(request.owned, [PoolKind.DEVICE], num_first))
+        num_kept = min(num_before - num_first, num_after)
+        kept = self.pools.split(request.owned, [PoolKind.DEVICE], num_kept) if num_kept else None
+        self.pools.give_up(request.owned, [PoolKind.DEVICE])
+        if kept is not None:
+            self.pools.join(kept, request.owned)
+        self._leave_residents(request)
+        if num_after > num_kept:
+            self.held.make_room(SlotCounts(device=num_after - num_kept))
+            self.pools.grow(request.owned, PoolKind.DEVICE, num_after - num_kept)
         request.hot_capacity = exchange.hot_capacity
-        is_retraction = was_dense or request.num_device_slots < num_before
-        request.num_retractions += is_retraction
+        request.num_retractions += was_dense or num_after < num_before
         self._note_reserved(request)
 
     def begin_fill(self, fill: Fill) -> None:

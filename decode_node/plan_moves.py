@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, Mode
 from hisparse_pd.core.paging.extents import slice_extents
@@ -138,20 +139,48 @@ class PlanMoves:
         self._fill_row(request, now)
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
-        """Replace the device slots of a running request, which must be in no step, by a new hot buffer."""
+        """Give a running request, which must be in no step, a hot buffer for its device slots."""
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions  # a larger hot buffer is no retraction
         self.requests.grow(request, exchange.need)
-        if exchange.only_ends_fill:
+        change = self._resize if request.hot_capacity else self._leave_pages
+        if change(exchange, now):
+            self.metrics.add("retractions_total", request.num_retractions - num_before)
+
+    def _resize(self, exchange: Exchange, now: float) -> bool:
+        """Give a hot buffer another size in place. Returns whether that worked; if not, the request fails."""
+        request, capacity = exchange.request, exchange.hot_capacity
+        if request.num_page_slots:
             self.tables.stop_pages(request)
+        num_before = request.hot_capacity
+        resize = partial(self.tables.resize, num_before=num_before, capacity=capacity)
+        # Slots that it gives up are its own until its items have left them.
+        is_done = capacity >= num_before or self._do_or_fail(resize, request, "retracted", now)
+        if is_done:
             self.requests.replace_device_slots(exchange)
             self.tables.grow(request)
-        elif self._do_or_fail(self.tables.retract, request, "retracted", now):
+        if is_done and capacity > num_before:
+            return self._do_or_fail(resize, request, "given a larger hot buffer", now)
+        return is_done
+
+    def _leave_pages(self, exchange: Exchange, now: float) -> bool:
+        """Give a dense or resident request a hot buffer for its pages, in which the items of its last
+        positions stay where they are. Returns whether that worked; if not, the request fails."""
+        request = exchange.request
+        if not self._do_or_fail(self.tables.retract, request, "retracted", now):
+            return False
+        first_kept = self.limits.first_kept(request, exchange.hot_capacity)
+        if first_kept is None:
+            self.tables.release(request)
             self.requests.replace_device_slots(exchange)
-            self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
+            return True
+        self.requests.replace_device_slots(exchange, first_kept)
+        self.tables.grow(request)
+        enter = partial(self.tables.enter_hot_buffer, first_position=first_kept)
+        return self._do_or_fail(enter, request, "retracted", now)
 
     def _fill_row(self, request: Request, now: float) -> None:
         """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""

@@ -162,16 +162,16 @@ class Request:
     num_accepted: int = 0
     """Verified drafts that were right."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Positions to warm its next hot buffer with, for each hot group, most useful first; a resident request
-    keeps those of its last one. None: the most recent ones."""
+    """Positions to warm its first hot buffer with, for each hot group, most useful first. None: the most
+    recent ones."""
     landed_hint: list[NDArray[np.int32]] | None = None
     """The hint that came with the KV, kept for further samples, which start with it, too."""
     delivery: RoomDone | None = None
     """The prefill node's message that all KV is sent; None if there was none."""
     row_counters: SwapCounts = _NO_COUNTS
-    """Counts of its present row, as of the last step that was read."""
+    """Counts of its row as it is at present, as of the last step that was read."""
     earlier_counters: SwapCounts = _NO_COUNTS
-    """Counts of the rows that it had before a retraction."""
+    """Counts of the time before its row was emptied or its hot buffer changed."""
     num_retractions: int = 0
     """How often it has become hisparse, or its hot buffer smaller, to make room for others."""
 

@@ -3,9 +3,10 @@
 ``live_requests.py`` decides who owns which slots. The moves of requests call this module: ``prepare_landing``
 at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
 hot buffer up; ``start_pages``, ``go_on`` and ``is_ready`` likewise for pages that are to take the place of
-the hot buffer, then ``enter_pages``; ``grow``; ``retract`` to take the device slots away; ``release`` at the
-end. Filling runs beside steps, in a stream of its own: a row is in none before it is filled, and in all of
-them while its pages are.
+the hot buffer, then ``enter_pages``; ``grow``; ``resize`` for a hot buffer of another size; ``retract``
+before pages are taken away, then ``enter_hot_buffer``, or ``release`` and ``start``; ``release`` at the end.
+Filling runs beside steps, in a stream of its own: a row is in none before it is filled, and in all of them
+while its pages are.
 
 A hisparse request has a **lookup slot** for each of its positions, in pages like those of a pool. A table of
 each hot group (``kernels/hot_state.py``) says for a lookup slot where its position is in the hot buffer.
@@ -32,6 +33,7 @@ from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.swap_counts import SwapCounts
+from hisparse_pd.kernels.hot_entries import enter_hot_buffer, positions_of, resize_hot_buffer
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.page_fill import PageFill
@@ -152,7 +154,7 @@ class RequestTables:
 
     def start(self, request: Request) -> None:
         """Begin to fill the row of a request, and to warm its hot buffer up or fill its pages: when it
-        becomes RUNNING, and again after ``retract``, with other device slots.
+        becomes RUNNING, and again after ``retract`` and ``release``, with other device slots.
 
         A dense row, which has page ids and its items' checks, takes one launch. A hisparse one is filled in
         slices, which ``go_on`` launches; the first one here if no other row is being filled.
@@ -198,7 +200,7 @@ class RequestTables:
         The next row results say whether one is wrong. Drafts that were not accepted are left out.
         """
         state, row = self.state, request.req_row
-        positions = self._positions_of(row, state.hot_to_lookup[group, row])
+        positions = positions_of(state, row, state.hot_to_lookup[group, row])
         is_there = (positions != ABSENT) & (positions < request.num_kv_tokens)
         slots = torch.where(is_there, state.hot_slots[row].long(), 0)
         positions = torch.where(is_there, positions, 0)
@@ -360,55 +362,70 @@ class RequestTables:
     def _pages(self, request: Request, kind: PoolKind) -> Tensor:
         return pages_tensor(request.extents(kind), self.page_size)
 
+    def resize(self, request: Request, num_before: int, capacity: int) -> None:
+        """Give the hot buffer of a request another ``capacity``, and keep what is hot as far as that has
+        room. Its device slots begin with those of the smaller size. Waits for the device, on which no step
+        may be in flight: slots that it gives up may be written to then."""
+        self.fill_at_once(request)
+        self._wait_until_filled(request.req_row)
+        resize_hot_buffer(
+            self.state,
+            request.req_row,
+            num_before=num_before,
+            hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[:capacity],
+            num_tokens=request.num_kv_tokens,
+            layers_of_group=self.spec.kv_layers_of_hot_group,
+            k_dev=self.memory.k_dev,
+        )
+        self._restart_counts(request)
+        if capacity < num_before and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def retract(self, request: Request) -> None:
-        """Prepare a request to give up its device slots: bring all KV to the host, remember which positions
-        were hot, and empty the row."""
-        self.filling_pages.pop(request.req_row, None)
-        if not request.is_resident:
-            self.fill_at_once(request)
-            self._wait_until_filled(request.req_row)
-        # If it is hisparse, the host is up to date: every step ends with the backup of its newest tokens.
+        """Bring all KV of a dense or resident request, which is to leave its pages, to the host. Waits for
+        the device."""
+        self.fill_at_once(request)
+        self._wait_until_filled(request.req_row)
+        # If it is resident, the host is up to date: every step ends with the backup of its newest tokens.
         if request.mode is Mode.DENSE:
             holding = request.owned
             self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
-        elif request.hot_capacity:
-            request.hot_positions = self._hot_positions(request)
-        self.release(request)
+
+    def enter_hot_buffer(self, request: Request, first_position: int) -> None:
+        """Let steps find the items of a request in its hot buffer, and no more in pages. The first device
+        slots have those from ``first_position`` on, which are hot. ``grow`` has entered its pages."""
+        num_tokens = request.num_kv_tokens
+        enter_hot_buffer(
+            self.state,
+            request.req_row,
+            hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[: request.hot_capacity],
+            first_position=min(first_position, num_tokens),
+            num_tokens=num_tokens,
+        )
+        self._restart_counts(request)
 
     def release(self, request: Request) -> None:
         """Empty the row, and add its counters, as of the last step that was read, to the request's."""
         row = request.req_row
         self.stop_filling(request)
         self._wait_until_filled(row)  # filling reads host slots that are about to be given up
+        self._close_counts(request)
+        self.state.reset_row(row)
+
+    def _restart_counts(self, request: Request) -> None:
+        """Let a row that changes between two steps count from 0 on."""
+        self._close_counts(request)
+        self.state.counters[request.req_row].fill_(0)
+
+    def _close_counts(self, request: Request) -> None:
+        """Add the counters of a request's row, as of the last step that was read, to those of before."""
         request.earlier_counters = request.earlier_counters.plus(request.row_counters)
         self._ended_counters = self._ended_counters.plus(request.row_counters)
         request.row_counters = SwapCounts()
-        self.state.reset_row(row)
 
     def _wait_until_filled(self, row: int) -> None:
         if (filled := self.fill_ends.pop(row, None)) is not None:
             filled.synchronize()
-
-    def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
-        """Positions in the hot buffer of each group, latest used first, without drafts that were not
-        accepted. Sorted on the device, where it takes no time of the engine's loop."""
-        state, row = self.state, request.req_row
-        by_use = state.stamps[:, row].argsort(dim=1, descending=True, stable=True)
-        positions = self._positions_of(row, state.hot_to_lookup[:, row].gather(1, by_use))
-        positions[positions >= request.num_kv_tokens] = ABSENT
-        return [of_group[of_group != ABSENT] for of_group in positions.int().cpu().numpy()]
-
-    def _positions_of(self, row: int, lookup_slots: Tensor) -> Tensor:
-        """Return the positions of a row's lookup slots, int64 of the same shape; ABSENT where there is none.
-
-        If a slot's page is, say, the third page of the row, its position is in the third page of the
-        sequence, at the same offset.
-        """
-        slots = lookup_slots.long()
-        page_ids, pages = self.state.lookup_pages[row].long().sort()
-        at = torch.searchsorted(page_ids, slots // self.page_size).clamp_(max=len(page_ids) - 1)
-        positions = pages[at] * self.page_size + slots % self.page_size
-        return torch.where(slots == ABSENT, ABSENT, positions)
 
 
 def copy_prompt(memory: DecodeMemory, source: Request, request: Request, start: int) -> None:

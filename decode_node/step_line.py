@@ -82,7 +82,7 @@ class StepLine:
             self._plan_moves.enter_pages(now)
         plan = self.next_plan.make(now)
         if plan.exchanges and self.in_flight is not None:
-            self.settle()  # a request that gets other device slots may be in that step, or end with it
+            self.settle()  # a request whose device slots change may be in that step, or end with it
             plan = self.next_plan.make(now)
         self._plan_moves.carry_out(plan, now)
         self.is_plan_cut = plan.is_cut

@@ -38,11 +38,12 @@ class Growth:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An order to replace all device slots of a running request by those of a hot buffer.
+    """An order to give a running request a hot buffer for the device slots that it has.
 
     A dense request gives up its pages, and becomes hisparse, when device slots run out, and a resident one
-    gives them up, too. A request with a hot buffer gets a smaller one, to make room for others, or a larger
-    one. If its pages are being filled, these are given up, and a hot buffer of the same size stays as it is.
+    gives them up, too: the items of its last positions stay where they are. A hot buffer gets another size in
+    place: a smaller one, to make room for others, or a larger one. If its request's pages are being filled,
+    these are given up.
     """
 
     request: Request
@@ -50,11 +51,6 @@ class Exchange:
     """Entries of the hot buffer, whose device slots are not in ``need``."""
     need: SlotCounts = _NONE
     """Further slots in the host, index and lookup pools for a request that leaves its pages."""
-
-    @property
-    def only_ends_fill(self) -> bool:
-        """Whether the request keeps its hot buffer, and gives up the pages that are being filled."""
-        return self.request.num_page_slots > 0 and self.hot_capacity == self.request.hot_capacity
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ resident row is found in the same way; it has host pages, too, to which its newe
 The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and with
 ``ring_entries`` those for the new positions of a step.
 
-A decode engine has one state. Its request tables fill, extend and reset rows (the methods below and
-``swap_in.RowStart``), and each step reads and updates them in ``swap_in``.
+A decode engine has one state. Its request tables fill, extend and reset rows (the methods below,
+``swap_in.RowStart`` and ``hot_entries.py``), and each step reads and updates them in ``swap_in``.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU
 reference works on the same layout.
@@ -316,7 +316,8 @@ class HotBufferState:
         _write(table[row, first_page : first_page + page_ids.shape[0]], page_ids)
 
     def set_hot_slots(self, row: int, hot_slots: Tensor) -> None:
-        """Set the device slots of an empty hisparse row, and with them its capacity."""
+        """Set the device slots of a row's hot buffer, and with them its capacity. The row is empty, or
+        ``hot_entries.py`` enters what it holds."""
         capacity = hot_slots.shape[0]
         _write(self.hot_slots[row, :capacity], hot_slots)
         self.hot_slots[row, capacity:].fill_(ABSENT)

@@ -6,6 +6,7 @@ from typing import Any
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.request import KV_POOLS, Request
@@ -66,16 +67,23 @@ def land(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> R
     return request
 
 
-def carry_out(rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0) -> None:
+def carry_out(
+    rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0, limits: Limits | None = None
+) -> None:
     """Carry out a plan as a node does, without memory. A prefill node's run is named after its address, and
-    one that is needed after all is registered with at once."""
+    one that is needed after all is registered with at once. ``limits``: those of the node; without them,
+    requests that leave their pages keep none of their slots."""
     for request in plan.no_longer_local:
         rooms.queue(request, RequestState.WAITING, deadline)
     for admission in plan.admissions:
         rooms.use_held(admission)
     for exchange in plan.exchanges:
-        rooms.grow(exchange.request, exchange.need)
-        rooms.replace_device_slots(exchange)
+        request = exchange.request
+        rooms.grow(request, exchange.need)
+        first_kept = None
+        if limits is not None and not request.hot_capacity:
+            first_kept = limits.first_kept(request, exchange.hot_capacity)
+        rooms.replace_device_slots(exchange, first_kept)
     for fill in plan.fills:
         rooms.begin_fill(fill)
     for growth in plan.growths:

@@ -1,8 +1,8 @@
 """Random histories of one state from a seed, with every step checked against the CPU reference.
 
-A history has admissions, warm-ups, steps and releases. Checked are the tables (``support.check_step``), every
-byte that the model could read (I3) and every byte on the host (I4). Without a GPU the same code runs on
-tables of the CPU.
+A history has admissions, warm-ups, steps, hot buffers that change their size, and releases. Checked are the
+tables (``support.check_step``), every byte that the model could read (I3) and every byte on the host (I4).
+Without a GPU the same code runs on tables of the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse_pd.kernels.hot_entries import resize_hot_buffer
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import newest_slots as expected_newest_slots
@@ -69,6 +70,7 @@ class Request:
     lost_pages: set[int] = field(default_factory=set)
     """Numbers of pages without host and lookup page."""
     has_stepped: bool = False
+    """Whether it was in a step since its hot buffer has its size."""
     new: range = range(0)
     """New positions of the last step that have a page."""
     last: Tensor | None = None
@@ -160,6 +162,8 @@ class History:
                     self.admit()
                 case x if x < 0.14:
                     self.release()
+                case x if x < 0.3:
+                    self.resize()
                 case _:
                     pass
             if all(q.seq_len >= self.max_context for q in self.requests.values()):
@@ -348,6 +352,49 @@ class History:
         slots = (unused[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
         for host in (self.host, self.expected_host):
             host[:, slots] = POISON
+
+    def resize(self) -> None:
+        """Give one request a hot buffer of another size, and check that the CPU does the same. The slots that
+        it gives up are lost at once, as if another request had them."""
+        hisparse = [row for row, request in self.requests.items() if request.capacity]
+        if not hisparse:
+            return
+        row, capacity = self.random.choice(hisparse), self.random.choice(self.capacities)
+        request = self.requests[row]
+        arguments: dict[str, Any] = {
+            "num_before": request.capacity,
+            "hot_slots": torch.tensor(request.hot_slots[:capacity]),
+            "num_tokens": request.seq_len,
+            "layers_of_group": self.group_layers,
+        }
+        expected, expected_dev = on_host(self.state), self.dev.cpu().clone()
+        resize_hot_buffer(expected, row, k_dev=expected_dev, **arguments)
+        resize_hot_buffer(self.state, row, k_dev=self.dev, **arguments)
+        assert_same_tables(self.state, expected)
+        assert torch.equal(self.dev.cpu(), expected_dev), "the device pool differs"
+        check_consistency(expected)
+        self.is_owned[request.hot_slots[:capacity]] = True
+        self.give_up(request.hot_slots[capacity : request.capacity])
+        self.check_resized(row, request, capacity)
+        request.capacity, request.has_stepped = capacity, False
+
+    def check_resized(self, row: int, request: Request, capacity: int) -> None:
+        """Check the bytes of all that is hot in a row whose hot buffer has ``capacity`` entries now, of
+        ``request.capacity`` before."""
+        slots = torch.tensor(request.hot_slots)
+        page_at = request.lookup_pages.argsort()  # lookup pages are distinct, and in no order
+        for group, layers in enumerate(self.group_layers):
+            lookup_slots = self.state.hot_to_lookup[group, row].cpu().long()
+            entries = torch.nonzero(lookup_slots != ABSENT).flatten()
+            page_ids, offsets = lookup_slots[entries] // PAGE_SIZE, lookup_slots[entries] % PAGE_SIZE
+            pages = page_at[torch.searchsorted(request.lookup_pages[page_at], page_ids)]
+            positions = pages * PAGE_SIZE + offsets
+            assert (positions < request.seq_len).all(), "a draft was left"
+            if request.seq_len + self.max_new <= capacity:
+                assert torch.equal(positions, entries)
+            for layer in layers:
+                items = self.dev[layer, slots[entries].to(DEVICE)].cpu()
+                assert torch.equal(items, request.truth[layer, positions]), "I3: one is in another's place"
 
     def give_up(self, device_slots: list[int]) -> None:
         slots = torch.tensor(device_slots, dtype=torch.int64)

@@ -3,7 +3,6 @@ backed up."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
-from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind, round_up
 from hisparse_pd.decode_node.memory import slots_tensor
@@ -20,12 +18,11 @@ from hisparse_pd.kernels import page_fill
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
 from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
-from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
+from tests.gpu.step_bench import NUM_STEPS, bench_of, write_model
+from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
 from tools.bench import decode_step
-from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 NUM_LAYERS, NUM_SLOTS, PAGE = 5, 8 * CHUNK_TOKENS, 64
-NUM_STEPS = 6
 
 pytestmark = needs_gpu
 
@@ -109,25 +106,7 @@ def test_a_wrong_row_is_found_when_it_comes_up() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    shape = SyntheticShape(3, 8, 1024, vocab_size=16384, context_length=8192, draft_agreement=0.5)
-    write_synthetic(path, shape, 0, DEVICE, in_fp8=True)
-    return path
-
-
-def bench_of(
-    checkpoint: Path, mode: Mode, num_reqs: int, num_drafts: int, *options: str, is_resident: bool = False
-) -> decode_step.Bench:
-    """Return requests with prompts of 3,000 tokens whose steps can be run."""
-    parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
-    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
-    arguments.model_path, arguments.no_graphs = checkpoint, False
-    spec = decode_step.load_shared_spec(arguments, num_drafts)
-    model = load_model(checkpoint, spec, DEVICE)
-    settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
-    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
-    return decode_step.Bench(spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident)
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
@@ -139,9 +118,24 @@ def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
     assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device.to(memory.k_dev.device)].cpu())
 
 
+def leave_pages(bench: decode_step.Bench, request: Request, most: int) -> None:
+    """Give a resident request a hot buffer of up to ``most`` entries for its pages. The others are lost."""
+    slots, num_tokens = request.owned[PoolKind.DEVICE], request.num_kv_tokens
+    num_slots, max_new = request.num_device_slots, bench.tables.state.max_new
+    capacity = min(most, num_slots, bench.tables.state.max_capacity)
+    first = round_up(max(0, num_tokens - (capacity - max_new)), PAGE)
+    bench.tables.retract(request)
+    request.hot_capacity = min(capacity, num_slots - first)
+    request.owned.extents[PoolKind.DEVICE] = slice_extents(slots, first, first + request.hot_capacity)
+    bench.tables.enter_hot_buffer(request, first)
+    given_up = set(slots_tensor(slots).tolist()) - set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
+    bench.memory.k_dev[:, torch.tensor(sorted(given_up), device=DEVICE, dtype=torch.int64)] = POISON
+
+
 def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
-    """Fill the first request's pages beside steps of both, and take steps behind that. Returns the tokens of
-    both. The last two requests end before, and leave the first one their device slots."""
+    """Fill the first request's pages beside steps of both, and take steps behind that, and behind its leaving
+    them. Returns the tokens of both. The last two requests end before, and leave the first one their device
+    slots."""
     tables, (filling, staying, *others) = bench.tables, bench.requests
     device = filling.owned.extents[PoolKind.DEVICE]
     for other in others:
@@ -167,6 +161,8 @@ def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
     bench.run(NUM_STEPS)
     torch.cuda.synchronize()
     check_both_copies(bench, filling)
+    leave_pages(bench, filling, num_hot)
+    bench.run(NUM_STEPS)
     return [filling.output_token_ids, staying.output_token_ids]
 
 

@@ -192,6 +192,20 @@ class SimRequestTables:
             holding = request.owned
             self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
 
+    def enter_hot_buffer(self, request: Request, first_position: int) -> None:
+        """Its last positions are where its hot buffer begins."""
+        self.check(request)
+        root, prompt = self._roots[request.request_id], self._prompts[request.request_id]
+        said = (root, *prompt, *request.output_token_ids)
+        contents = [said[: position + 2] for position in range(first_position, request.num_kv_tokens)]
+        slots = extents_to_slots(request.owned[PoolKind.DEVICE])[: len(contents)]
+        for layer, items in enumerate(self.memory.k_dev.numpy()):
+            if contents and not np.array_equal(items[slots], _tags(contents, layer)):
+                raise SafetyViolation(f"room {request.room}: other items than its last are in its hot buffer")
+
+    def resize(self, request: Request, num_before: int, capacity: int) -> None:
+        self.check(request)
+
     def release(self, request: Request) -> None:
         pass
 

@@ -35,7 +35,7 @@ from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import Claim, Reserve, order_ends
-from hisparse_pd.decode_node.step_plan import StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent, Room
@@ -306,7 +306,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert not waiting, "one becomes resident while somebody waits"
             assert self.limits.keeps_residents
             assert fill.request.hot_capacity > 0
-        carry_out(self.rooms, plan, float("inf"))
+        kept = {exchange.request: self._kept_slots(exchange) for exchange in plan.exchanges}
+        carry_out(self.rooms, plan, float("inf"), self.limits)
+        for request, slots in kept.items():
+            assert extents_to_slots(request.owned[PoolKind.DEVICE]).tolist()[: len(slots)] == slots
         for fill in plan.fills:
             self.filled[fill.request] = fill.num_resident_pages * PAGE_SIZE
         admitted = [admission.request for admission in plan.admissions]
@@ -336,6 +339,22 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for request in ending:  # the step that was in flight is read
             self._write_keys(request)
             self.rooms.release(request, self.now)
+
+    def _kept_slots(self, exchange: Exchange) -> list[int]:
+        """Return the device slots that a request keeps, in the order of its hot buffer: the first ones that
+        this has, or those of its last positions in its pages."""
+        request, capacity = exchange.request, exchange.hot_capacity
+        most = self.limits.in_pages(capacity)
+        if request.hot_capacity:
+            slots: list[int] = extents_to_slots(request.owned[PoolKind.DEVICE]).tolist()
+            return slots[: min(most, request.num_device_slots - request.num_page_slots)]
+        first = self.limits.first_kept(request, capacity)
+        if first is None:
+            assert request.num_resident_pages
+            return []
+        assert request.num_kv_tokens - first <= capacity - self.limits.max_drafts - 1
+        slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
+        return slots[first : first + most]
 
     def _is_passed_over(self, request: Request) -> bool:
         """Whether it does not fit beside slots that may never be free again."""

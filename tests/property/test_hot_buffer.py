@@ -7,7 +7,7 @@ request, of which any number from 1 on is accepted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -45,6 +45,25 @@ class NaiveGroup:
         while position >= capacity:
             position -= self.max_new
         return position
+
+    def resize(self, capacity: int, seq_len: int) -> None:
+        """What is hot stays in its place, unless the buffer has this no more or now holds all positions."""
+        ring = capacity - self.max_new
+        hot = [
+            (used, -entry, position)
+            for entry, (position, used) in enumerate(zip(self.entries, self.last_used, strict=True))
+            if position is not None and position < seq_len
+        ]
+        self.entries, self.last_used = [None] * capacity, [-1] * capacity
+        latest = sorted(sorted(hot, reverse=True)[:ring], key=lambda each: -each[1])
+        for used, at, position in latest:
+            entry = position if seq_len <= ring else -at
+            if entry < ring:
+                self.entries[entry], self.last_used[entry] = position, used
+        for used, _, position in latest:
+            if position not in self.entries:
+                entry = self.entries.index(None)
+                self.entries[entry], self.last_used[entry] = position, used
 
     def step(self, new: range, selected: list[int]) -> tuple[int, int, int, bool]:
         """Returns hits, misses, evictions and whether all misses found an entry."""
@@ -122,6 +141,14 @@ class NaiveHistory(History):
 
     def lose_host_pages(self, row: int, request: Request) -> None:
         """The naive model knows no lost ones."""
+
+    def check_resized(self, row: int, request: Request, capacity: int) -> None:
+        super().check_resized(row, request, capacity)
+        twin = self.twins[row]
+        for group, naive in enumerate(twin.groups):
+            naive.resize(capacity, request.seq_len)
+            assert self.state.stamps[group, row, :capacity].tolist() == naive.last_used
+        twin.never_misses &= self.fits(request) and self.fits(replace(request, capacity=capacity))
 
     def slot(self, row: int, group: int, position: int) -> int:
         request, groups = self.requests[row], self.twins[row].groups

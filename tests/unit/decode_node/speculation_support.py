@@ -97,8 +97,8 @@ def exchange_in_every_step(
     """Give every running request a hot buffer of the next of ``sizes`` after each step, up to its end; 0
     makes it resident, at once or some steps later.
 
-    What it had before is lost with all that it held, as if another request had its slots. Returns the number
-    of exchanges and fills.
+    What it gives up is lost with all that it held, as if another request had its slots. Returns the number of
+    exchanges and fills.
     """
     rooms, tables = node.engine.requests, node.engine.tables
     replace_device_slots, end_fill = rooms.replace_device_slots, rooms.end_fill
@@ -107,13 +107,13 @@ def exchange_in_every_step(
     def slots_of(request: Request) -> set[int]:
         return set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
 
-    def replace_and_lose(exchange: Exchange) -> None:
+    def replace_and_lose(exchange: Exchange, first_kept: int | None = None) -> None:
         nonlocal num_exchanges
-        before, only_ends_fill = slots_of(exchange.request), exchange.only_ends_fill
-        replace_device_slots(exchange)
+        request, before = exchange.request, slots_of(exchange.request)
+        keeps = request.hot_capacity or first_kept is not None
+        replace_device_slots(exchange, first_kept)
         num_exchanges += 1
-        lost = before - slots_of(exchange.request) if only_ends_fill else before
-        tables.memory.k_dev[:, sorted(lost)] = 0xFF
+        tables.memory.k_dev[:, sorted(before - slots_of(request) if keeps else before)] = 0xFF
 
     def end_fill_and_lose(request: Request) -> None:
         nonlocal num_exchanges

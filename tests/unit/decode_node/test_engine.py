@@ -168,7 +168,8 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]], shared_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hot buffers are lost after each step, with all that they hold: the host has everything by then (I4)."""
+    """What hot buffers give up is lost after each step, with all that it held: the host has everything by
+    then (I4)."""
     prompts = PROMPTS[4:]
     answers = [shared_node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
     num_exchanges = exchange_in_every_step(shared_node, answers, cycle((TOP_K + 1, HOT_BUFFER)), monkeypatch)

@@ -465,19 +465,20 @@ def test_a_retraction_that_fails_ends_its_request_only(
     running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
         exchanges=(
-            Exchange(running[300], 128, SlotCounts(host=340 * (flag is HisparseFlag.FALSE))),
+            Exchange(running[300], 100, SlotCounts(host=340 * (flag is HisparseFlag.FALSE))),
             Exchange(running[100], 128),
         )
     )
-    retract = node.engine.tables.retract
+    name = "retract" if flag is HisparseFlag.FALSE else "resize"
+    give_up = getattr(node.engine.tables, name)
 
-    def out_of_memory(request: Request) -> None:
+    def out_of_memory(request: Request, **sizes: int) -> None:
         if request is running[300]:
             raise torch.OutOfMemoryError("150 MiB wanted")
-        retract(request)
+        give_up(request, **sizes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.tables, "retract", out_of_memory)
+        patch.setattr(node.engine.tables, name, out_of_memory)
         node.engine.plan_moves.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     check_one_fails(node, doomed, spared, "cannot be retracted: 150 MiB wanted")

@@ -14,6 +14,7 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_tables import RequestTables
+from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels import page_fill
 from hisparse_pd.protocol.messages import Room
 from tests.books import make_request
@@ -26,7 +27,7 @@ PAGE_SIZE, NUM_GROUPS = 16, 3
 class Node:
     """Pools in which every other host page is taken, and the tables over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_capacity: int = 32) -> None:
         self.spec = make_spec(
             num_layers=4, index_group_of_layer=(0, 1, 1, 2), context_length=500, index_topk=8, kv_lora_rank=4,
             qk_rope_head_dim=2,
@@ -43,7 +44,12 @@ class Node:
         self.memory = DecodeMemory(self.spec, self.pools.totals, PAGE_SIZE, torch.device("cpu"))
         self.memory.k_host.random_(generator=torch.Generator().manual_seed(1))
         self.hot = RequestTables(
-            self.spec, self.memory, num_rows=2, num_lookup_slots=1280, max_capacity=32, page_size=PAGE_SIZE
+            self.spec,
+            self.memory,
+            num_rows=2,
+            num_lookup_slots=1280,
+            max_capacity=max_capacity,
+            page_size=PAGE_SIZE,
         )
 
     def request(self, hot_positions: list[Any] | None) -> Request:
@@ -56,43 +62,65 @@ class Node:
         return request
 
 
+def hot_positions(node: Node, request: Request, group: int) -> list[int]:
+    """Return the position at each hot_index, after checking its items; -1 where it is empty."""
+    state, row, positions = node.hot.state, request.req_row, []
+    pages = state.lookup_pages[row].tolist()
+    for entry, lookup_slot in enumerate(state.hot_to_lookup[group, row].tolist()):
+        if lookup_slot < 0:
+            positions.append(-1)
+            continue
+        page, offset = pages.index(lookup_slot // PAGE_SIZE), lookup_slot % PAGE_SIZE
+        positions.append(page * PAGE_SIZE + offset)
+        device_slot = int(state.hot_slots[row, entry])
+        host_slot = int(state.host_pages[row, page]) * PAGE_SIZE + offset
+        for layer in node.spec.layers_of_group[group]:
+            item = node.memory.k_dev[layer, device_slot]
+            assert torch.equal(item, node.memory.k_host[layer, host_slot])
+    return positions
+
+
 @pytest.mark.I3
-def test_what_was_hot_comes_back_in_the_same_order() -> None:
+def test_what_was_used_last_stays_hot_when_a_hot_buffer_shrinks_and_grows() -> None:
     node = Node()
     hints = [np.array([99, 3, 50 + group, 17], np.int32) for group in range(NUM_GROUPS)]
     request = node.request(list(hints))
     node.hot.start(request)
-    check_consistency(node.hot.state)
     state, row = node.hot.state, request.req_row
     for group, hint in enumerate(hints):
-        for entry, position in enumerate(hint.tolist()):
-            lookup_slot = int(state.hot_to_lookup[group, row, entry])
-            device_slot = int(state.hot_slots[row, entry])
-            page, offset = divmod(position, PAGE_SIZE)
-            assert divmod(lookup_slot, PAGE_SIZE) == (int(state.lookup_pages[row, page]), offset)
-            host_slot = int(state.host_pages[row, page]) * PAGE_SIZE + offset
-            for layer in node.spec.layers_of_group[group]:
-                item = node.memory.k_dev[layer, device_slot]
-                assert torch.equal(item, node.memory.k_host[layer, host_slot])
-    state.stamps[:, row, 1] = 7  # position 3 was used last
+        assert hot_positions(node, request, group) == [*hint.tolist(), *[-1] * 28]
+    state.stamps[:, row, [0, 2]] = 6
+    state.stamps[:, row, 3] = 7
     state.step[:, row] = 7
-    node.hot.retract(request)
-    assert request.hot_positions is not None
-    assert [hot.tolist() for hot in request.hot_positions] == [
-        [3, 99, 50 + group, 17] for group in range(NUM_GROUPS)
-    ]
-    assert (state.lookup_to_hot == -1).all()
-    assert (state.host_pages[row] == -1).all()
+    request.row_counters = SwapCounts(hits=2, misses=1)
+    state.counters[row] = torch.tensor([2, 1, 0])
+    node.hot.resize(request, num_before=32, capacity=4)
+    check_consistency(state)
+    for group in range(NUM_GROUPS):
+        assert hot_positions(node, request, group)[:4] == [99, 17, 50 + group, -1]
+    assert state.hot_slots[row].tolist() == [*slots_tensor(request.owned[PoolKind.DEVICE])[:4], *[-1] * 28]
+    node.memory.k_dev[:, slots_tensor(request.owned[PoolKind.DEVICE])[4:]] = 0xFF
+    node.hot.resize(request, num_before=4, capacity=32)
+    check_consistency(state)
+    for group in range(NUM_GROUPS):
+        assert hot_positions(node, request, group) == [99, 17, 50 + group, *[-1] * 29]
+    assert (int(state.capacity[row]), int(state.step[0, row])) == (32, 7)
+    assert (request.row_counters, request.earlier_counters) == (SwapCounts(), SwapCounts(2, 1))
+    assert state.counters[row].tolist() == [0, 0, 0], "it counts what its present size misses"
 
 
-def test_without_a_hint_the_most_recent_positions_are_hot() -> None:
+@pytest.mark.I3
+def test_a_row_that_is_being_filled_is_filled_before_its_hot_buffer_shrinks() -> None:
     node = Node()
+    node.hot.slice_bytes = 1
     request = node.request(None)
     node.hot.start(request)
+    assert not node.hot.is_ready(request)
+    node.hot.resize(request, num_before=32, capacity=16)
     assert node.hot.is_ready(request)
-    node.hot.retract(request)
-    assert request.hot_positions is not None
-    assert [hot.tolist() for hot in request.hot_positions] == [list(range(99, 68, -1))] * NUM_GROUPS
+    check_consistency(node.hot.state)
+    for group in range(NUM_GROUPS):
+        assert hot_positions(node, request, group) == [*range(99, 84, -1), *[-1] * 17], "the most recent ones"
 
 
 @pytest.mark.I3
@@ -200,6 +228,37 @@ def test_pages_are_filled_behind_rows_by_what_misses_leave_of_the_link(
     host, pages = slots_tensor(request.owned[PoolKind.HOST]), slots_tensor(request.page_extents)
     assert torch.equal(node.memory.k_dev[:, pages[:103]], node.memory.k_host[:, host[:103]])
     assert state.page_table[row, :7].tolist() == pages_tensor(request.page_extents, PAGE_SIZE).tolist()
+
+
+@pytest.mark.I3
+@pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
+@pytest.mark.parametrize(("capacity", "first"), [(32, 80), (5, 96), (112, 0)])
+def test_the_items_of_the_last_positions_stay_where_they_are_when_a_request_leaves_its_pages(
+    mode: Mode, capacity: int, first: int
+) -> None:
+    """It has 100 tokens in seven pages, of which the one behind the hot positions may be a free entry's."""
+    node = Node(max_capacity=112)
+    request = node.request(None)
+    request.mode, request.hot_capacity = mode, 0
+    node.pools.grow(request.owned, PoolKind.DEVICE, 80)
+    host, device = (slots_tensor(request.owned[kind])[:100] for kind in (PoolKind.HOST, PoolKind.DEVICE))
+    node.memory.k_dev[:, device] = node.memory.k_host[:, host]
+    if mode is Mode.DENSE:
+        node.memory.k_host[:, host] = 0
+    node.hot.start(request)
+    node.hot.retract(request)
+    node.pools.release(node.pools.split(request.owned, [PoolKind.DEVICE], first))
+    request.mode, request.hot_capacity = Mode.HISPARSE, min(capacity, 112 - first)
+    node.hot.grow(request)
+    node.hot.enter_hot_buffer(request, first)
+    check_consistency(node.hot.state)
+    state, row = node.hot.state, request.req_row
+    assert (int(state.capacity[row]), int(state.step[0, row])) == (request.hot_capacity, 0)
+    assert (state.page_table[row] == -1).all()
+    num_hot = 100 - first
+    for group in range(NUM_GROUPS):
+        positions = hot_positions(node, request, group)
+        assert positions == [*range(first, 100), *[-1] * (112 - num_hot)]
 
 
 def test_pages_that_are_given_up_are_in_no_table() -> None:

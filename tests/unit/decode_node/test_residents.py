@@ -3,10 +3,10 @@ bytes, tokens and wrong rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.miss_cost import CHEAP
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.step_plan import Exchange
+from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.kernels import page_fill
 from tests.unit.decode_node.speculation_support import (
     HOT_BUFFER,
@@ -61,6 +61,28 @@ def node(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         yield node
 
 
+MakeNode: TypeAlias = Callable[..., EngineHarness]
+
+
+@pytest.fixture
+def short_node(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+    """A function that makes a node with few device slots, whose steps verify these numbers of drafts in turn.
+    ``largest``: the most entries of a hot buffer."""
+    pools = {"host_pool_tokens": 4096, "max_running_requests": 10, "growth_pages": 1}
+    with ExitStack() as stack:
+
+        def make(
+            num_device_slots: int, *num_drafts: int, largest: int = HOT_BUFFER, **settings: Any
+        ) -> EngineHarness:
+            settings |= pools | {"device_pool_tokens": num_device_slots}
+            node = automatic(checkpoint, tmp_path, monkeypatch, largest, **settings)
+            stack.enter_context(closing(node))
+            stack.enter_context(drafts(node, *num_drafts))
+            return node
+
+        yield make
+
+
 class Exchanges:
     """How often a node's requests have become resident, left their pages, or given them up before they were
     filled."""
@@ -70,10 +92,10 @@ class Exchanges:
         requests = node.engine.requests
         replace, end_fill = requests.replace_device_slots, requests.end_fill
 
-        def counted(exchange: Exchange) -> None:
+        def counted(exchange: Exchange, *first_kept: int) -> None:
             self.num_pages_left += exchange.request.is_resident
             self.num_fills_ended += exchange.request.num_page_slots > 0
-            replace(exchange)
+            replace(exchange, *first_kept)
 
         def counted_end(request: Request) -> None:
             self.num_pages_given += 1
@@ -170,25 +192,22 @@ def test_pages_of_several_requests_are_filled_beside_their_steps(
 @pytest.mark.I5
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
-    checkpoint: Checkpoint,
+    short_node: MakeNode,
     expected: dict[Prompt, list[int]],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_drafts: int,
 ) -> None:
     """Others come and go, and hot buffers stay as they are; what was copied meanwhile is nobody's."""
-    pools = {"host_pool_tokens": 4096, "device_pool_tokens": 2400, "max_running_requests": 10}
-    small = automatic(checkpoint, tmp_path, monkeypatch, growth_pages=1, **pools)
-    with closing(small) as node, drafts(node, num_drafts):
-        exchanges = Exchanges(node, monkeypatch)
-        slowly(node, monkeypatch, 100)
-        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
-        node.turn_until(lambda: filling(node))
-        answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
-        node.finish(answers, expected)
-        assert exchanges.num_fills_ended > 0
-        node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
-        assert node.engine.requests.available == node.engine.limits.totals
+    node = short_node(2400, num_drafts)
+    exchanges = Exchanges(node, monkeypatch)
+    slowly(node, monkeypatch, 100)
+    answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+    node.turn_until(lambda: filling(node))
+    answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
+    node.finish(answers, expected)
+    assert exchanges.num_fills_ended > 0
+    node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
+    assert node.engine.requests.available == node.engine.limits.totals
 
 
 @pytest.mark.I1
@@ -260,30 +279,49 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
         node.engine.requests.check_integrity()
 
 
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.parametrize(("capacity", "keeps"), [(HOT_BUFFER, True), (400, False)])
+def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: int, keeps: bool) -> None:
+    """Its own pages stay the beginning of its hot buffer, and it is in the next step, unless the hot buffer
+    holds all positions: then it is filled again."""
+    node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 4 * NUM_NEW
+    prompts = [(*LONG[1][:240], *random_prompt(50 + n, 60)) for n in range(2)]
+    expected = [node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts]
+    node.engine.requests.held.flush()
+    answers = [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts]
+    node.turn_until(lambda: len([r for r in residents(node) if r.num_resident_pages]) == 2)
+    node.engine.steps.settle()
+    request = residents(node)[0]
+    own = set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
+    node.engine.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity),)), 0.0)
+    assert request.is_filling is not keeps
+    assert (own <= set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())) is keeps
+    assert [answer.token_ids for answer in answers] != expected, "it has tokens to draw"
+    while not all(answer.is_over for answer in answers):
+        node.turn()
+    assert [answer.token_ids for answer in answers] == expected
+    node.engine.requests.check_integrity()
+
+
 @pytest.mark.I5
 @pytest.mark.parametrize("largest", [HOT_BUFFER, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True)
 def test_tokens_equal_the_oracle_while_residents_come_and_go(
-    checkpoint: Checkpoint,
-    expected: dict[Prompt, list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    largest: int,
+    short_node: MakeNode, expected: dict[Prompt, list[int]], monkeypatch: pytest.MonkeyPatch, largest: int
 ) -> None:
     """The device pool has room for few: arrivals take pages from residents."""
-    pools = {"host_pool_tokens": 4096, "device_pool_tokens": 1600, "max_running_requests": 10}
-    small = automatic(checkpoint, tmp_path, monkeypatch, largest, growth_pages=1, **pools)
-    with closing(small) as node, drafts(node, 3, 0, 1):
-        exchanges = Exchanges(node, monkeypatch)
-        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
-        node.begin_together(answers)
-        node.turn_until(lambda: len(residents(node)) == len(LONG))
-        with node.without_steps():
-            node.turn_until(lambda: node.stats and node.stats.gauges["num_resident_reqs"] == len(LONG))
-        answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[:8])]
-        with node.without_steps():
-            node.turn_until(lambda: exchanges.num_pages_left)
-        node.finish(answers, expected)
+    node = short_node(1600, 3, 0, 1, largest=largest)
+    exchanges = Exchanges(node, monkeypatch)
+    answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+    node.begin_together(answers)
+    node.turn_until(lambda: len(residents(node)) == len(LONG))
+    with node.without_steps():
+        node.turn_until(lambda: node.stats and node.stats.gauges["num_resident_reqs"] == len(LONG))
+    answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[:8])]
+    with node.without_steps():
+        node.turn_until(lambda: exchanges.num_pages_left)
+    node.finish(answers, expected)
     assert exchanges.num_pages_given >= len(LONG)
     assert exchanges.num_pages_left > 0
 
@@ -292,25 +330,19 @@ def test_tokens_equal_the_oracle_while_residents_come_and_go(
 @pytest.mark.I5
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_tokens_equal_the_oracle_when_dense_requests_of_auto_make_room(
-    checkpoint: Checkpoint,
-    expected: dict[Prompt, list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_drafts: int,
+    short_node: MakeNode, expected: dict[Prompt, list[int]], num_drafts: int
 ) -> None:
     """Two that fill the device pool have drawn some tokens when others come. The second leaves its pages."""
-    pools = {"host_pool_tokens": 4096, "device_pool_tokens": 1120, "max_running_requests": 10}
-    small = automatic(checkpoint, tmp_path, monkeypatch, growth_pages=1, **pools)
-    with closing(small) as node, drafts(node, num_drafts):
-        requests = node.engine.requests
-        dense = [node.generate(prompt, NUM_NEW, HisparseFlag.AUTO) for prompt in LONG]
-        node.begin_together(dense)
-        assert [r.mode for r in requests.select(RequestState.RUNNING)] == [Mode.DENSE] * 2
-        node.turn_until(lambda: all(answer.token_ids for answer in dense))
-        late = [node.generate(LONG[0], NUM_NEW, by_turns(number)) for number in range(3)]
-        with node.without_steps():
-            node.turn_until(lambda: any(r.num_retractions for r in requests.select(RequestState.RUNNING)))
-        node.finish([*dense, *late], expected)
+    node = short_node(1120, num_drafts)
+    requests = node.engine.requests
+    dense = [node.generate(prompt, NUM_NEW, HisparseFlag.AUTO) for prompt in LONG]
+    node.begin_together(dense)
+    assert [r.mode for r in requests.select(RequestState.RUNNING)] == [Mode.DENSE] * 2
+    node.turn_until(lambda: all(answer.token_ids for answer in dense))
+    late = [node.generate(LONG[0], NUM_NEW, by_turns(number)) for number in range(3)]
+    with node.without_steps():
+        node.turn_until(lambda: any(r.num_retractions for r in requests.select(RequestState.RUNNING)))
+    node.finish([*dense, *late], expected)
     assert (dense[1].stats.num_retractions, dense[1].stats.mode) == (1, Mode.HISPARSE)
 
 

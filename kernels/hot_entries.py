@@ -1,0 +1,187 @@
+"""The entries of a row's hot buffer: which positions they have, and where these go when its size changes.
+
+A row gets a hot buffer of another size, or one for its pages, between two steps, in place: what stays hot is
+not fetched from the host again. A hot buffer keeps its first device slots. A larger one has empty entries
+behind them, a smaller one gives up those at its end, and items move on the device only where the rules of
+``hot_state.py`` want another hot_index. As an item's slot is that of its hot_index in all groups, each group
+moves its own.
+
+Everything here is made of torch's operations, so the CPU runs the same code as a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.kernels.checks import KernelArgumentError, check_range, check_tensor
+from hisparse_pd.kernels.hot_state import ABSENT, INTEGERS, HotBufferState
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Types as which items are copied, the widest first."""
+
+
+def positions_of(state: HotBufferState, row: int, lookup_slots: Tensor) -> Tensor:
+    """Return the positions of a row's ``lookup_slots``, int64 of the same shape; ABSENT where there is none.
+
+    If a slot's page is, say, the third page of the row, its position is in the third page of the sequence, at
+    the same offset.
+    """
+    slots = lookup_slots.long()
+    page_ids, pages = state.lookup_pages[row].long().sort()
+    at = torch.searchsorted(page_ids, slots // state.page_size).clamp_(max=len(page_ids) - 1)
+    positions = pages[at] * state.page_size + slots % state.page_size
+    return torch.where(slots == ABSENT, ABSENT, positions)
+
+
+def resize_hot_buffer(
+    state: HotBufferState,
+    row: int,
+    *,
+    num_before: int,
+    hot_slots: Tensor,
+    num_tokens: int,
+    layers_of_group: Sequence[Sequence[int]],
+    k_dev: Tensor,
+) -> None:
+    """Give the hot buffer of ``row`` another capacity, and keep what is hot as far as that has room.
+
+    If the row fits afterwards (``hot_state.ring_entries``), all that is hot goes to the hot_index of its own
+    number. Otherwise the ``capacity - max_new`` positions that were used last stay hot, below the ring; of
+    those used in the same step, the ones with the lowest hot_index. They stay where they are, except that
+    those at or beyond the ring of the new capacity move to entries that are free then. So a row that grows by
+    ``max_new`` entries or more, and does not fit, moves nothing. Rejected drafts are forgotten.
+
+    ``num_before``: the capacity so far. ``hot_slots``: integer [capacity] on the CPU, the row's device slots
+    from now on; the first ``num_before`` of them, or as many as there are, are those that it has.
+    ``num_tokens``: positions [0, num_tokens) are accepted, and backed up.
+    ``layers_of_group``: the layers of each group. ``k_dev``: as in ``swap_in.py``; items move in all of these
+    layers.
+
+    No step may be in flight on another stream. On a GPU everything is launched on the current stream, and
+    nothing waits for it: device slots that the row does not keep must stay its own until that is over.
+    Raises KernelArgumentError before it changes anything.
+    """
+    cpu = torch.device("cpu")
+    check_range("row", row, 0, state.num_rows)
+    check_range("num_before", num_before, state.max_new, state.max_capacity + 1)
+    check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,), device=cpu)
+    check_range("capacity", hot_slots.shape[0], state.max_new, state.max_capacity + 1)
+    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
+    check_tensor("k_dev", k_dev, dtypes=(torch.uint8,), shape=(None, None, None), device=state.device)
+    if len(layers_of_group) != state.num_groups:
+        raise KernelArgumentError(
+            f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
+        )
+
+    capacity = hot_slots.shape[0]
+    lookup_slots = state.hot_to_lookup[:, row, :num_before].clone()
+    stamps = state.stamps[:, row, :num_before].clone()
+    positions = positions_of(state, row, lookup_slots)
+    is_hot = (positions != ABSENT) & (positions < num_tokens)
+    entries = torch.arange(num_before, device=state.device).expand_as(positions)
+    ring_start = capacity - state.max_new
+    if num_tokens <= ring_start:
+        targets = torch.where(is_hot, positions, ABSENT)
+        most_moved = 0 if num_tokens <= num_before - state.max_new else num_before
+    else:
+        targets = _below(ring_start, torch.where(is_hot, stamps, ABSENT), entries)
+        most_moved = min(ring_start, max(0, num_before - ring_start))
+
+    slots_before = state.hot_slots[row].long()
+    state.set_hot_slots(row, hot_slots)
+    if most_moved:
+        moves = _moves(targets, entries, most_moved, slots_before, state.hot_slots[row].long())
+        _move_items(k_dev, layers_of_group, *moves)
+    _enter(state, row, lookup_slots, stamps, targets)
+
+
+def enter_hot_buffer(
+    state: HotBufferState, row: int, *, hot_slots: Tensor, first_position: int, num_tokens: int
+) -> None:
+    """Give a dense or resident ``row`` a hot buffer for its pages, in which the positions [first_position,
+    num_tokens) are hot: position ``first_position + i`` is at hot_index ``i``, and its item is in the device
+    slot of that. The row has its host and lookup pages already.
+
+    ``hot_slots``: integer [capacity] on the CPU. The positions leave the ring free. If the row fits
+    (``hot_state.ring_entries``), ``first_position`` is 0. No step may be in flight on another stream, and on
+    a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
+    """
+    check_range("row", row, 0, state.num_rows)
+    check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))
+    capacity = hot_slots.shape[0]
+    check_range("capacity", capacity, state.max_new, state.max_capacity + 1)
+    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
+    ring_start = capacity - state.max_new
+    lowest = max(0, num_tokens - ring_start)
+    check_range("first_position", first_position, lowest, num_tokens + 1 if lowest else 1)
+
+    state.drop_pages(row)
+    state.set_hot_slots(row, hot_slots)
+    positions = torch.arange(first_position, num_tokens, device=state.device)
+    page_ids = state.lookup_pages[row].long()[positions // state.page_size]
+    lookup_slots = page_ids * state.page_size + positions % state.page_size
+    num_hot = num_tokens - first_position
+    state.lookup_to_hot[:, lookup_slots] = torch.arange(num_hot, dtype=torch.int32, device=state.device)
+    state.hot_to_lookup[:, row, :num_hot] = lookup_slots.int()
+    state.stamps[:, row, :num_hot] = 0
+
+
+def _below(ring_start: int, stamps: Tensor, entries: Tensor) -> Tensor:
+    """Return the hot_index that each of ``entries`` gets if ``ring_start`` of them stay, those with the
+    latest ``stamps``; ABSENT for the others, and where there is no stamp."""
+    latest = stamps.argsort(dim=1, descending=True, stable=True)[:, :ring_start]
+    is_kept = torch.zeros_like(stamps, dtype=torch.bool).scatter_(1, latest, True) & (stamps != ABSENT)
+    if stamps.shape[1] <= ring_start:
+        return torch.where(is_kept, entries, ABSENT)
+    # There are as many free entries below the ring as kept ones at or beyond it, or more. They are taken in
+    # order.
+    is_moved = is_kept & (entries >= ring_start)
+    free = is_kept[:, :ring_start].byte().argsort(dim=1, stable=True)
+    number = (is_moved.cumsum(dim=1) - 1).clamp_(0, max(0, ring_start - 1))
+    targets = torch.where(is_kept, entries, ABSENT)
+    return torch.where(is_moved, free.gather(1, number), targets) if ring_start else targets
+
+
+def _moves(
+    targets: Tensor, entries: Tensor, most_moved: int, slots_before: Tensor, slots_after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return source and destination slots, [num_groups, most_moved], of the items whose hot_index changes.
+
+    Groups move different numbers of items, which only the device knows: the rest of a group's list repeats
+    its first move, or copies a slot to itself.
+    """
+    is_moved = (targets != ABSENT) & (targets != entries)
+    src = is_moved.byte().argsort(dim=1, descending=True, stable=True)[:, :most_moved]
+    is_valid = is_moved.gather(1, src)
+    src = torch.where(is_valid, src, src[:, :1])
+    src_slots = slots_before[src]
+    dst_slots = slots_after[targets.gather(1, src).clamp_(min=0)]
+    return src_slots, torch.where(is_valid[:, :1], dst_slots, src_slots)
+
+
+def _move_items(
+    k_dev: Tensor, layers_of_group: Sequence[Sequence[int]], src_slots: Tensor, dst_slots: Tensor
+) -> None:
+    word = next(dtype for dtype in WORDS if k_dev.shape[2] % dtype.itemsize == 0)
+    items = k_dev.view(word)
+    for group, layers in enumerate(layers_of_group):
+        for layer in layers:
+            moved = items[layer].index_select(0, src_slots[group])  # all are read before any is written
+            items[layer].index_copy_(0, dst_slots[group], moved)
+
+
+def _enter(state: HotBufferState, row: int, lookup_slots: Tensor, stamps: Tensor, targets: Tensor) -> None:
+    """Enter what was at each hot_index at that of ``targets``, and nothing else, into the row's tables."""
+    is_used = lookup_slots != ABSENT
+    slots = torch.where(is_used, lookup_slots, state.num_lookup_slots).long()
+    hot_indices = torch.where(is_used, targets, ABSENT)
+    state.lookup_to_hot.scatter_(1, slots, hot_indices.to(state.lookup_to_hot.dtype))
+    # A column behind the last hot_index takes what is dropped.
+    at = torch.where(hot_indices == ABSENT, state.max_capacity, hot_indices)
+    for table, values in ((state.hot_to_lookup, lookup_slots), (state.stamps, stamps)):
+        of_row = table.new_full((state.num_groups, state.max_capacity + 1), ABSENT)
+        of_row.scatter_(1, at, values)
+        table[:, row].copy_(of_row[:, : state.max_capacity])

@@ -1,0 +1,44 @@
+"""Requests of a small synthetic model on a GPU, whose steps tests run one by one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.loader import load_model
+from tests.gpu.support import DEVICE
+from tools.bench import decode_step
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
+
+NUM_STEPS = 6
+"""Steps that a test runs at a time."""
+
+
+def write_model(path: Path) -> Path:
+    """Write a checkpoint of three layers to ``path``, and return that."""
+    shape = SyntheticShape(3, 8, 1024, vocab_size=16384, context_length=8192, draft_agreement=0.5)
+    write_synthetic(path, shape, 0, DEVICE, in_fp8=True)
+    return path
+
+
+def bench_of(
+    checkpoint: Path,
+    mode: Mode,
+    num_reqs: int,
+    num_drafts: int,
+    *options: str,
+    is_resident: bool = False,
+    num_steps: int = NUM_STEPS,
+) -> decode_step.Bench:
+    """Return requests with prompts of 3,000 tokens whose steps can be run. They have slots for four times
+    ``num_steps``, and hot buffers that are no larger than all of these tokens."""
+    parser = argparse.ArgumentParser()
+    decode_step.add_node_options(parser)
+    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
+    arguments.model_path, arguments.no_graphs = checkpoint, False
+    spec = decode_step.load_shared_spec(arguments, num_drafts)
+    model = load_model(checkpoint, spec, DEVICE)
+    settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
+    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
+    return decode_step.Bench(spec, model, settings, prompt, mode, num_steps, None, is_resident=is_resident)
