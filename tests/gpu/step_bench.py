@@ -12,7 +12,7 @@ from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 NUM_STEPS = 6
-"""Requests have slots for four times as many steps."""
+"""Steps that a test runs at a time."""
 
 
 def write_model(path: Path) -> Path:
@@ -23,9 +23,16 @@ def write_model(path: Path) -> Path:
 
 
 def bench_of(
-    checkpoint: Path, mode: Mode, num_reqs: int, num_drafts: int, *options: str, is_resident: bool = False
+    checkpoint: Path,
+    mode: Mode,
+    num_reqs: int,
+    num_drafts: int,
+    *options: str,
+    is_resident: bool = False,
+    num_steps: int = NUM_STEPS,
 ) -> decode_step.Bench:
-    """Return requests with prompts of 3,000 tokens whose steps can be run."""
+    """Return requests with prompts of 3,000 tokens whose steps can be run. They have slots for four times
+    ``num_steps``, and hot buffers that are no larger than all of these tokens."""
     parser = argparse.ArgumentParser()
     decode_step.add_node_options(parser)
     arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
@@ -34,4 +41,4 @@ def bench_of(
     model = load_model(checkpoint, spec, DEVICE)
     settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
     prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
-    return decode_step.Bench(spec, model, settings, prompt, mode, NUM_STEPS, None, is_resident=is_resident)
+    return decode_step.Bench(spec, model, settings, prompt, mode, num_steps, None, is_resident=is_resident)

@@ -122,7 +122,7 @@ def leave_pages(bench: decode_step.Bench, request: Request, most: int) -> None:
     """Give a resident request a hot buffer of up to ``most`` entries for its pages. The others are lost."""
     slots, num_tokens = request.owned[PoolKind.DEVICE], request.num_kv_tokens
     num_slots, max_new = request.num_device_slots, bench.tables.state.max_new
-    capacity = min(most, num_slots)
+    capacity = min(most, num_slots, bench.tables.state.max_capacity)
     first = round_up(max(0, num_tokens - (capacity - max_new)), PAGE)
     bench.tables.retract(request)
     request.hot_capacity = min(capacity, num_slots - first)

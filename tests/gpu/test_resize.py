@@ -22,7 +22,6 @@ from tests.unit.kernels.table_rules import check_consistency
 PAGE, NUM_TOKENS, LARGEST = 64, 20_000, 24_576
 LAYERS_OF_GROUP = ((0, 1), (2,), (3,))
 NUM_ROUNDS, NUM_STEPS = 7, 3
-BUFFER = 4096
 """Entries of a hot buffer in which the 3,000 tokens of a request fit."""
 
 pytestmark = needs_gpu
@@ -136,16 +135,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.I4
 @pytest.mark.I5
 @pytest.mark.parametrize(
-    ("num_drafts", "capacities"), [(0, (2112, 2600, BUFFER, 2304)), (3, (3200, BUFFER, 3300, 3500))]
+    ("num_drafts", "largest", "capacities"),
+    [(0, 4096, (2112, 2600, 4096, 2304)), (3, 4200, (3200, 4200, 3300, 3500))],
 )
 def test_tokens_are_the_same_while_hot_buffers_change_their_size(
-    checkpoint: Path, num_drafts: int, capacities: tuple[int, ...]
+    checkpoint: Path, num_drafts: int, largest: int, capacities: tuple[int, ...]
 ) -> None:
     """Steps are replayed from graphs that were captured before. With drafts all tokens of a request must fit:
     a step may select all of them."""
     tokens: list[list[list[int]]] = []
+    num_steps = (largest - 3000) // (4 * (num_drafts + 1)) + 1  # for slots of so many tokens, or more
     for resizes in (False, True):
-        bench = bench_of(checkpoint, Mode.HISPARSE, 3, num_drafts, "--buffer", str(BUFFER))
+        bench = bench_of(checkpoint, Mode.HISPARSE, 3, num_drafts, "--buffer", "8192", num_steps=num_steps)
         in_turn = cycle(capacities)
         try:
             for _ in range(NUM_ROUNDS):
