@@ -67,7 +67,8 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
             return True
         if use.num_dense:
             return False  # it waits for the pages of one that ends
-    most = min(draft.limits.device_buffer_size, num_taken // 2)  # with more, pages would be of more use
+    half = draft.limits.in_pages(min(num_tokens, request.life_tokens) // 2)
+    most = min(draft.limits.device_buffer_size, half)  # with more, pages would be of more use
     if leaves_hot_buffers(draft, num_taken):
         return _admit_dense(draft, request) or _admit_hisparse(draft, request, most)
     return _admit_hisparse(draft, request, most) or _admit_dense(draft, request)
