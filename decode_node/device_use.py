@@ -59,7 +59,9 @@ class DeviceUse:
         """The dense ones that may leave pages of more slots than a hot buffer of the full size has, with the
         number of their slots, those admitted last first."""
         self.num_hisparse = 0
-        """The hisparse requests, those that land or are admitted included, as in the next three."""
+        """The hisparse requests, those that land or are admitted included, as in the next four."""
+        self.hisparse_slots = 0
+        """The device slots of hot buffers that hold the whole lives of the hisparse ones."""
         self.num_never_dense = 0
         """The hisparse requests that could not be dense."""
         self.num_dense = 0
@@ -98,6 +100,7 @@ class DeviceUse:
 
     def _count_hisparse(self, request: Request) -> None:
         self.num_hisparse += 1
+        self.hisparse_slots += self._limits.life_slots(request)
         self.num_never_dense += not self._limits.may_be_dense(request)
 
     def _note_dense(self, num_slots: int) -> None:
@@ -121,6 +124,7 @@ class DeviceUse:
         request = exchange.request
         if request in self.hisparse:
             self.num_hisparse -= 1
+            self.hisparse_slots -= self._limits.life_slots(request)
             self.num_never_dense -= not self._limits.may_be_dense(request)
         else:
             self.num_dense -= 1

@@ -166,15 +166,16 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
         # Steps. CUDA graphs are captured from forwards of padding alone, so before any request has slots.
         send(EngineLoading("kernels and CUDA graphs"))
+        runner = make_runner(settings, model, self.tables)
         self.steps = StepLine(
-            make_runner(settings, model, self.tables),
+            runner,
             self._lockstep,
             self.requests,
             self.tables,
             self.plan_moves,
             most_drafts=settings.speculative_num_steps,
             scrubber=Scrubber(self.tables),
-            miss_costs=MissCosts(spec.index_topk, self._miss_secs()),
+            miss_costs=MissCosts(spec.index_topk, self._miss_secs(), runner.step_secs),
         )
         self._last_turn_at = float("inf")  # no time lies between the start and the first turn
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.row_outcomes import RowOutcomes
 from hisparse_pd.decode_node.split_choice import (
     MIN_REQS,
+    MISS_SHARE,
     SPLITS,
     Secs,
     Split,
@@ -125,6 +127,9 @@ class Forwards:
         """Results of a first half that the second half reads; None in a node without a draft layer."""
         self.graphs: dict[_GraphKind, dict[int, CapturedForward]] = {}
         """First halves by kind, then by batch size, smallest first."""
+        self.step_secs: dict[int, float] = {}
+        """Seconds of steps of hisparse requests that miss nothing, by their number. ``capture`` measures them
+        for powers of two, as far as the pools hold that many."""
         self._graph_pool: Any = None
         """The memory pool that all graphs share."""
         self._following: dict[tuple[int, int], _CapturedFollow] = {}
@@ -186,6 +191,7 @@ class Forwards:
         for half in whole:
             of_kind = self.graphs.setdefault(_GraphKind(half.num_new, is_split=False), {})
             of_kind[half.num_reqs] = self._capture(half, stream)
+        self._time_whole([size for size in sizes if size.bit_count() == 1])
         measured = self._capture_split(sizes_to_split, stream)
         self.graphs = {kind: dict(sorted(graphs.items())) for kind, graphs in self.graphs.items()}
         log.info(
@@ -235,23 +241,44 @@ class Forwards:
         }
         return choice.measured
 
+    def _time_whole(self, sizes: Sequence[int]) -> None:
+        """Measure ``step_secs`` for ``sizes``."""
+        for size in sizes:
+            secs = self._time(size, partial(self._whole_step, size), miss_share=0.0)
+            if secs is not None:
+                self.step_secs[size] = secs[Split.WHOLE]
+
     def _time_trial(
         self, size: int, stream: torch.cuda.Stream, tried: dict[tuple[int, Split], CapturedForward]
     ) -> Secs | None:
         """Time a step of ``size`` requests in each way to run; None if the pools of some rank are too small.
         Adds the first halves that it captures to ``tried``."""
+
+        def steps() -> dict[Split, Callable[[], object]]:
+            found = self._whole_step(size)
+            for split in SPLITS:
+                captured = tried[size, split] = self._capture(_FirstHalf(size, 1, split), stream)
+                found[split] = captured.graph.replay
+            return found
+
+        return self._time(size, steps, miss_share=MISS_SHARE)
+
+    def _whole_step(self, size: int) -> dict[Split, Callable[[], object]]:
+        return {Split.WHOLE: self.graphs[_PLAIN_WHOLE][size].graph.replay}
+
+    def _time(
+        self, size: int, make_steps: Callable[[], Mapping[Split, Callable[[], object]]], *, miss_share: float
+    ) -> Secs | None:
+        """Time steps of ``size`` requests that miss ``miss_share``; None if the pools of some rank are too
+        small. ``make_steps`` is called while the requests are in the pools."""
         ranks = self._model.ranks
-        requests = TrialRequests(self._tables, self._kernels, self._inputs, size)
+        requests = TrialRequests(self._tables, self._kernels, self._inputs, size, miss_share=miss_share)
         try:
             fits_here = int(requests.fits)
             fits_by_rank = [(fits_here,)] if ranks is None else ranks.agree(fits_here)
             if (0,) in fits_by_rank:
                 return None
-            steps = {Split.WHOLE: self.graphs[_PLAIN_WHOLE][size].graph.replay}
-            for split in SPLITS:
-                captured = tried[size, split] = self._capture(_FirstHalf(size, 1, split), stream)
-                steps[split] = captured.graph.replay
-            return time_by_turns(steps, requests, ranks)
+            return time_by_turns(make_steps(), requests, ranks)
         finally:
             requests.end()
 

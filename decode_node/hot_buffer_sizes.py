@@ -9,6 +9,7 @@ which replaces all of its device slots before the next step, and pages for all o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -22,6 +23,9 @@ from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange, Fill
 
+HOT_SPEED: Final = 0.95
+"""The part of the tokens of dense requests that as many with hot buffers make if they miss nothing: their
+steps look positions up, and it takes copies to make room for them."""
 MIN_SAVED: Final = 1.0
 """Copies that a request must save by pages, for each that fills these; and misses that it must have ahead of
 it, for each entry that its hot buffer gets: these fill the new entries."""
@@ -32,15 +36,15 @@ MAX_ONE_BY_ONE: Final = 4
 """Dense requests that are asked one by one to leave their pages, where not all that should can do so."""
 
 
-def spare_capacity(draft: PlanDraft, request: Request) -> int:
-    """Return how many entries of a hot buffer for ``request``, up to the full size, the spare device slots
-    allow; 0 if they are fewer than its minimum.
+def spare_capacity(draft: PlanDraft, request: Request, most: int) -> int:
+    """Return how many entries of a hot buffer for ``request``, up to ``most``, the spare device slots allow;
+    0 if they are fewer than its minimum. ``most``: 0 for the full size.
 
     It may get more once it runs: slots of a request whose KV is on its way cannot be taken back for others.
     """
     page_size = draft.limits.page_size
     spare = draft.spare_device() // page_size * page_size
-    capacity = min(draft.limits.max_capacity(request), spare)
+    capacity = min(draft.limits.max_capacity(request, most), spare)
     return capacity if capacity >= draft.limits.min_capacity(request) else 0
 
 
@@ -54,7 +58,7 @@ def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
     it leaves save others ``k * (s - c) / c**2``: more if ``c`` is below ``s / 2``.
     """
     limits, use = draft.limits, draft.device_use
-    most_slots = limits.hot_slots(min(limits.largest_hot_buffer or limits.device_buffer_size, num_taken // 2))
+    most_slots = limits.hot_slots(min(_largest(limits), num_taken // 2))
     left = draft.spare_device() - num_taken - use.num_lacked(most_slots)
     if left < 0:
         return False
@@ -91,30 +95,70 @@ def hisparse_pays(draft: PlanDraft) -> bool:
 
 
 def dense_alone_pays(draft: PlanDraft, num_taken: int) -> bool:
-    """Return whether the node makes more tokens a second if requests that take ``num_taken`` device slots for
-    their pages are dense, as many as the device pool holds, and the others wait, than if all run, as far as
-    that pays.
+    """Return whether the node makes more tokens a second if dense requests run alone, as many as the device
+    pool holds, and the others wait, than if all run, as far as that pays. ``num_taken``: the device slots
+    that the request which is next takes for its pages.
 
     ``hisparse_pays`` tells what one request more brings. Where many have hot buffers, it does not tell how
     fast fewer dense ones would be in their place.
     """
     limits, use, cost = draft.limits, draft.device_use, draft.miss_cost
-    if use.num_never_dense or not cost.fixed_secs:
+    if use.num_never_dense or not cost.tells_speed:
         return False
-    num_others = sum(1 for _ in draft.queue.first(draft.available.req_row - 1))
-    num_reqs = use.num_hisparse + use.num_dense + 1 + num_others
-    num_slots, largest = limits.totals.device, limits.largest_hot_buffer or limits.device_buffer_size
-    num_dense = num_slots // max(1, num_taken)
+    num_reqs, mean_taken = _all_requests(draft, num_taken)
+    num_slots, largest = limits.totals.device, _largest(limits)
+    num_dense = num_slots // mean_taken
     if num_dense >= num_reqs:
         return False  # all can be dense, and nobody need wait
     # Beside hot buffers of use some are dense (``leaves_hot_buffers``). Beside smaller ones nobody is.
-    most = max(1, min(largest, num_taken // 2))
-    num_beside = max(0, num_slots - num_reqs * most) // max(1, num_taken - most)
+    most = limits.hot_slots(min(largest, mean_taken // 2))
+    num_beside = max(0, num_slots - num_reqs * most) // max(1, mean_taken - most)
     num_hot = num_reqs - num_beside
     if not num_beside:
         num_hot = int(min(num_hot, max(1.0, cost.most_hot(num_slots), num_slots / most)))
-    num_missed = cost.num_missed(num_hot, num_slots - num_beside * num_taken, largest)
-    return cost.tokens_per_sec(num_dense, 0) > cost.tokens_per_sec(num_beside + num_hot, num_missed)
+    num_missed = cost.num_missed(num_hot, num_slots - num_beside * mean_taken, largest, mean_taken)
+    if_all_run = cost.tokens_per_sec(num_beside + num_hot, num_missed)
+    return cost.tokens_per_sec(num_dense, 0) > HOT_SPEED * if_all_run
+
+
+def hot_buffers_are_enough(draft: PlanDraft, num_taken: int) -> bool:
+    """Return whether one more hisparse request makes the node's tokens a second fewer, and fewer than dense
+    requests alone make, as many as the device pool holds: then it is to wait for the end of others.
+    ``num_taken``: the device slots that it would take for its pages."""
+    limits, use, cost = draft.limits, draft.device_use, draft.miss_cost
+    if use.num_never_dense or not cost.tells_speed:
+        return False
+
+    def tokens_per_sec(num_more: int, num_leaving: int = 0, num_left: int = 0) -> float:
+        """Return those with ``num_more`` hisparse requests of which ``num_leaving`` leave ``num_left`` slots
+        of their pages."""
+        num_hot = use.num_hisparse + num_more
+        seq_len = (use.hisparse_slots + num_more * num_taken) / max(1, num_hot)
+        num_slots = limits.totals.device - use.dense_slots + num_left
+        num_missed = cost.num_missed(num_hot, num_slots, _largest(limits), seq_len)
+        return cost.tokens_per_sec(use.num_dense - num_leaving + num_hot, num_missed)
+
+    with_one_more = tokens_per_sec(1)
+    if num_left := next(iter(use.leaving.values()), 0):
+        with_one_more = max(with_one_more, tokens_per_sec(2, 1, num_left))
+    _, mean_taken = _all_requests(draft, num_taken)
+    dense_alone = cost.tokens_per_sec(limits.totals.device // mean_taken, 0)
+    return with_one_more < min(tokens_per_sec(0), dense_alone / HOT_SPEED)
+
+
+def _all_requests(draft: PlanDraft, num_taken: int) -> tuple[int, int]:
+    """Return the number of requests that run, land or wait, as far as there are rows for them, and the device
+    slots that each would take for its pages, on average. One of them, of ``num_taken`` slots, is out of the
+    queue already."""
+    use = draft.device_use
+    waiting = [wanted.num_slots for wanted in draft.queue.first(draft.available.req_row - 1)]
+    num_reqs = use.num_hisparse + use.num_dense + 1 + len(waiting)
+    num_slots = use.hisparse_slots + use.dense_slots + num_taken + sum(waiting)
+    return num_reqs, draft.limits.in_pages(max(1, num_slots // num_reqs))
+
+
+def _largest(limits: Limits) -> int:
+    return limits.largest_hot_buffer or limits.device_buffer_size
 
 
 def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
@@ -126,11 +170,13 @@ def dense_pays(draft: PlanDraft, num_taken: int) -> bool:
 def _num_saved(draft: PlanDraft, num_more: int, num_more_slots: int) -> float:
     """Return how many positions fewer a step misses, all hot buffers together, if there are ``num_more``
     more of them, and ``num_more_slots`` more device slots for all."""
-    num_hisparse = draft.device_use.num_hisparse
-    num_slots = draft.limits.totals.device - draft.device_use.dense_slots
+    use, cost = draft.device_use, draft.miss_cost
+    num_hisparse = use.num_hisparse
+    num_slots = draft.limits.totals.device - use.dense_slots
     most = max(draft.limits.device_buffer_size, draft.limits.largest_hot_buffer)
-    present = draft.miss_cost.num_missed(num_hisparse, num_slots, most)
-    return present - draft.miss_cost.num_missed(num_hisparse + num_more, num_slots + num_more_slots, most)
+    seq_len = use.hisparse_slots / num_hisparse if num_hisparse else math.inf
+    present = cost.num_missed(num_hisparse, num_slots, most, seq_len)
+    return present - cost.num_missed(num_hisparse + num_more, num_slots + num_more_slots, most, seq_len)
 
 
 def make_room(

@@ -16,6 +16,7 @@ from hisparse_pd.decode_node.hot_buffer_sizes import (
     dense_alone_pays,
     dense_pays,
     hisparse_pays,
+    hot_buffers_are_enough,
     leaves_hot_buffers,
     make_room,
     spare_capacity,
@@ -53,23 +54,29 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
     held = draft.matches.find(request, Mode.DENSE)
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     num_taken = _need(draft.limits, request, Mode.DENSE, num_tokens, held).device + held.taken.device
-    may_be_dense, use = draft.limits.may_be_dense(request), draft.device_use
-    others_are_live = use.num_dense + use.num_hisparse > 0
-    if may_be_dense and others_are_live and dense_alone_pays(draft, num_taken):
-        return _admit_dense(draft, request)  # or it waits for the end of others
-    if may_be_dense and not hisparse_pays(draft):
+    use = draft.device_use
+    # Where nobody has shown for long what hot buffers miss, the next who lacks room for pages does.
+    is_judged = draft.limits.may_be_dense(request) and not (draft.miss_cost.is_stale and not use.num_hisparse)
+    if is_judged and use.num_dense + use.num_hisparse > 0:
+        if dense_alone_pays(draft, num_taken):
+            return _admit_dense(draft, request)  # or it waits for the end of others
+        if hot_buffers_are_enough(draft, num_taken):
+            return False
+    if is_judged and not hisparse_pays(draft):
         if dense_pays(draft, num_taken) and _admit_dense(draft, request):
             return True
         if use.num_dense:
             return False  # it waits for the pages of one that ends
+    half = draft.limits.in_pages(min(num_tokens, request.life_tokens) // 2)
+    most = min(draft.limits.device_buffer_size, half)  # with more, pages would be of more use
     if leaves_hot_buffers(draft, num_taken):
-        return _admit_dense(draft, request) or _admit_hisparse(draft, request)
-    return _admit_hisparse(draft, request) or _admit_dense(draft, request)
+        return _admit_dense(draft, request) or _admit_hisparse(draft, request, most)
+    return _admit_hisparse(draft, request, most) or _admit_dense(draft, request)
 
 
-def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
-    """Admit ``request`` with as large a hot buffer as is spare, up to the full size. If that is too small,
-    others make room, but only if nothing but device slots is missing."""
+def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:
+    """Admit ``request`` with as large a hot buffer as is spare, up to ``most`` entries; 0: up to the full
+    size. If that is too small, others make room, but only if nothing but device slots is missing."""
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     min_capacity = draft.limits.min_capacity(request)
     held = draft.matches.find(request, Mode.HISPARSE)
@@ -77,17 +84,18 @@ def _admit_hisparse(draft: PlanDraft, request: Request) -> bool:
     if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, hot_capacity=0), held):
         return False
     smallest, full_size = (
-        draft.limits.in_pages(capacity) for capacity in (min_capacity, draft.limits.max_capacity(request))
+        draft.limits.in_pages(capacity)
+        for capacity in (min_capacity, draft.limits.max_capacity(request, most))
     )
     # Dense requests that leave their pages take host slots, which the request may lack then.
     for dense_may_leave in (True, False) if draft.device_use.leaving else (False,):
         mark = draft.mark()
         if draft.spare_device() < full_size:
             make_room(draft, full_size, dense_may_leave=dense_may_leave)
-        if not spare_capacity(draft, request):
+        if not spare_capacity(draft, request, most):
             make_room(draft, smallest, dense_may_leave=dense_may_leave, hot_buffers_may_be_small=True)
         # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
-        for capacity in (spare_capacity(draft, request), min_capacity):
+        for capacity in (spare_capacity(draft, request, most), min_capacity):
             need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
             if capacity and draft.land(Admission(request, Mode.HISPARSE, need, capacity), held):
                 return True

@@ -12,7 +12,7 @@ A step without drafts and with many hisparse requests is split, so that copies h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -109,6 +109,12 @@ class DeviceRunner:
         if graph_batches:
             self._send_inputs([], max_new)  # all requests are padding during the capture
             self._forwards.capture(sorted(graph_batches, reverse=True))
+
+    @property
+    def step_secs(self) -> Mapping[int, float]:
+        """Seconds of steps that miss nothing, by their number of requests, as the capture of graphs has
+        measured them; empty without graphs."""
+        return self._forwards.step_secs
 
     def would_split(self, batch: Sequence[Request]) -> bool:
         """Return whether this rank wants to split the batch. If one rank does, all split (``Lockstep``)."""

@@ -18,7 +18,9 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
   pages are there. Where one more hisparse request would cost more than it brings (``hisparse_pays``), it
   waits for the pages of a dense one that runs or lands. Where as many dense requests as fit make more tokens
-  than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too.
+  than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too; where they do so only
+  if one more hot buffer makes all of them smaller (``hot_buffers_are_enough``), for the end of others. What
+  misses cost is as good as unknown if nobody has had a hot buffer for long: the next who lacks room gets one.
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give

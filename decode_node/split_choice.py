@@ -8,7 +8,7 @@ only selection and attention of each layer are split: they alone hide copies, an
 micro-batches, the whole forward is split: everything hides copies, and every matrix and expert is read twice.
 Which is faster depends on the model, on how many GPUs share its experts, and on the machine. So all ways are
 timed, with requests that miss as many positions as published traces do. A request's tokens do not depend on
-the choice.
+the choice. With requests that miss nothing ``Forwards`` measures how long steps take (``miss_cost.py``).
 
 Slots and tables are those of ``kernels/hot_state.py``, whose docstring has an example.
 """
@@ -100,9 +100,16 @@ class TrialRequests:
     """
 
     def __init__(
-        self, tables: RequestTables, kernels: AttentionKernels, inputs: StepInputs, num_reqs: int
+        self,
+        tables: RequestTables,
+        kernels: AttentionKernels,
+        inputs: StepInputs,
+        num_reqs: int,
+        *,
+        miss_share: float = MISS_SHARE,
     ) -> None:
-        self._tables, self._num_reqs = tables, num_reqs
+        """``miss_share``: the share of selected positions that miss in each step behind the first."""
+        self._tables, self._num_reqs, self._miss_share = tables, num_reqs, miss_share
         spec, memory, state = tables.spec, tables.memory, tables.state
         page_size = tables.page_size
         # All requests share the slots of the host pool and of the index pool, which ends with a scratch page,
@@ -154,12 +161,14 @@ class TrialRequests:
         inputs.num_real.fill_(num_reqs)
 
     def drop_entries(self) -> None:
-        """Free a share MISS_SHARE of the hot buffers' entries, at random, so that the next step misses as
+        """Free a share ``miss_share`` of the hot buffers' entries, at random, so that the next step misses as
         large a share of what it selects. All three tables that have entries forget them."""
+        if not self._miss_share:
+            return
         state = self._tables.state
         lookup_slots = state.hot_to_lookup[:, : self._num_reqs]
         random = torch.rand(lookup_slots.shape, generator=self._generator, device=lookup_slots.device)
-        is_lost = (random < MISS_SHARE) & (lookup_slots != ABSENT)
+        is_lost = (random < self._miss_share) & (lookup_slots != ABSENT)
         # A scatter writes for every entry: those that are not lost write to the last lookup slot, unused.
         lost = torch.where(is_lost, lookup_slots, state.num_lookup_slots).flatten(1).long()
         state.lookup_to_hot.scatter_(1, lost, ABSENT)

@@ -73,6 +73,7 @@ class StepLine:
         """The share of the last step in which its misses took the link to the host."""
         self.draft_choice = DraftChoice(most_drafts)
         self.next_plan = NextPlan(plan_moves.limits, requests)
+        self.next_plan.miss_cost = miss_costs.present()
 
     def carry_out_plan(self, now: float) -> None:
         """Carry out the scheduler's plan for the next step, before ``advance`` launches that. The step in

@@ -42,6 +42,8 @@ def test_a_batch_that_is_split_draws_the_same_tokens(
         monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
         settings = decode_step.make_settings(arguments, NUM_REQS, num_drafts)
         bench = decode_step.Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
+        assert set(bench.runner.step_secs) == {1, 2, 4, 8}
+        assert min(bench.runner.step_secs.values()) > 0
         try:
             bench.run(NUM_STEPS)
         finally:

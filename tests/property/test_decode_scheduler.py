@@ -67,6 +67,8 @@ STEPS_COST = MissCost(
     missed_entries=500.0, miss_secs=0.1, request_secs=200.0, fixed_secs=2.0, growth_secs=0.1
 )
 """A cost at which it pays, and few dense requests make more tokens than many hisparse ones."""
+STALE_COST = replace(STEPS_COST, is_stale=True)
+"""A cost that is not known any more: the first request that lacks room for pages gets a hot buffer."""
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
 Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None, int]
 ARRIVALS = st.tuples(
@@ -119,7 +121,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         keeps_residents=st.booleans(),
         largest_hot_buffer=st.sampled_from([0, 24]),
         num_index_slots=st.sampled_from([0, 40, 60]),
-        miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST, STEPS_COST]),
+        miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST, STEPS_COST, STALE_COST]),
         fill_tokens=st.sampled_from([0, 40]),
         totals=st.sampled_from([TOTALS, ROOMY]),
     )
@@ -298,7 +300,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             if exchange.request.mode is Mode.DENSE and exchange.request.has_slots_for_next:
                 assert exchange.request.flag is HisparseFlag.AUTO
-                is_for_others = self.miss_cost in (PRESENT_COST, STEPS_COST) and not waiting
+                is_for_others = self.miss_cost in (PRESENT_COST, STEPS_COST, STALE_COST) and not waiting
                 assert plan.admissions or is_for_others, "it leaves its pages, and nobody comes"
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"

@@ -15,7 +15,6 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing, step_line
 from hisparse_pd.decode_node.memory import slots_tensor
-from hisparse_pd.decode_node.miss_cost import CHEAP
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
@@ -351,7 +350,7 @@ def test_plans_learn_what_hot_buffers_miss(
 ) -> None:
     monkeypatch.setattr(step_line, "STEPS_BETWEEN_ESTIMATES", 1)
     plans = node.engine.steps.next_plan
-    assert plans.miss_cost == CHEAP
+    assert plans.miss_cost.missed_entries == 0
     with drafts(node, MAX_DRAFTS):
         node.finish([node.generate(LONG[1], NUM_NEW, HisparseFlag.TRUE)], expected)
     assert plans.miss_cost.missed_entries > 0

@@ -136,6 +136,18 @@ def test_a_trial_misses_its_share_and_leaves_nothing() -> None:
     assert inputs.num_real.tolist() == [0]
 
 
+def test_a_trial_that_is_to_miss_nothing_keeps_its_entries() -> None:
+    hot, inputs = empty_node(SPEC)
+    kernels = AttentionKernels.reference(hot.spec)
+    requests = TrialRequests(hot, kernels, inputs, NUM_REQS, miss_share=0.0)
+    access = DeviceStep(hot, kernels, new_positions(inputs))
+    access.page_in(0, access.select(0, torch.randn((NUM_REQS, 2, 8)), torch.ones((NUM_REQS, 2))))
+    before = hot.state.hot_to_lookup.clone()
+    requests.drop_entries()
+    assert torch.equal(hot.state.hot_to_lookup, before)
+    assert (before >= 0).any()
+
+
 @pytest.mark.parametrize(("host", "device"), [(NUM_REQS * 64, NUM_REQS * CAPACITY), (HOST, NUM_REQS * TOP_K)])
 def test_what_the_pools_do_not_hold_is_not_tried(host: int, device: int) -> None:
     hot, inputs = empty_node(SPEC, host, device)

@@ -1,0 +1,360 @@
+"""Simulates how many tokens a second a decode node makes dense, hisparse and with ``auto``.
+
+    python -m tools.bench.modes --clients 16 24 32 64 --input-tokens 8192 32768 --output-tokens 256
+
+The decode node's own scheduler and books plan for clients that ask again as soon as they have an answer. What
+a GPU and links do is modelled, by times that were measured: a step takes some time for any number of
+requests, some for each, some more for each with a hot buffer, and the time in which misses cross the link.
+The prefill node has each prompt cached. So what plans choose can be judged without a GPU. The defaults are
+five layers of V3.2 on an H200, with as much memory as 16 dense requests of 32k take (docs/measurements.md).
+
+A hot buffer of ``c`` entries for a sequence of ``s`` tokens misses ``w / c - w / s`` positions, as
+``miss_cost.py`` has it: a synthetic trace with 65% hits at 4,096 entries of 32k has 95% at 16,384.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Final
+
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.decode_node.draft_choice import DraftChoice
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.miss_cost import MissCosts
+from hisparse_pd.decode_node.next_plan import NextPlan
+from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_line import STEPS_BETWEEN_ESTIMATES
+from hisparse_pd.decode_node.step_plan import StepPlan
+from hisparse_pd.decode_node.swap_counts import SwapCounts
+from hisparse_pd.protocol.messages import Room
+from tools.bench.facts import OUT
+from tools.bench.report import make_console, table_of, write_report
+
+PAGE_SIZE: Final = 64
+FULL_SIZE: Final = 4096
+"""Entries of a hot buffer of the full size, for which hit rates are given."""
+HIT_CONTEXT: Final = 32768
+"""Tokens of the sequences for which hit rates are given."""
+LARGEST: Final = 16384
+"""Most entries of a hot buffer without a bound."""
+IDLE_SECS: Final = 0.0005
+"""Time of a turn without a step."""
+PEER: Final = PeerAddress("prefill", 8998)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a decode node has, and how long it takes for what. The times are seconds, the rates bytes a
+    second."""
+
+    device_tokens: int
+    host_tokens: int
+    max_requests: int
+    position_bytes: int
+    """Bytes of a position's items in all layers."""
+    fixed_secs: float
+    """A step's time for any number of requests."""
+    request_secs: float
+    """What each request adds."""
+    hot_secs: float
+    """What each request with a hot buffer adds to that, if it misses nothing."""
+    hit_share: float
+    """The share of selected positions that are in a hot buffer of FULL_SIZE, in sequences of HIT_CONTEXT."""
+    index_topk: int = 2048
+    link_rate: float = 50e9
+    """From the host pool to the device."""
+    retract_rate: float = 31e9
+    """From the device to the host pool."""
+    lane_rate: float = 20e9
+    """From the prefill node, which has each prompt cached."""
+    slice_bytes: int = 32 << 20
+    """Most bytes of a slice of pages that are filled beside a step."""
+    growth_tokens: int = 1024
+
+    def limits(self, max_context: int, *, is_bounded: bool) -> Limits:
+        """Return the scheduler's limits. ``is_bounded``: hot buffers have no more than FULL_SIZE entries."""
+        totals = SlotCounts(
+            host=self.host_tokens,
+            device=self.device_tokens,
+            index=self.host_tokens + self.device_tokens,
+            lookup=2 * self.host_tokens,
+            aux=4 * self.max_requests,
+            req_row=self.max_requests,
+        )
+        return Limits(
+            totals=totals,
+            page_size=PAGE_SIZE,
+            max_context=max_context,
+            index_topk=self.index_topk,
+            device_buffer_size=FULL_SIZE,
+            growth_tokens=self.growth_tokens,
+            largest_hot_buffer=0 if is_bounded else LARGEST,
+            keeps_residents=not is_bounded,
+            fill_tokens=(128 << 20) // self.position_bytes,
+        )
+
+    def first_step_secs(self) -> dict[int, float]:
+        """Return what a node measures at its start: steps of requests that miss nothing in hot buffers."""
+        request_secs = self.request_secs + self.hot_secs
+        sizes = (1 << bits for bits in range(self.max_requests.bit_length()))
+        return {size: self.fixed_secs + request_secs * size for size in sizes}
+
+    def miss_share(self, hot_capacity: int, seq_len: int) -> float:
+        """Return the share of selected positions that miss in a hot buffer."""
+        at_full_size = 1 / FULL_SIZE - 1 / HIT_CONTEXT
+        share = (1 - self.hit_share) * (1 / hot_capacity - 1 / max(hot_capacity, seq_len)) / at_full_size
+        return min(1.0, share)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Clients, each of which asks for the next answer when it has one."""
+
+    num_clients: int
+    prompt_lens: Sequence[int]
+    """The prompts have these lengths by turns."""
+    output_tokens: int
+    num_requests: int
+
+
+@dataclass
+class Outcome:
+    """What a simulation counted."""
+
+    secs: float = 0.0
+    num_tokens: int = 0
+    num_by_mode: Counter[Mode] = field(default_factory=Counter)
+    """Requests by the mode in which they were admitted."""
+    num_retractions: int = 0
+
+    @property
+    def tokens_per_sec(self) -> float:
+        return self.num_tokens / self.secs
+
+
+class Simulation:
+    """One node under one load. All requests have the flag ``flag``."""
+
+    def __init__(self, node: Node, load: Load, flag: HisparseFlag, *, is_bounded: bool) -> None:
+        max_context = max(load.prompt_lens) + load.output_tokens
+        self._node, self._load, self._flag = node, load, flag
+        self._limits = node.limits(max_context, is_bounded=is_bounded)
+        self._requests = LiveRequests(Pools(self._limits.totals, PAGE_SIZE), quarantine_secs=60.0)
+        self._plans = NextPlan(self._limits, self._requests)
+        miss_secs = node.position_bytes / node.link_rate
+        self._costs = MissCosts(node.index_topk, miss_secs, node.first_step_secs())
+        self._plans.miss_cost = self._costs.present()
+        self._step_times = DraftChoice(0)
+        self._prompt_lens = cycle(load.prompt_lens)
+        self._num_arrived = self._num_steps = 0
+        self._now = self._lane_free_at = 0.0
+        self._landed_at: dict[Request, float] = {}
+        self._filled_at: dict[Request, float] = {}
+        self._num_hot: dict[Request, int] = {}
+        """The entries of hot buffers that positions have; misses take the others."""
+        self._unfilled: dict[Request, float] = {}
+        """The bytes that pages still lack which are filled beside steps."""
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Simulate the load to the end of its last request. Raises RuntimeError if the scheduler admits
+        nobody although nobody runs."""
+        for _ in range(self._load.num_clients):
+            self._arrive()
+        while len(self._requests):
+            plan = self._plans.make(self._now)
+            self._carry_out(plan)
+            self._go_on()
+            running = self._requests.select(RequestState.RUNNING)
+            batch = [r for r in running if not r.is_filling and r.has_slots_for_next and r.has_next_step]
+            if batch:
+                self._step(batch)
+            elif not running and not self._landed_at:
+                raise RuntimeError("nobody runs or lands, and the scheduler admits nobody")
+            else:
+                self._now += IDLE_SECS
+        self.outcome.secs = self._now
+        return self.outcome
+
+    def _arrive(self) -> None:
+        if self._num_arrived == self._load.num_requests:
+            return
+        self._num_arrived += 1
+        sampling = SamplingParams(max_new_tokens=self._load.output_tokens)
+        room, prompt_len = Room(self._num_arrived), next(self._prompt_lens)
+        request = Request(f"id-{room}", room, prompt_len, sampling, self._flag, PEER, self._now, prompt=b"")
+        self._requests.open(request)
+        self._requests.queue(request, RequestState.WAITING, float("inf"))
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        requests, node = self._requests, self._node
+        for admission in plan.admissions:
+            requests.use_held(admission)
+        for exchange in plan.exchanges:
+            request = exchange.request
+            self._unfilled.pop(request, None)
+            requests.grow(request, exchange.need)
+            if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
+                self._now += request.num_kv_tokens * node.position_bytes / node.retract_rate
+            first_kept = (
+                None if request.hot_capacity else self._limits.first_kept(request, exchange.hot_capacity)
+            )
+            num_before = request.num_retractions
+            requests.replace_device_slots(exchange, first_kept)
+            self.outcome.num_retractions += request.num_retractions - num_before
+            request.row_counters = SwapCounts()
+            self._num_hot[request] = min(
+                self._num_hot.get(request, request.num_kv_tokens), exchange.hot_capacity
+            )
+        for fill in plan.fills:
+            requests.begin_fill(fill)
+            self._unfilled[fill.request] = fill.num_page_slots * float(node.position_bytes)
+        for growth in plan.growths:
+            requests.grow(growth.request, growth.need)
+        for admission in plan.admissions:
+            requests.reserve(admission, "run of the prefill node", float("inf"))
+            request = admission.request
+            self.outcome.num_by_mode[request.mode] += 1
+            secs = request.num_prompt_tokens * node.position_bytes / node.lane_rate
+            self._lane_free_at = max(self._lane_free_at, self._now) + secs
+            self._landed_at[request] = self._lane_free_at
+
+    def _fill_row(self, request: Request, num_positions: int) -> None:
+        """Let a request sit out until that many positions are in its hot buffer."""
+        request.is_filling, self._num_hot[request] = True, num_positions
+        secs = num_positions * self._node.position_bytes / self._node.link_rate
+        self._filled_at[request] = self._now + secs
+
+    def _go_on(self) -> None:
+        """Start the requests that have landed, and let those go on whose rows and pages are filled."""
+        for request in [r for r, at in self._landed_at.items() if at <= self._now]:
+            del self._landed_at[request]
+            self._requests.start(request)
+            if request.hot_capacity:
+                whole = request.num_prompt_tokens < request.hot_capacity
+                self._fill_row(request, request.num_prompt_tokens if whole else self._node.index_topk)
+        for request in [r for r, at in self._filled_at.items() if at <= self._now]:
+            del self._filled_at[request]
+            request.is_filling = False
+        for request in [r for r, num_bytes in self._unfilled.items() if num_bytes <= 0]:
+            del self._unfilled[request]
+            if request.has_next_step:
+                del self._num_hot[request]
+                self._requests.end_fill(request)
+
+    def _step(self, batch: Sequence[Request]) -> None:
+        node, num_missed, num_hot = self._node, 0.0, 0
+        for request in batch:
+            if request.hot_capacity:
+                share = node.miss_share(self._num_hot[request], request.next_seq_len)
+                missed = round(node.index_topk * share)
+                self._num_hot[request] = min(request.hot_capacity, self._num_hot[request] + missed + 1)
+                request.row_counters = request.row_counters.plus(SwapCounts(node.index_topk - missed, missed))
+                num_missed += missed
+                num_hot += 1
+        miss_secs = num_missed * node.position_bytes / node.link_rate
+        secs = node.fixed_secs + node.request_secs * len(batch) + node.hot_secs * num_hot + miss_secs
+        self._now += secs
+        self._num_steps += 1
+        self._fill_pages((secs - miss_secs) / secs, secs)
+        for request in batch:
+            request.output_token_ids.append(0)
+            self.outcome.num_tokens += 1
+            if not request.has_next_step:
+                self._end(request)
+        self._step_times.note_turn(len(batch), 0, self._now)
+        if self._num_steps % STEPS_BETWEEN_ESTIMATES == 0:
+            step_secs = self._step_times.step_secs(len(batch))
+            self._plans.miss_cost = self._costs.estimate(batch, step_secs)
+
+    def _fill_pages(self, free_share: float, secs: float) -> None:
+        """Fill the pages of the first request that has some to fill, with what misses leave of the link."""
+        for request in self._unfilled:
+            most = min(self._node.slice_bytes, secs * self._node.link_rate)
+            self._unfilled[request] -= most * free_share
+            return
+
+    def _end(self, request: Request) -> None:
+        self._unfilled.pop(request, None)
+        self._num_hot.pop(request, None)
+        self._requests.start_ending(request, is_sound=False)
+        self._requests.release(request, self._now)
+        self._arrive()
+
+
+def modes(node: Node, load: Load) -> dict[str, Any]:
+    """Return the tokens a second of each mode, and what ``auto`` has of the better one of dense and of
+    hisparse with a bound."""
+
+    def outcome(flag: HisparseFlag, *, is_bounded: bool = False) -> Outcome:
+        return Simulation(node, load, flag, is_bounded=is_bounded).run()
+
+    dense, auto = outcome(HisparseFlag.FALSE), outcome(HisparseFlag.AUTO)
+    bounded, unbounded = (outcome(HisparseFlag.TRUE, is_bounded=is_bounded) for is_bounded in (True, False))
+    return {
+        "clients": load.num_clients,
+        "dense": dense.tokens_per_sec,
+        "hisparse_bounded": bounded.tokens_per_sec,
+        "hisparse": unbounded.tokens_per_sec,
+        "auto": auto.tokens_per_sec,
+        "auto_of_best": auto.tokens_per_sec / max(dense.tokens_per_sec, bounded.tokens_per_sec),
+        "admitted_dense": auto.num_by_mode[Mode.DENSE],
+        "admitted_hisparse": auto.num_by_mode[Mode.HISPARSE],
+        "retractions": auto.num_retractions,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 16, 20, 24, 32, 64])
+    parser.add_argument(
+        "--input-tokens", type=int, nargs="+", default=[32768], help="lengths that prompts have by turns"
+    )
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--num-requests", type=int, help="default: six for each client, and 24 at least")
+    parser.add_argument("--device-tokens", type=int, default=540672, help="size of the device pool")
+    parser.add_argument("--host-tokens", type=int, default=2386944, help="size of the host pool")
+    parser.add_argument("--max-running-requests", type=int, default=72)
+    parser.add_argument(
+        "--position-bytes", type=int, default=5 * 656, help="bytes of a token's KV in all layers"
+    )
+    parser.add_argument(
+        "--fixed-ms", type=float, default=1.08, help="a step's time for any number of requests"
+    )
+    parser.add_argument("--request-ms", type=float, default=0.036, help="what each request adds to it")
+    parser.add_argument("--hot-ms", type=float, default=0.0045, help="what each hot buffer adds to that")
+    parser.add_argument(
+        "--hit-share", type=float, default=0.65, help=f"hits of {FULL_SIZE} entries in {HIT_CONTEXT} tokens"
+    )
+    parser.add_argument("--out", type=Path, default=OUT / "modes")
+    options = parser.parse_args(arguments)
+    node = Node(
+        device_tokens=options.device_tokens,
+        host_tokens=options.host_tokens,
+        max_requests=options.max_running_requests,
+        position_bytes=options.position_bytes,
+        fixed_secs=options.fixed_ms / 1e3,
+        request_secs=options.request_ms / 1e3,
+        hot_secs=options.hot_ms / 1e3,
+        hit_share=options.hit_share,
+    )
+    rows = []
+    for num_clients in options.clients:
+        num_requests = options.num_requests or max(6 * num_clients, 24)
+        rows.append(modes(node, Load(num_clients, options.input_tokens, options.output_tokens, num_requests)))
+        write_report(options.out, {"options": vars(options), "rows": rows})
+    make_console().print(table_of("tokens a second", rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
