@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Record:
     """None where the answer had no usage."""
     token_ids: list[int] = field(default_factory=list)
     """The answer's tokens, where the body has ``return_token_ids``."""
+    phase_secs: dict[str, float] = field(default_factory=dict)
+    """Seconds of the phases up to the first token, where the client asks for them and the endpoint tells."""
     error_class: str = ""
     """A word for how it failed, such as "timeout" or "HTTP 503"; empty if it succeeded."""
     error: str = ""
@@ -69,6 +72,11 @@ class Record:
         return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1)
 
 
+_TIMING = "server-timing"
+_PHASE = re.compile(r"(\w+);dur=([0-9.]+)")
+"""A phase in that header, with its milliseconds."""
+
+
 class EndpointError(Exception):
     """A request failed; ``error_class`` says how."""
 
@@ -93,10 +101,14 @@ _CHUNKS = msgspec.json.Decoder(_Chunk)
 
 
 class Client:
-    """An async context manager that sends requests to one endpoint; ``url`` includes /v1."""
+    """An async context manager that sends requests to one endpoint; ``url`` includes /v1. With
+    ``asks_phases`` it asks how long their phases took (``server-timing``)."""
 
-    def __init__(self, url: str, timeout_secs: float, api_key: str = "") -> None:
+    def __init__(
+        self, url: str, timeout_secs: float, api_key: str = "", *, asks_phases: bool = False
+    ) -> None:
         self._url = url.rstrip("/")
+        self._asked = {"x-request-timing": "1"} if asks_phases else {}
         self._timeout_secs = timeout_secs
         is_local = httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
         self._http = httpx.AsyncClient(
@@ -152,12 +164,16 @@ class Client:
         return record
 
     async def _stream(self, content: bytes, record: Record) -> None:
-        url, headers = f"{self._url}/completions", {"content-type": "application/json"}
+        url, headers = f"{self._url}/completions", {"content-type": "application/json", **self._asked}
         is_finished = False
         async with self._http.stream("POST", url, content=content, headers=headers) as response:
             if response.is_error:
                 text = (await response.aread()).decode(errors="replace")
                 raise EndpointError(f"HTTP {response.status_code}", text[:MESSAGE_CHARS])
+            record.phase_secs = {
+                name: float(millis) / 1e3
+                for name, millis in _PHASE.findall(response.headers.get(_TIMING, ""))
+            }
             async for arrived, data in _events(response):
                 is_finished |= data == b"[DONE]" or _take(record, data, arrived)
         if not is_finished:

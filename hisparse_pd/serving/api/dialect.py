@@ -1,10 +1,10 @@
 """The interface of the classes that write an endpoint's answers, and the usage objects in answers.
 
-``answering.py`` makes a ``Dialect`` for each request and calls it. For a stream it calls ``events`` with each
-delta, and ``last_events`` after the last delta of all samples; for a whole body ``keep`` with each delta,
-``choice`` after a sample's last delta, and ``whole`` at the end. Streams and whole bodies have the same
-content. Each call with a delta encodes what one engine message brought: encoding all logprobs of a long
-answer at once would hold up the event loop.
+``answering.py`` makes a ``Dialect`` for each request. It calls ``write_prompts`` while the engines compute.
+For a stream it then calls ``events`` with each delta, and ``last_events`` after the last one of all
+samples; for a whole body ``keep`` with each delta, ``choice`` after a sample's last delta, and ``whole`` at
+the end. Streams and whole bodies have the same content. Each call with a delta encodes what one engine
+message brought: encoding all logprobs of a long answer at once would hold up the event loop.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Dialect(ABC):
         self._identity = work.identity
         self._token_bytes = context.codec.token_bytes
         self._model_name = context.settings.model_name
+
+    async def write_prompts(self) -> None:
+        """Write what the answer repeats of its prompts; by default nothing. Cancelled if the request ends
+        before."""
+        return
 
     @abstractmethod
     def keep(self, output: SampleOutput, delta: Delta) -> None:

@@ -15,7 +15,6 @@ from typing import assert_never
 import msgspec
 from msgspec import Raw
 
-from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.serving.api.answer_blocks import Block, BlockKind, Change
 from hisparse_pd.serving.api.app import DecodeContext, Work
 from hisparse_pd.serving.api.chat_reading import ChatReading, chat_readings
@@ -25,6 +24,7 @@ from hisparse_pd.serving.api.grown_json import GrownObject
 from hisparse_pd.serving.api.output import Delta, Finish, SampleOutput
 from hisparse_pd.serving.api.prompt_scores import vllm_entry
 from hisparse_pd.serving.api.schemas import StreamedUsage
+from hisparse_pd.serving.api.token_lists import json_list
 from hisparse_pd.serving.api.token_names import TokenNames, by_id, finite
 
 _ABOUT_PROMPT = ("prompt_token_ids", "prompt_logprobs")
@@ -51,8 +51,14 @@ class _OpenAiDialect(Dialect):
         """Samples whose first chunk is written."""
         self._shows_ids = work.request.returns_token_ids
         self._names_by_id = work.request.names_tokens_by_id
-        self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
-        self._encoded_prompts: dict[int, Raw] = {}
+        self._written_prompts: dict[int, Raw] = {}
+        """Lists of token ids, by the prompt's index; none if they are not asked for."""
+
+    async def write_prompts(self) -> None:
+        if self._shows_ids:
+            prompts = {sample.prompt_index: sample.prompt for sample in self._work.samples}
+            for prompt_index, prompt in prompts.items():
+                self._written_prompts[prompt_index] = await json_list(prompt)
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         for event in self.events(output, delta):
@@ -93,12 +99,8 @@ class _OpenAiDialect(Dialect):
 
     def _prompt_ids(self, prompt_index: int) -> Json:
         """Return vLLM's field with the prompt's token ids, where they are asked for."""
-        if not self._shows_ids:
-            return {}
-        if prompt_index not in self._encoded_prompts:
-            token_ids = unpack_token_ids(self._prompts[prompt_index]).tolist()
-            self._encoded_prompts[prompt_index] = Raw(msgspec.json.encode(token_ids))
-        return {"prompt_token_ids": self._encoded_prompts[prompt_index]}
+        written = self._written_prompts.get(prompt_index)
+        return {} if written is None else {"prompt_token_ids": written}
 
     def _prompt_logprobs(self, output: SampleOutput, delta: Delta) -> Json:
         """Return vLLM's field with the prompt's logprobs that the delta has, where they are asked for."""

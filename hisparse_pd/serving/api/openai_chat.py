@@ -87,7 +87,7 @@ def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
             path, function = f"{name}.tool_calls[{index}].function.arguments", call.function
             turn.call(function.name, written_arguments(path, function.arguments), call.id)
         return turn.message()
-    for index, part in enumerate(message.content or ()):
+    for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
         if isinstance(part, parts.Refusal):
             rule = 'must be "text": a refusal is the assistant\'s'
             raise InvalidField(f"{name}.content[{index}].type", "refusal", rule)

@@ -6,13 +6,9 @@ Long ones are done in pieces, in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-from msgspec import Raw
-
-from hisparse_pd.engine.messages import num_packed_tokens, unpack_token_ids
+from hisparse_pd.engine.messages import num_packed_tokens
 from hisparse_pd.serving.api.anthropic_messages import parse_messages
 from hisparse_pd.serving.api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody, TokenPath
 from hisparse_pd.serving.api.declared_decoding import decode_body
@@ -22,13 +18,9 @@ from hisparse_pd.serving.api.plain_prompts import parse_text, parse_token_ids
 from hisparse_pd.serving.api.prompts import ChatPrompt, Prompt
 from hisparse_pd.serving.api.schemas import check_model
 from hisparse_pd.serving.api.text_codec import TextCodec
+from hisparse_pd.serving.api.token_lists import json_list
 from hisparse_pd.serving.http.http_errors import ApiError, FieldRefused
-from hisparse_pd.serving.http.off_loop import off_loop, parse_body
-
-TOKENS_A_PIECE = 1 << 14
-"""Tokens that are encoded as JSON at a time, which takes some 5 ms in which no other thread runs."""
-_MAX_INLINE_TOKENS = TOKENS_A_PIECE // 16
-"""Most tokens that are encoded in the event loop, in some 0.3 ms; more of them go to a thread."""
+from hisparse_pd.serving.http.off_loop import parse_body
 
 
 async def answer_about_tokens(
@@ -43,12 +35,12 @@ async def answer_about_tokens(
             (packed,) = await codec.encode(
                 [asked.prompt], [name], context_length, add_special=asked.add_special
             )
-            token_strs = await _json_list(packed, codec.token_strings) if asked.with_strings else None
+            token_strs = await json_list(packed, codec.token_strings) if asked.with_strings else None
             return HttpAnswer.json(
                 {
                     "count": num_packed_tokens(packed),
                     "max_model_len": context_length,
-                    "tokens": await _json_list(packed, list),
+                    "tokens": await json_list(packed),
                     "token_strs": token_strs,
                 }
             )
@@ -99,17 +91,3 @@ def _parse_detokenize(content: bytes, model_name: str, codec: TextCodec, context
         )
     codec.check_ids(packed, "tokens")
     return packed
-
-
-async def _json_list(packed: bytes, show: Callable[[list[int]], object]) -> Raw:
-    """Return the JSON of the list that ``show`` makes of token ids, encoded piece by piece."""
-
-    def encoded(token_ids: list[int]) -> bytes:
-        return msgspec.json.encode(show(token_ids))[1:-1]
-
-    token_ids = unpack_token_ids(packed)
-    if len(token_ids) <= _MAX_INLINE_TOKENS:
-        return Raw(b"[%b]" % encoded(token_ids.tolist()))
-    starts = range(0, len(token_ids), TOKENS_A_PIECE)
-    pieces = [await off_loop(encoded, token_ids[at : at + TOKENS_A_PIECE].tolist()) for at in starts]
-    return Raw(b"[%b]" % b",".join(pieces))

@@ -31,7 +31,7 @@ _MAX_PARSING_SECS = 0.02
 """Time that one turn of the loop may spend on parsing bodies."""
 
 _MAX_PAUSE_SECS = 0.25
-"""Longest pause of a thread after a call that kept the interpreter."""
+"""Longest time in which no further large call begins, after one that kept the interpreter."""
 
 
 class _Thread(threading.local):
@@ -40,8 +40,19 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_interpreter_lock = threading.Lock()
-"""Held by the thread that makes a large call which keeps the interpreter."""
+
+
+class _LargeCalls:
+    """Large calls of threads that keep the interpreter."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held by the thread that makes one."""
+        self.next_at = 0.0
+        """Time of ``time.monotonic`` before which no further one begins."""
+
+
+_large_calls = _LargeCalls()
 
 
 def _begin_thread() -> None:
@@ -105,16 +116,19 @@ _turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 def taking_interpreter(num_bytes: int) -> Iterator[None]:
     """Wrap a call over ``num_bytes`` that keeps the interpreter, so that no other thread runs meanwhile.
 
-    Large calls in threads are made one at a time. After each the thread sleeps for as long as the call took
-    and still holds the lock, so that no other large call begins and the loop gets the interpreter, which it
-    needs some ten times to answer a request.
+    Large calls in threads are made one at a time, and after each none begins for as long as it took, so that
+    the loop gets the interpreter, which it needs some ten times to answer a request. What a request's last
+    call found does not wait for that.
     """
     if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
         yield
         return
-    with _interpreter_lock:
+    with _large_calls.lock:
+        if (pause_secs := _large_calls.next_at - time.monotonic()) > 0:
+            time.sleep(pause_secs)
         began = time.monotonic()
         try:
             yield
         finally:
-            time.sleep(min(time.monotonic() - began, _MAX_PAUSE_SECS))
+            ended = time.monotonic()
+            _large_calls.next_at = ended + min(ended - began, _MAX_PAUSE_SECS)

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,7 @@ from hisparse_pd.engine.messages import (
     unpack_token_ids,
 )
 from hisparse_pd.engine.sockets import FrontSocket
+from hisparse_pd.serving.api import token_lists
 from hisparse_pd.serving.api.bodies import Endpoint
 from hisparse_pd.serving.api.prompts import MAX_VALUES
 from hisparse_pd.serving.api.requests import RequestLimits, plan_samples
@@ -38,6 +41,7 @@ from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http import rank_link
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.http_errors import ApiError, QueueFull
+from hisparse_pd.serving.http.off_loop import off_loop
 from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.sample_group import SampleGroup
 from tests.property.fuzzing import peak_bytes
@@ -47,6 +51,7 @@ from tests.unit.api.support import (
     BODY,
     CODEC,
     MESSAGES,
+    MINIMAL,
     NATIVE,
     ROOM,
     TOKENIZER,
@@ -56,11 +61,13 @@ from tests.unit.api.support import (
     serving,
     socketless_context,
 )
-from tests.waiting import until
+from tests.waiting import WAIT_SECS, until
 
 pytestmark = pytest.mark.anyio
 
 GREEDY = SamplingParams(1, temperature=0.0)
+TEXT = "the text"
+"""Stands for texts of different lengths."""
 
 
 def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> GenerateGroup:
@@ -528,3 +535,103 @@ async def test_generate_leaves_out_what_the_next_event_repeats(
     assert len(events) == num_events
     if path == "/generate":
         assert len(events[0]["text"]) == Backlogged.num_messages
+
+
+# --- long prompts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": TEXT}),
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": TEXT}]}),
+        (Endpoint.CHAT, {"messages": [{"role": "system", "content": TEXT}, *MESSAGES]}),
+        (Endpoint.CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": TEXT}, *MESSAGES]}),
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]}),
+        (Endpoint.GENERATE, {"text": TEXT}),
+        (Endpoint.MESSAGES, {"messages": [{"role": "user", "content": TEXT}], "system": TEXT}),
+        (Endpoint.RESPONSES, {"input": TEXT, "instructions": TEXT}),
+        (Endpoint.RESPONSES, {"input": [{"role": "user", "content": TEXT}]}),
+    ],
+)
+def test_a_text_is_not_read_character_by_character(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    """Parsing makes as many calls for a text as for one a hundred times as long."""
+    calls: list[int] = []
+    for text in ("x" * 100, "x" * 10_000):
+        body = json.dumps(MINIMAL[endpoint] | json.loads(json.dumps(fields).replace(TEXT, text))).encode()
+        parse_request(endpoint, body, "tiny")  # makes the decoders of this endpoint
+        num_calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            parse_request(endpoint, body, "tiny")
+        finally:
+            sys.setprofile(None)
+        calls.append(num_calls)
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.I8
+async def test_ids_of_prompts_are_written_beside_the_loop_while_the_engine_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's first token comes when all pieces are written."""
+    monkeypatch.setattr(token_lists, "TOKENS_A_PIECE", 32)
+    monkeypatch.setattr(token_lists, "_MAX_INLINE_TOKENS", 2)
+    pieces: list[bytes] = []
+    are_written = threading.Event()
+
+    async def recorded(function: Callable[[int], bytes], start: int) -> bytes:
+        pieces.append(await off_loop(function, start))
+        if len(pieces) == 4:
+            are_written.set()
+        return pieces[-1]
+
+    def waits(generate: Generate) -> Iterator[FromEngine | float]:
+        assert are_written.wait(WAIT_SECS), "the prompt's ids wait for the first token"
+        yield from say("ab")(generate)
+
+    monkeypatch.setattr(token_lists, "off_loop", recorded)
+    prompt = list(range(97, 197))
+    async with serving(waits, tmp_path) as node:
+        body = BODY | {"prompt": prompt, "return_token_ids": True}
+        choices = [event["choices"][0] for event in await node.events("/v1/completions", **body)]
+        assert [choice.get("prompt_token_ids") for choice in choices] == [prompt, None]
+        assert [piece.count(b",") for piece in pieces] == [31, 31, 31, 3]
+        pieces.clear()
+        are_written.clear()
+        (choice,) = (await node.answer("/v1/completions", **body))["choices"]
+        assert choice["prompt_token_ids"] == prompt
+        assert len(pieces) == 4
+
+
+async def test_a_request_that_fails_does_not_wait_for_the_ids_of_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_lists, "_MAX_INLINE_TOKENS", 2)
+    begun, ended = threading.Event(), list[str]()
+
+    async def endless(function: Callable[[int], bytes], start: int) -> bytes:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+            return b""
+        finally:
+            ended.append("cancelled")
+
+    def fails(generate: Generate) -> Iterator[FromEngine | float]:
+        assert begun.wait(WAIT_SECS)
+        yield RequestFailed(generate.request_id, 503, "lost")
+
+    monkeypatch.setattr(token_lists, "off_loop", endless)
+    async with serving(fails, tmp_path) as node:
+        body = BODY | {"prompt": [97, 98, 99], "return_token_ids": True}
+        for stream in (False, True):
+            answer = await node.client.post("/v1/completions", json=body | {"stream": stream})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (503, "lost")
+    assert ended == ["cancelled"] * 2

@@ -127,8 +127,8 @@ def test_files_of_another_form_are_named(tmp_path: Path, name: str, content: str
 
 
 async def test_long_lists_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hisparse_pd.serving.api.tokens.TOKENS_A_PIECE", 32)
-    monkeypatch.setattr("hisparse_pd.serving.api.tokens._MAX_INLINE_TOKENS", 2)
+    monkeypatch.setattr("hisparse_pd.serving.api.token_lists.TOKENS_A_PIECE", 32)
+    monkeypatch.setattr("hisparse_pd.serving.api.token_lists._MAX_INLINE_TOKENS", 2)
     async with serving(say("x"), tmp_path) as node:
         text = "z" * (CONTEXT_LENGTH - 1)
         answer = await node.answer("/tokenize", prompt=text, return_token_strs=True)

@@ -112,6 +112,23 @@ async def test_a_request_is_recorded_with_tokens_by_usage() -> None:
     assert record.tpot_secs == pytest.approx((record.arrivals[1] - record.arrivals[0]) / 3)
 
 
+async def timed(endpoint: FakeNode, send: Send) -> None:
+    asked = endpoint.requests[-1][1].get("x-request-timing")
+    timing = "tokenize;dur=8.042, first_step;dur=1.5" if asked == "1" else ""
+    await answer(send, event("a", "stop") + event(choices=[], usage=USAGE) + DONE, server_timing=timing)
+
+
+async def test_a_client_asks_for_phases_where_it_is_to() -> None:
+    async with running(Endpoint(timed)) as url:
+        async with Client(url, WAIT_SECS) as client:
+            assert (await client.send(BODY)).phase_secs == {}
+        async with Client(url, WAIT_SECS, asks_phases=True) as client:
+            assert (await client.send(BODY)).phase_secs == {
+                "tokenize": pytest.approx(0.008042),
+                "first_step": pytest.approx(0.0015),
+            }
+
+
 async def record_of(behaviour: Behaviour, timeout_secs: float = WAIT_SECS) -> Record:
     async with running(Endpoint(behaviour)) as url, Client(url, timeout_secs) as client:
         return await client.send(BODY)

@@ -30,7 +30,8 @@ PROMPTS = Prompts("tiny", (3, 250), 0)
 
 def found(by_tier: Mapping[str, int], num_held: int = 640, ttft_secs: float = 0.5) -> Record:
     answer = Served(700, 4, sum(by_tier.values()), by_tier, num_held)
-    return Record(1.0, 2.0, [1.0 + ttft_secs], answer)
+    phases = {"tokenize": 0.01, "queue": 0.01, "landing": 0.02, "prefill": 0.02, "first_step": 0.04}
+    return Record(1.0, 2.0, [1.0 + ttft_secs], answer, phase_secs=phases)
 
 
 # --- prefixes -------------------------------------------------------------------------------------------
@@ -80,6 +81,9 @@ def test_the_bound_is_that_of_the_bytes_behind_the_ttft_on_the_device() -> None:
         pytest.approx(100),
         pytest.approx(300),
         None,
+    )
+    assert device["outside engines, ms"] == pytest.approx(130), (
+        "a landing has the prefill node's phases in it"
     )
     assert (host["TTFT, ms"], host["turns"], host["astray"]) == (pytest.approx(500), 1, 1)
     assert host["MB"] == pytest.approx(0.64)
@@ -183,6 +187,22 @@ def test_wrong_options_exit_with_2(
         tiers.parse(arguments)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+async def test_only_the_tiers_that_are_asked_for_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the tier "host", nothing is sent to fill the prefill node's pool."""
+    monkeypatch.setattr(Turns, "figures", lambda turns, cell, records: {"astray": 0, **cell._asdict()})
+    monkeypatch.setattr(tiers.Run, "rows", [{}])
+    words = ["--tiers", "device", "--context", "650", "--hisparse", "true", "--repeats", "2"]
+    options = tiers.parse(["--model-path", "x", "--out", str(tmp_path / "out"), *words])
+    run, node = tiers.Run(options, Console(), 0.0), FakeNode(two_tokens)
+    async with serving(node) as url, Client(f"{url}/v1", WAIT_SECS) as client:
+        turns = Turns(client, PROMPTS, Pair(url, url, url), 10, 64, 2048, (650,))
+        await run._measure_prefixes("tiers", turns)
+    assert [cell["tier"] for cell in run.cells] == ["device"]
+    assert len(node.requests) == 4, "one to lay the prefix, one that is not counted, and two"
 
 
 def test_options_tell_the_pairs_apart() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hisparse_pd.serving.http import off_loop as off_loop_module
 from hisparse_pd.serving.http.off_loop import off_loop, parse_body, taking_interpreter
 
 pytestmark = [pytest.mark.I7, pytest.mark.I8]
@@ -63,18 +64,33 @@ def test_the_loop_itself_waits_for_nobody() -> None:
     asyncio.run(main())
 
 
-def test_a_thread_rests_as_long_as_its_call_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, rests = iter([10.0, 10.125, 20.0, 29.0]), list[float]()
-    clock_module = SimpleNamespace(monotonic=lambda: next(clock), sleep=rests.append)
-    monkeypatch.setattr("hisparse_pd.serving.http.off_loop.time", clock_module)
+def test_no_large_call_begins_for_as_long_as_the_last_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last call's own thread goes on at once. The longest pause is a quarter of a second."""
+    now, pauses = [1e9], list[float]()
 
-    def two_calls() -> None:
-        for _ in range(2):
+    def sleep(secs: float) -> None:
+        pauses.append(secs)
+        now[0] += secs
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr("hisparse_pd.serving.http.off_loop.time", clock)
+    monkeypatch.setattr(off_loop_module, "_large_calls", off_loop_module._LargeCalls())
+
+    def calls(*steps: tuple[float, float]) -> list[float]:
+        """Make large calls of so many seconds, each with other work of so many behind it."""
+        pauses.clear()
+        for call_secs, other_secs in steps:
             with taking_interpreter(LARGE):
-                pass
+                now[0] += call_secs
+            now[0] += other_secs
+        return list(pauses)
 
-    asyncio.run(off_loop(two_calls))
-    assert rests == [0.125, 0.25]
+    assert asyncio.run(off_loop(calls, (0.125, 0.0))) == []
+    assert asyncio.run(off_loop(calls, (9.0, 0.0), (0.125, 0.0625), (0.5, 0.5), (0.5, 0.0))) == [
+        0.125,
+        0.25,
+        0.0625,
+    ]
 
 
 def test_small_bodies_that_come_together_share_several_turns_of_the_loop(

@@ -15,8 +15,10 @@ It starts the ``--pairs`` one after the other, with ``--pair-options`` and:
 
 A turn has ``--turn-tokens`` new tokens behind a prefix of ``--context`` tokens, which the decode node holds
 in every case, so that the turn alone is pushed. The usage says in which tier the prefix was found; turns
-that found it elsewhere are counted as "astray", and not measured. Host and decode need a KV pool that holds
-two prefixes: a prefill node reads no more than half of its pool at a time.
+that found it elsewhere are counted as "astray", and not measured. "outside engines" is the part of the TTFT
+in which the decode engine did not have the request: client, router, HTTP, JSON and token ids. ``--tiers``
+leaves others out. Host and decode need a KV pool that holds two prefixes: a prefill node reads no more than
+half of its pool at a time.
 
 ``--conversations`` are held with the first two pairs. Each begins with ``--conversation-tokens``, and each
 later turn has all that was said before and ``--turn-tokens`` more. Results are written after every cell.
@@ -60,6 +62,7 @@ TIERS_OF_PAIR: Final[dict[str, tuple[Tier, ...]]] = {
     "none": ("computed",),
     "store": ("storage",),
 }
+ALL_TIERS: Final = tuple(tier for tiers in TIERS_OF_PAIR.values() for tier in tiers)
 
 
 @dataclass
@@ -134,7 +137,8 @@ class Run:
     async def measure_with(self, name: str, pair: Pair) -> None:
         """Measure everything that one pair is for, until there is no time. Raises EndpointError."""
         settings = self._look_at(name, pair)
-        async with Client(f"{pair.router_url}/v1", self.options.timeout_secs) as client:
+        url = f"{pair.router_url}/v1"
+        async with Client(url, self.options.timeout_secs, asks_phases=True) as client:
             prompts = Prompts(await client.first_model(), self.options.token_range, self.options.seed)
             if self.options.context:
                 turns = Turns(
@@ -184,9 +188,9 @@ class Run:
     # --- cells ---------------------------------------------------------------------------------------
 
     async def _measure_prefixes(self, name: str, turns: Turns) -> None:
-        tiers = TIERS_OF_PAIR[name]
+        tiers = [tier for tier in TIERS_OF_PAIR[name] if tier in self.options.tiers]
         await turns.lay(self.options.hisparse, with_others="host" in tiers)
-        if name == "store":
+        if "storage" in tiers:
             await turns.wait_for_store()
         for tier in tiers:
             for context in self.options.context:
@@ -275,6 +279,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         choices=TIERS_OF_PAIR,
         default=["tiers", "none"],
         help="pairs that are started, one after the other",
+    )
+    add(
+        "--tiers",
+        nargs="+",
+        choices=ALL_TIERS,
+        default=ALL_TIERS,
+        help="where prefixes lie that are measured, as far as the pairs are for that",
     )
     add_number("--store-gib", 8, 1, "main memory of the store, in GiB")
     add(

@@ -48,7 +48,8 @@ async def converse(client: Client, prompts: Prompts, plan: Plan, deadline: float
         for turn in range(plan.num_turns):
             num_new = plan.turn_tokens if turn else plan.first_tokens
             prompt += prompts.tokens(num_new, CONVERSATION, number, turn)
-            record = await client.send(prompts.body(prompt, plan.answer_tokens, plan.hisparse))
+            body = prompts.body(prompt, plan.answer_tokens, plan.hisparse, returns_ids=True)
+            record = await client.send(body)
             said.append(Said(turn, record))
             if record.error_class:
                 return

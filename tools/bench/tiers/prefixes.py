@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import httpx
 
+from hisparse_pd.engine.phases import DECODE_PHASES
 from tools.bench.facts import spread
 from tools.bench.pair import METRICS_TIMEOUT_SECS, Pair
 from tools.bench.serve import row_of
@@ -140,6 +141,7 @@ class Turns:
             "prefix_tokens": num_tokens,
             "astray": len(records) - len(right),
             "ttft_secs": spread([record.ttft_secs for record in right]) if right else None,
+            "outside_secs": spread(list(map(outside_secs, right))) if right else None,
             "requests": [row_of(record) for record in records],
         }
 
@@ -151,6 +153,11 @@ def is_from(tier: Tier, num_tokens: int, record: Record) -> bool:
         return False
     found = {name: count for name, count in answer.cached_by_tier.items() if count}
     return found == ({} if tier == "computed" else {tier: num_tokens})
+
+
+def outside_secs(record: Record) -> float:
+    """Return the part of a turn's TTFT in which the decode engine did not have it."""
+    return record.ttft_secs - sum(record.phase_secs.get(name, 0.0) for name in DECODE_PHASES)
 
 
 def rows_of(
@@ -182,6 +189,7 @@ def rows_of(
                 "TTFT, ms": _millis(ttft["median"] if ttft else None),
                 "min": _millis(ttft["min"] if ttft else None),
                 "max": _millis(ttft["max"] if ttft else None),
+                "outside engines, ms": _millis(cell["outside_secs"]["median"] if ttft else None),
                 "turns": len(ttft["values"]) if ttft else 0,
                 "astray": cell["astray"],
                 "MB": num_bytes / 1e6 if comes or cell["tier"] == "storage" else None,

@@ -29,9 +29,12 @@ class Prompts:
         found: list[int] = np.random.default_rng((self.seed, *key)).integers(low, high, count).tolist()
         return found
 
-    def body(self, prompt: Sequence[int], max_tokens: int, hisparse: str) -> bytes:
+    def body(
+        self, prompt: Sequence[int], max_tokens: int, hisparse: str, *, returns_ids: bool = False
+    ) -> bytes:
         """Return the body of a request for ``max_tokens`` tokens. ``hisparse``: a key of
-        ``serve.HISPARSE``."""
+        ``serve.HISPARSE``. ``returns_ids``: whether the answer has token ids, those of the prompt, too, which
+        take as many bytes as the body."""
         fields: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -39,7 +42,7 @@ class Prompts:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "return_token_ids": True,
+            "return_token_ids": returns_ids,
             "ignore_eos": True,
         }
         if HISPARSE[hisparse] is not None:
