@@ -76,35 +76,6 @@ def launch(
         )
 
 
-def tensor_map(matrix: torch.Tensor, num_rows: int, box: tuple[int, int]) -> npt.NDArray[np.uint64]:
-    """Return the driver's description of a matrix, uint64 [16], by which a Hopper kernel copies boxes of it
-    to shared memory, swizzled. What a box has behind ``num_rows`` rows or the last column becomes zeros.
-
-    ``matrix``: [>= num_rows, columns] in fp8 or bfloat16, with rows at multiples of 16 bytes. ``box``: rows,
-    at most 256, and columns, of 128 bytes. Raises RuntimeError for others.
-    """
-    driver = _driver()
-    kinds = driver.CUtensorMapDataType
-    is_bytes = matrix.itemsize == 1
-    error, described = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if is_bytes else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
-        matrix.data_ptr(),
-        (driver.cuuint64_t(matrix.shape[1]), driver.cuuint64_t(num_rows)),
-        (driver.cuuint64_t(matrix.stride(0) * matrix.itemsize),),
-        (driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])),
-        (driver.cuuint32_t(1), driver.cuuint32_t(1)),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if error != driver.CUresult.CUDA_SUCCESS:
-        shape, strides = list(matrix.shape), list(matrix.stride())
-        raise RuntimeError(f"{error.name} for a tensor map of {shape} with strides {strides}, box {box}")
-    return np.array([int(word) for word in described.opaque], dtype=np.uint64)
-
-
 def max_resident_clusters(
     kernel: Any, device: torch.device, num_threads: int, shared_bytes: int, cluster_size: int
 ) -> int:

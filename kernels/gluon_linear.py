@@ -2,8 +2,8 @@
 # mypy: disallow_untyped_calls=False
 """Products of many rows of activations with a matrix on Hopper, both in fp8 or both in bfloat16.
 
-``kernels.triton_linear`` calls it where it pays. ``kernels.few_rows`` computes fewer rows with the same bits:
-both add up a part's columns in order (split-K), and then the parts.
+``kernels.triton_linear`` calls it where it pays, and computes fewer rows by a Triton kernel with the same
+bits: both add up a part's columns in order (split-K), and then the parts.
 
 A tile of the result is 128 tokens by 128 rows of the matrix. A program is persistent: there are as many as
 multiprocessors, and each takes tiles one after the other, in an order in which concurrent programs share data
@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.cuda_launch import HOPPER, num_multiprocessors
 from hisparse_pd.kernels.triton_launch import begin, launch_options
 
@@ -69,18 +68,19 @@ def num_tiles(num_tokens: int, rows: int) -> int:
 
 def many_rows_parts(
     x: Tensor,
-    x_scales: Tensor | None,
+    x_scales: Tensor,
     values: Tensor,
-    scales: Tensor | None,
+    scales: Tensor,
     out: Tensor,
+    scales_stride: int,
     sizes: dict[str, Any],
 ) -> None:
     """Write the product to ``out``: [parts, num_tokens, rows] if it ``is_split``, otherwise the sum of the
     parts, [1, num_tokens, rows].
 
-    ``x``: [num_tokens, columns]; ``values``: [rows, columns]. With fp8 ``x_scales``: float32 [blocks, >=
-    num_tokens], and ``scales``: float32 [blocks of rows, blocks]. ``sizes``: the constants that
-    ``kernels.triton_linear.linear_kernel`` has, too.
+    ``x``: [num_tokens, columns]; ``values``: [rows, columns]. ``x_scales``: float32 [blocks, >= num_tokens],
+    with ``scales_stride`` from block to block; ``scales``: float32 [blocks of rows, blocks]. Without scales,
+    both are any tensor. ``sizes``: the constants that ``kernels.triton_linear.linear_kernel`` has, too.
     """
     (splits, num_tokens, rows), (columns, block) = out.shape, (values.shape[1], sizes["BLOCK"])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
@@ -88,16 +88,13 @@ def many_rows_parts(
     many_rows_kernel[(min(num_units, num_multiprocessors(x.device)),)](
         TensorDescriptor(x, [num_tokens, columns], [x.stride(0), 1], [HALF, block], layout),
         TensorDescriptor(values, [rows, columns], [columns, 1], [BLOCK_ROWS, block], layout),
-        # Without scales the kernel gets any tensor in their place, and does not read it.
-        x if x_scales is None else x_scales,
-        values if scales is None else scales,
+        x_scales,
+        scales,
         out,
         num_tokens,
         num_units,
-        0 if x_scales is None else x_scales.stride(0),
+        scales_stride,
         **sizes,
-        HAS_SCALES=scales is not None,
-        SCALE_BLOCK=BLOCK,
         SPLITS=splits,
         HALF=HALF,
         BLOCK_ROWS=BLOCK_ROWS,

@@ -6,10 +6,8 @@
 matrix's shape alone. A part's columns are added up in order, and then the parts, so that a token has the same
 bits among any number of tokens. For few tokens each part has its own program, so that the product of a small
 matrix fills the GPU too and takes as long as reading the matrix; the caller adds up the parts. For many
-tokens a program adds them up itself. On Hopper few tokens go to ``kernels.few_rows`` and many to
-``kernels.gluon_linear``, which have the same bits. The Triton kernel of this module multiplies bfloat16 on
-other GPUs, and where operands are not aligned as those two need it. Its tensor cores' wide operand is the
-matrix if tokens are few, and the tokens if they are many. Rows are the matrix's.
+tokens a program adds them up itself; on Hopper that is a program of ``kernels.gluon_linear``. The tensor
+cores' wide operand is the matrix if tokens are few, and the tokens if they are many. Rows are the matrix's.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse_pd.kernels import few_rows, gluon_linear
+from hisparse_pd.kernels import gluon_linear
 from hisparse_pd.kernels.block_fp8 import BLOCK
-from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.fp8_rows import FEW_ROWS
 from hisparse_pd.kernels.triton_launch import begin, launch_options, prefetch
 
@@ -45,7 +42,7 @@ class Tiling:
 
     tokens: int
     rows: int
-    """Rows of the matrix."""
+    """Rows of the matrix; they divide ``BLOCK``, so that they have one scale."""
     num_stages: int
     num_warps: int = 4
 
@@ -78,9 +75,8 @@ def linear_parts(
     num_tokens, rows]. Up to FEW_ROWS tokens give the parts, and so does, on Hopper, one tile of tokens with
     many columns (``gluon_linear.is_split``); more give the sum. A single part is bfloat16, too.
 
-    ``x``: [>= num_tokens, columns]; ``values``: [rows, columns], contiguous. Both are bfloat16, or on Hopper
-    fp8 with scales, float32 [blocks across, len(x)] and [blocks down, blocks across]. In fp8 the matrix has a
-    multiple of 16 rows, and rows of both lie at multiples of 16 bytes. Raises KernelArgumentError.
+    ``x``: [>= num_tokens, columns]; ``values``: [rows, columns]. Both are fp8 with scales, float32 [blocks
+    across, len(x)] and [blocks down, blocks across], or both are bfloat16.
     """
     (rows, columns), block = values.shape, block_columns(values)
     blocks, parts = triton.cdiv(columns, block), num_parts(values)
@@ -88,35 +84,34 @@ def linear_parts(
     is_few = num_tokens <= FEW_ROWS
     by_gluon = not is_few and gluon_linear.takes_groups(x, values)
     programs = parts if is_few or (by_gluon and gluon_linear.is_split(num_tokens, blocks)) else 1
+    tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
     dtype = torch.bfloat16 if programs == 1 else torch.float32
     out = torch.empty((programs, num_tokens, rows), dtype=dtype, device=x.device)
-    part_blocks = triton.cdiv(blocks, parts)
-    if is_few and few_rows.takes(x, values):
-        few_rows.multiply(x, values, x_scales, scales, out, part_blocks)
-        return out
     sizes = {
         "ROWS": rows,
         "COLUMNS": columns,
+        "HAS_SCALES": scales is not None,
         "BLOCK": block,
-        "PART_BLOCKS": part_blocks,
+        "SCALE_BLOCK": BLOCK,
+        "PART_BLOCKS": triton.cdiv(blocks, parts),
         "PARTS": parts // programs,
     }
+    scales_stride = 0 if x_scales is None else x_scales.stride(0)
+    # Without scales a kernel gets any tensor in their place, and does not read it.
+    x_scales, scales = (x if x_scales is None else x_scales), (values if scales is None else scales)
     with torch.cuda.device_of(x):
         if by_gluon:
-            gluon_linear.many_rows_parts(x, x_scales, values, scales, out, sizes)
+            gluon_linear.many_rows_parts(x, x_scales, values, scales, out, scales_stride, sizes)
             return out
-        if scales is not None:
-            raise KernelArgumentError(
-                f"x, values: expected rows at multiples of 16 bytes on Hopper, got strides {x.stride(0)} and "
-                f"{values.stride(0)} and {rows} rows on {x.device}"
-            )
-        tiling = next((few for few in FEW if few.tokens >= num_tokens), MANY)
         linear_kernel[(triton.cdiv(rows, tiling.rows), programs, triton.cdiv(num_tokens, tiling.tokens))](
             x,
+            x_scales,
             values,
+            scales,
             out,
             num_tokens,
             x.stride(0),
+            scales_stride,
             **sizes,
             MATRIX_IS_WIDE=is_few,
             PREFETCHED=PREFETCHED_BLOCKS,
@@ -129,16 +124,21 @@ def linear_parts(
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "scales_stride"])
 def linear_kernel(
     x,
+    x_scales,
     values,
+    scales,
     out,
     num_tokens,
     x_stride,
+    scales_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     PART_BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
     MATRIX_IS_WIDE: tl.constexpr,
@@ -170,12 +170,28 @@ def linear_kernel(
     else:
         total = tl.zeros((TILE, BLOCK_ROWS), dtype=tl.float32)
     whole = total
+    if HAS_SCALES:
+        row_scales = scales + (tl.program_id(0) * BLOCK_ROWS // SCALE_BLOCK) * blocks
+        token_scales = x_scales + m
+        token_scale = tl.load(token_scales + first_block * scales_stride, mask=is_m, other=0.0)
+        row_scale = tl.load(row_scales + first_block)
     for block in range(first_block, end_block):
         column = block * BLOCK + k
         is_k = (column < COLUMNS)[None, :]
         weights = tl.load(matrix_rows + column[None, :], mask=is_n[:, None] & is_k, other=0.0)
         tokens = tl.load(token_rows + column[None, :], mask=is_m[:, None] & is_k, other=0.0)
-        if MATRIX_IS_WIDE:  # noqa: SIM108 (a constant)
+        if HAS_SCALES:
+            # Scales are loaded one round ahead, because Triton does not pipeline these loads.
+            following = tl.minimum(block + 1, end_block - 1)
+            next_token_scale = tl.load(token_scales + following * scales_stride, mask=is_m, other=0.0)
+            next_row_scale = tl.load(row_scales + following)
+            scale = token_scale * row_scale
+            if MATRIX_IS_WIDE:
+                total += tl.dot(weights, tokens.T) * scale[None, :]
+            else:
+                total += tl.dot(tokens, weights.T) * scale[:, None]
+            token_scale, row_scale = next_token_scale, next_row_scale
+        elif MATRIX_IS_WIDE:
             total = tl.dot(weights, tokens.T, total)
         else:
             total = tl.dot(tokens, weights.T, total)

@@ -104,9 +104,7 @@ KINDS = {
         "^_(int4_)?product_kernel|^int4_experts|^_lay_out|^_round_tokens"
         "|choose_kernel|narrow_kernel|plan_kernel"
     ),
-    "linear layers": (
-        "nvjet|gemm|^few_rows|^linear_kernel|^many_rows_kernel|lift_values|latent_queries|index_queries"
-    ),
+    "linear layers": "nvjet|gemm|^linear_kernel|lift_values|latent_queries|index_queries",
 }
 """Kinds of kernels, each with the pattern by which it is found in their lower-case names; the first that
 matches counts."""

@@ -6,7 +6,6 @@
     python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16 int4]
     python -m tools.bench.kernels experts --rows 1 4 16 32 64 128 512 4096 --experts 32 64 256 \
         --weights fp8 int4
-    python -m tools.bench.kernels linear [--shape 2240x7168] [--tokens 1 16 32 64] [--weights fp8 bfloat16]
     python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
@@ -25,8 +24,6 @@ reads and writes more than the cache holds, those of ``prompts`` and the passes 
 - experts: routed experts that tokens choose at random; TB/s of the chosen experts' weights. With ``--rows``
   every expert has just so many rows. int4 has groups of 128; int4-zeros has zeros, as awq, and int4-fp8
   activations in fp8.
-- linear: products of few tokens, alone, and each behind the rounding of its activations. Parts are not
-  added up. The floor is the time to read the weights at 4 TB/s.
 - swap-in: see ``tools/bench/swap_in.py``.
 - row-checks: the pass over a dense request's items in scattered pages, and the checks of new items.
 
@@ -49,9 +46,7 @@ from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from hisparse_pd.kernels.attention_backends import choose_backend, choose_prompt_backend
 from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
-from hisparse_pd.kernels.block_fp8 import scales_shape
-from hisparse_pd.kernels.block_linear import block_product, dense_product
-from hisparse_pd.kernels.fp8_rows import Activations, quantize_rows
+from hisparse_pd.kernels.fp8_rows import Activations
 from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.int4 import Int4Form, Int4Matrices
 from hisparse_pd.kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
@@ -86,11 +81,6 @@ WEIGHTS: Final[dict[str, torch.dtype | Int4Form]] = {
     "int4-fp8": Int4Form(128, has_zeros=False, rounds_tokens=True),
 }
 """The formats of experts' weights, by the names of ``--weights``."""
-LINEAR_SHAPES: Final = (
-    *("2240x7168", "32768x1536", "7168x16384", "4096x7168", "7168x2048"),
-    *("28672x7168", "36864x7168", "7168x18432"),
-)
-"""Rows and columns of the matrices in ``linear``."""
 MANY_ROWS: Final = 512
 """From so many rows an expert on, a graph of ``experts`` has one call: results take gigabytes."""
 Cells = Iterator[dict[str, Any]]
@@ -385,50 +375,6 @@ def _routed(
     return hidden, expert_ids, weights
 
 
-def linear(options: argparse.Namespace) -> Cells:
-    for weights, shape in product(options.weights, options.shape):
-        rows, columns = map(int, shape.split("x"))
-        dtype = FP8 if weights == "fp8" else torch.bfloat16
-        num_bytes = rows * columns * dtype.itemsize
-        matrices = [
-            torch.randn((rows, columns), device=HOME).to(dtype)
-            for _ in range(max(NUM_CALLS // 2, -(-COLD_BYTES // num_bytes)))
-        ]
-        scales = torch.rand(scales_shape(rows, columns), device=HOME) if weights == "fp8" else None
-        for num_tokens in options.tokens:
-            inputs = [torch.randn((num_tokens, columns), device=HOME).bfloat16() for _ in matrices]
-            if scales is None:
-                calls = [partial(dense_product, *each) for each in zip(inputs, matrices, strict=True)]
-                rounding = {}
-            else:
-                rounded = map(quantize_rows, inputs)
-                calls = [
-                    partial(block_product, x, num_tokens, torch.bfloat16, values, scales)
-                    for x, values in zip(rounded, matrices, strict=True)
-                ]
-                behind = [
-                    partial(_rounded_product, *each, scales) for each in zip(inputs, matrices, strict=True)
-                ]
-                rounding = {"us_with_rounding": graph_us(behind)}
-            us = graph_us(calls)
-            yield {
-                "weights": weights,
-                "rows": rows,
-                "columns": columns,
-                "tokens": num_tokens,
-                "floor_us": num_bytes / 4e6,
-                "us": us,
-                **rounding,
-                "TB/s": num_bytes / us["median"] / 1e6,
-            }
-        del matrices
-        torch.cuda.empty_cache()
-
-
-def _rounded_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    return block_product(quantize_rows(x), len(x), torch.bfloat16, values, scales)
-
-
 def row_checks(options: argparse.Namespace) -> Cells:
     """Measure checks of a dense request's items.
 
@@ -515,11 +461,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, default in (("hidden", 7168), ("inner", 2048), ("top-k", 8)):
         own.add_argument(f"--{name}", type=int, default=default)
     own.set_defaults(measure=experts)
-    own = names.add_parser("linear")
-    own.add_argument("--shape", nargs="+", default=list(LINEAR_SHAPES), help="rows x columns of a matrix")
-    own.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 32, 64])
-    own.add_argument("--weights", nargs="+", default=["fp8"], choices=("fp8", "bfloat16"))
-    own.set_defaults(measure=linear)
     own = names.add_parser("swap-in")
     add_options(own)
     own.set_defaults(measure=swap_ins)

@@ -1,5 +1,5 @@
-"""The CUDA code of swap-in, top-k, logits, experts and products compiles for every architecture that it is
-for, also on machines without a GPU, and reads its parameters at the offsets at which the host writes them."""
+"""The CUDA code of swap-in, top-k, logits and experts compiles for every architecture that it is for, also on
+machines without a GPU, and reads its parameters at the offsets at which the host writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from hisparse_pd.kernels import (
     cuda,
     cuda_params,
-    few_rows,
     index_logits,
     int4_experts,
     paged_logits,
@@ -177,43 +176,6 @@ def test_experts_compile_for_hopper(variant: tuple[int, int, Int4Form, bool, int
         assert resident * (teams + 1) * int4_experts.TEAM_THREADS * (-(-registers // 8) * 8) <= 65536
 
 
-@pytest.mark.parametrize("is_fp8", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_products_of_few_rows_compile_for_hopper(is_fp8: bool, tmp_path: Path) -> None:
-    source = few_rows.source() + layout_checks({"FewRowsParams": few_rows.PARAMS})
-    num_threads = few_rows.MOST_TEAMS * few_rows.TEAM_THREADS + few_rows.COPYING_THREADS
-    source += f"static_assert(NUM_THREADS == {num_threads} && CLUSTER == {few_rows.CLUSTER});\n"
-    source += f"static_assert(UNIT_ROWS == {few_rows.TEAM_ROWS});\n"
-    source += f"static_assert(RESULT_BYTES == {few_rows.RESULT_BYTES});\n"
-    source += f"static_assert(ROW_SCALES == {few_rows.ROW_SCALES});\n"
-    source += f"static_assert(SWIZZLE == {few_rows.ALIGNMENT});\n"
-    entries = {f"few_rows_{num_tokens}" for num_tokens in few_rows.NUM_TOKENS}
-    log = compile_cuda(source, "90a", few_rows.compile_options(is_fp8), tmp_path, entries)
-    if log is not None:
-        assert log.count(" 0 bytes spill stores") == len(entries)
-        assert "serialized" not in log, "the tensor cores would wait for each product"
-        assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= few_rows.STATIC_BYTES
-
-
-@pytest.mark.parametrize(
-    ("rows", "num_parts"),
-    [(2240, 8), (32768, 1), (7168, 4), (4096, 8), (28672, 1), (36864, 1), (129280, 1), (16, 1), (128, 8)],
-)
-def test_tiles_of_few_rows_fill_the_gpu(rows: int, num_parts: int) -> None:
-    size = few_rows.tile_rows(rows, num_parts, 132)
-    assert size % few_rows.ROW_MULTIPLE == 0
-    assert size <= few_rows.MOST_TEAMS * few_rows.TEAM_ROWS
-    num_tiles = few_rows.num_tiles(rows, num_parts, size)
-    assert num_tiles // num_parts * size >= rows
-    # The multiprocessors that have the most tiles have at most a tenth more rows than all have on average.
-    most_rows = -(-num_tiles // 132) * size
-    assert most_rows <= max(1.1 * rows * num_parts / 132, few_rows.ROW_MULTIPLE)
-    for num_tokens in few_rows.NUM_TOKENS:
-        stages = few_rows.num_stages(size, num_tokens, num_tiles <= 132, MOST_SHARED_BYTES)
-        assert stages >= 3
-        num_bytes = few_rows.shared_bytes(size, num_tokens, stages, num_tiles <= 132)
-        assert num_bytes + few_rows.STATIC_BYTES <= MOST_SHARED_BYTES
-
-
 def test_source_is_one_unit() -> None:
     for source, struct in (
         (cuda.source(), "struct SwapInParams"),
@@ -221,7 +183,6 @@ def test_source_is_one_unit() -> None:
         (translation_unit("paged_logits.cu"), "struct LogitsParams"),
         (translation_unit("prompt_logits.cu"), "struct LogitsParams"),
         (int4_experts.source(), "struct Int4Params"),
-        (few_rows.source(), "struct FewRowsParams"),
     ):
         assert '#include "' not in source
         assert source.count(struct) == 1

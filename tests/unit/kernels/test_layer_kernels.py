@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.block_linear import dense_product
+from hisparse_pd.kernels.block_fp8 import quantize
+from hisparse_pd.kernels.block_linear import block_product, dense_product
 from hisparse_pd.kernels.expert_choice import ExpertChoice, narrow_product
 from hisparse_pd.kernels.expert_routing import FEW_TILE_ROWS, ExpertMatrices, Routing, most_tiles
 from hisparse_pd.kernels.fp8_rows import (
@@ -180,9 +181,14 @@ def products_of_few_rows() -> None:
     from hisparse_pd.kernels.triton_linear import linear_parts, num_parts
 
     for num_tokens, rows, columns in ((3, 136, 1152), (17, 48, 384), (66, 136, 1152)):
+        values, scales = quantize(draw(rows, columns))
+        x = quantize_rows(draw(num_tokens, columns))
+        found = linear_parts(x.values, num_tokens, values, x.scales, scales)
+        assert len(found) == (num_parts(values) if num_tokens <= 64 else 1)
+        expected = block_product(x, num_tokens, torch.float32, values, scales)[0]
+        is_close(add_parts(found), expected.to(found.dtype))
         dense, matrix = draw(num_tokens, 2 * columns)[:, :columns], draw(rows, columns)
         found = linear_parts(dense, num_tokens, matrix)
-        assert len(found) == (num_parts(matrix) if num_tokens <= 64 else 1)
         is_close(add_parts(found), dense_product(dense, matrix)[0].to(found.dtype))
 
 
@@ -331,6 +337,9 @@ def compile_a_layer() -> None:
             latent_queries_triton(q, some(HEADS, 128, LATENT), *angles_of, into)
             attended = some(num_tokens, HEADS, LATENT)
             lift_values_triton(attended, some(HEADS, LATENT, VALUE_DIM), None, Rounding())
+            x, x_scales = some(num_tokens, Q_RANK, dtype=fp8), wide(Q_RANK // 128, num_tokens)
+            matrix, scales = some(32768, Q_RANK, dtype=fp8), wide(256, Q_RANK // 128)
+            linear_parts(x, num_tokens, matrix, x_scales, scales)
             linear_parts(some(num_tokens, Q_RANK), num_tokens, some(32768, Q_RANK))
             narrow_parts(some(num_tokens, HIDDEN), wide(NUM_EXPERTS, HIDDEN))
         linear_parts(some(65, HIDDEN), 65, some(2240, HIDDEN))
