@@ -17,7 +17,7 @@ from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = needs_gpu
 
-NUM_REQS, NUM_STEPS = 10, 16
+NUM_REQS, NUM_STEPS = 8, 16
 SHAPE = SyntheticShape(2, 2, 256, 8192, 8192, index_topk=256, draft_agreement=0.8)
 
 
@@ -42,7 +42,7 @@ def test_a_batch_that_is_split_draws_the_same_tokens(
         monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
         settings = decode_step.make_settings(arguments, NUM_REQS, num_drafts)
         bench = decode_step.Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
-        assert set(bench.runner.step_secs) == {1, 2, 4, 8}
+        assert set(bench.runner.step_secs) == {NUM_REQS}
         assert min(bench.runner.step_secs.values()) > 0
         try:
             bench.run(NUM_STEPS)
