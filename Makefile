@@ -3,7 +3,8 @@
 #   MODEL=DIR        checkpoint to serve; default: the small retrieval model of this repository
 #   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
 #   BENCH_ARGS=...   further options of `python -m tools.bench.serve` for `make bench-serve`
-#   TEST_PROCESSES=n processes of pytest; default: 3, because two of them leave two cores idle while they wait
+#   TEST_PROCESSES=n processes of pytest; default: 4, because two of them leave two cores idle while they wait
+#   SLOW_TEST_PROCESSES=n  those of `make test-full`, whose tests start many processes each; default: 3
 #   GPU_TEST_PROCESSES=n  processes of pytest that share the GPU in `make test-gpu`; default: 5
 #   TEST_ARGS=...    further arguments of pytest for `make test`
 #   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
@@ -20,7 +21,8 @@ PYTHON ?= python3
 MODEL ?= tools/checkpoints/retrieval
 SERVE_ARGS ?=
 BENCH_ARGS ?=
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
+SLOW_TEST_PROCESSES ?= 3
 GPU_TEST_PROCESSES ?= 5
 TEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
@@ -101,8 +103,8 @@ test-fast: $(READY) ## unit tests that need no torch: protocol, plans, router, H
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -p tests.without_torch $(FAST_TESTS) $(TEST_ARGS)
 
 test-full: $(READY) ## what takes longer: the full oracle matrix, failures, more examples of each property; some 14 minutes
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
-	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/property $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
+	MANY_EXAMPLES=1 $(BIN)/python -m pytest -n $(SLOW_TEST_PROCESSES) --dist loadfile tests/property $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
 	$(BIN)/python -m pytest -o addopts="-ra" -n $(GPU_TEST_PROCESSES) --dist loadfile tests/gpu

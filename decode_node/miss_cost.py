@@ -157,7 +157,7 @@ class MissCosts:
         return MissCost(
             missed_entries=self._missed_entries,
             miss_secs=self._miss_secs,
-            request_secs=step_secs / max(1, num_reqs) - growth,
+            request_secs=max(0.0, step_secs / max(1, num_reqs) - growth),
             fixed_secs=fixed,
             growth_secs=growth,
             is_stale=self._num_unseen >= STALE_AFTER,

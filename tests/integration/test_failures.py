@@ -104,6 +104,7 @@ def lanes_of(node: Service) -> dict[str, str]:
     return {lane["peer"]: f"{lane['lane']}: {lane['reason']}" for lane in info["lanes"]}
 
 
+@pytest.mark.slow
 @pytest.mark.I5
 def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Deployment) -> None:
     (shm, over_tcp), (decode,) = nodes.prefill, nodes.decode
@@ -130,6 +131,7 @@ def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Dep
     assert 'lane="shm"' in shown[0]
 
 
+@pytest.mark.slow
 @pytest.mark.I7
 def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment, tmp_path: Path) -> None:
     """After SIGSTOP a node accepts connections and never answers; every request is served in time."""

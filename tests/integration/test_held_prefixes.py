@@ -79,6 +79,7 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
         assert "dense needs equal pages: page_size is 24 on prefill node" in refused.text
 
 
+@pytest.mark.slow
 @pytest.mark.I2
 @pytest.mark.I5
 @pytest.mark.timeout(600)

@@ -56,15 +56,15 @@ def test_answers_have_the_same_bits_alone_beside_others_and_in_every_mode(pair: 
         url=f"{pair.url}/v1",
         node_urls=[node.url for node in (*pair.prefill, *pair.decode)],
         requests=2,
-        prompt_tokens=140,
-        output_tokens=20,
+        prompt_tokens=188,
+        output_tokens=6,
         token_range=(3, 250),
         seed=0,
     )
     rows = same_tokens.measure(asked)
     for row in rows:
         assert row["equal logprobs"] == row["answers"] == 2, row["question"]
-        assert row["leading equal tokens"] == 20 or "going on" in row["question"]
+        assert row["leading equal tokens"] == 6 or "going on" in row["question"]
     assert rows[-1]["tokens read"] > 0
 
 
@@ -138,6 +138,7 @@ def test_retraction_under_pressure_keeps_the_tokens(pair: Deployment, cramped: D
     wait_until(lambda: pool_usage(decode) == 0, "pools whole")
 
 
+@pytest.mark.slow
 def test_health_does_not_depend_on_the_peer(pair: Deployment) -> None:
     decode = pair.decode[0]
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 5}

@@ -44,6 +44,7 @@ def num_known(router: Service, node: Service, kind: str) -> float:
     return router.metrics()[f'hisparse_pd:router_known_pages{{kind="{kind}",node="{node.url}"}}']
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_router_knows_what_nodes_have(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     ports = [two_ports() for _ in range(4)]

@@ -91,8 +91,9 @@ def pair_of(
         yield nodes
 
 
+@pytest.mark.slow
 @pytest.mark.I5
-@pytest.mark.parametrize("lane", ["auto", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lane", ["auto", "off"])
 def test_a_turn_behind_what_only_the_decode_node_holds(
     lane: str, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

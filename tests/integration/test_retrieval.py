@@ -21,9 +21,8 @@ SHARE_RIGHT = 0.96
 MODES: tuple[tuple[str, bool | str], ...] = (("hisparse", True), ("dense", False), ("auto", "auto"))
 
 
-@pytest.mark.parametrize(
-    "num_prompts", [SAMPLE, pytest.param(FULL, marks=pytest.mark.slow)], ids=["sample", "full"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_prompts", [SAMPLE, FULL], ids=["sample", "full"])
 def test_answers_are_right_and_the_same_in_every_mode(
     trained_pair: Deployment, num_prompts: dict[int, int]
 ) -> None:

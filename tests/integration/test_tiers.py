@@ -23,6 +23,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.slow
 def test_prefixes_come_from_device_main_memory_and_decode_node(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

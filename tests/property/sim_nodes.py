@@ -315,6 +315,7 @@ class SimDecodeRunner:
 
     def __init__(self, tables: SimRequestTables) -> None:
         self._tables = tables
+        self.step_secs: dict[int, float] = {}
 
     def would_split(self, batch: Sequence[Request]) -> bool:
         return False

@@ -104,6 +104,11 @@ def test_what_a_request_adds_without_misses_is_known_from_steps_of_fewer() -> No
     assert costs.estimate([DENSE] * 20, 5.0).request_secs == 5 / 20, "no step is shorter with more"
 
 
+def test_a_step_that_is_shorter_than_what_its_requests_add_leaves_one_more_nothing() -> None:
+    costs = MissCosts(2048, 1e-6, {1: 1.0, 4: 10.0})
+    assert costs.estimate([DENSE] * 4, 4.0).request_secs == 0
+
+
 def test_steps_of_about_as_many_requests_do_not_tell_what_one_adds() -> None:
     costs = MissCosts(index_topk=10, miss_secs=0.5, step_secs={1: 11.0, 16: 26.0})
     cost = costs.estimate([DENSE] * 17, 40.0)

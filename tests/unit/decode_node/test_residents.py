@@ -156,7 +156,7 @@ def filling(node: EngineHarness) -> list[Request]:
 @pytest.mark.I3
 @pytest.mark.I4
 @pytest.mark.I5
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_pages_of_several_requests_are_filled_beside_their_steps(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
@@ -245,7 +245,7 @@ class UnderWay:
 
 @pytest.mark.I3
 @pytest.mark.I5
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_residents_of_a_common_beginning_read_the_same_pages(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
