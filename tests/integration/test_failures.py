@@ -33,6 +33,8 @@ from tests.integration.harness import (
 )
 from tests.waiting import WAIT_SECS
 
+pytestmark = pytest.mark.slow
+
 PAGE_SIZE = 64
 LENGTHS = (1, 65, 300)
 NUM_NEW_TOKENS = 5
@@ -62,7 +64,6 @@ def nodes(
         yield Deployment(prefill, decode, router)
 
 
-@pytest.mark.slow
 def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment, tmp_path: Path) -> None:
     """A ``cache_aware`` router sends a conversation to the prefill node that has its turns cached."""
     router = router_service(nodes.prefill, nodes.decode, tmp_path, ["--policy", "cache_aware"])
@@ -104,7 +105,6 @@ def lanes_of(node: Service) -> dict[str, str]:
     return {lane["peer"]: f"{lane['lane']}: {lane['reason']}" for lane in info["lanes"]}
 
 
-@pytest.mark.slow
 @pytest.mark.I5
 def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Deployment) -> None:
     (shm, over_tcp), (decode,) = nodes.prefill, nodes.decode
@@ -131,7 +131,6 @@ def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(nodes: Dep
     assert 'lane="shm"' in shown[0]
 
 
-@pytest.mark.slow
 @pytest.mark.I7
 def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment, tmp_path: Path) -> None:
     """After SIGSTOP a node accepts connections and never answers; every request is served in time."""

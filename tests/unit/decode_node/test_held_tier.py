@@ -326,6 +326,7 @@ def next_turns(node: EngineHarness, conversations: list[Prompt]) -> list[Answer]
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 def test_conversations_beyond_the_index_pool_are_computed_once(
     node: EngineHarness, cold_node: EngineHarness
 ) -> None:

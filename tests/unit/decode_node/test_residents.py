@@ -280,7 +280,9 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
 
 @pytest.mark.I3
 @pytest.mark.I5
-@pytest.mark.parametrize(("capacity", "keeps"), [(HOT_BUFFER, True), (400, False)])
+@pytest.mark.parametrize(
+    ("capacity", "keeps"), [(HOT_BUFFER, True), pytest.param(400, False, marks=pytest.mark.slow)]
+)
 def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: int, keeps: bool) -> None:
     """Its own pages stay the beginning of its hot buffer, and it is in the next step, unless the hot buffer
     holds all positions: then it is filled again."""
