@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
+from hisparse_pd.kernels.hot_state import HotBufferError
 from tests.gpu.support import DEVICE
 from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
@@ -22,6 +25,7 @@ def write_model(path: Path) -> Path:
     return path
 
 
+@contextmanager
 def bench_of(
     checkpoint: Path,
     mode: Mode,
@@ -30,9 +34,10 @@ def bench_of(
     *options: str,
     is_resident: bool = False,
     num_steps: int = NUM_STEPS,
-) -> decode_step.Bench:
-    """Return requests with prompts of 3,000 tokens whose steps can be run. They have slots for four times
-    ``num_steps``, and hot buffers that are no larger than all of these tokens."""
+) -> Iterator[decode_step.Bench]:
+    """Yield requests with prompts of 3,000 tokens whose steps can be run, and check in the end that no row
+    has an error. They have slots for four times ``num_steps``, and hot buffers that are no larger than all
+    of these tokens."""
     parser = argparse.ArgumentParser()
     decode_step.add_node_options(parser)
     arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
@@ -41,4 +46,10 @@ def bench_of(
     model = load_model(checkpoint, spec, DEVICE)
     settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
     prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
-    return decode_step.Bench(spec, model, settings, prompt, mode, num_steps, None, is_resident=is_resident)
+    bench = decode_step.Bench(spec, model, settings, prompt, mode, num_steps, None, is_resident=is_resident)
+    try:
+        yield bench
+        for request in bench.requests:
+            assert int(bench.tables.state.error_flags[request.req_row]) == HotBufferError.NONE
+    finally:
+        bench.memory.close()

@@ -13,7 +13,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.kernels.hot_entries import enter_hot_buffer, resize_hot_buffer
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.swap_in import RowStart
 from tests.gpu.step_bench import bench_of, write_model
 from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
@@ -146,9 +146,10 @@ def test_tokens_are_the_same_while_hot_buffers_change_their_size(
     tokens: list[list[list[int]]] = []
     num_steps = (largest - 3000) // (4 * (num_drafts + 1)) + 1  # for slots of so many tokens, or more
     for resizes in (False, True):
-        bench = bench_of(checkpoint, Mode.HISPARSE, 3, num_drafts, "--buffer", "8192", num_steps=num_steps)
         in_turn = cycle(capacities)
-        try:
+        with bench_of(
+            checkpoint, Mode.HISPARSE, 3, num_drafts, "--buffer", "8192", num_steps=num_steps
+        ) as bench:
             for _ in range(NUM_ROUNDS):
                 bench.run(NUM_STEPS)
                 for request in bench.requests if resizes else ():
@@ -157,10 +158,6 @@ def test_tokens_are_the_same_while_hot_buffers_change_their_size(
                     given_up = slots_tensor(request.owned[PoolKind.DEVICE])[request.hot_capacity :]
                     bench.memory.k_dev[:, given_up.to(DEVICE)] = POISON
             tokens.append([request.output_token_ids for request in bench.requests])
-            for request in bench.requests:
-                assert int(bench.tables.state.error_flags[request.req_row]) == HotBufferError.NONE
-        finally:
-            bench.memory.close()
     for as_they_are, resized in zip(*tokens, strict=True):
         num = min(len(as_they_are), len(resized))
         assert num > NUM_STEPS * NUM_ROUNDS

@@ -12,6 +12,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.decode_node import forwards
 from hisparse_pd.decode_node.split_choice import SPLITS, Secs, Split, SplitChoice, choose_splits
+from tests.gpu.step_bench import bench_of
 from tests.gpu.support import DEVICE, needs_gpu
 from tools.bench import decode_step
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
@@ -64,13 +65,6 @@ def test_a_node_times_all_ways_for_a_model_of_full_width(
     write_synthetic(
         tmp_path, SyntheticShape(2, 4, 7168, 8192, 8192, expert_size=2048), 0, DEVICE, in_fp8=True
     )
-    parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
-    arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--buffer", "2112", "--verify-rows"])
-    arguments.model_path, arguments.no_graphs = tmp_path, False
-    spec = decode_step.load_shared_spec(arguments, 0)
-    model = load_model(tmp_path, spec, arguments.device)
-    prompt = decode_step.prefill(spec, model, decode_step.make_settings(arguments, 1), 2048, 4096)
     found: list[SplitChoice] = []
 
     def choose(sizes: Sequence[int], measure: Callable[[int], Secs | None]) -> SplitChoice:
@@ -78,12 +72,8 @@ def test_a_node_times_all_ways_for_a_model_of_full_width(
         return found[-1]
 
     monkeypatch.setattr(forwards, "choose_splits", choose)
-    settings = decode_step.make_settings(arguments, num_reqs)
-    bench = decode_step.Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
-    try:
+    with bench_of(tmp_path, Mode.HISPARSE, num_reqs, 0, "--buffer", "2112", num_steps=NUM_STEPS) as bench:
         bench.run(NUM_STEPS)
-    finally:
-        bench.memory.close()
     (choice,) = found
     assert choice.measured[num_reqs].keys() == {Split.WHOLE, *SPLITS}
     assert min(choice.measured[num_reqs].values()) > 0
