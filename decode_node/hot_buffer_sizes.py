@@ -3,8 +3,8 @@
 ``mode_choice.py`` asks for the size of a new hot buffer, and lets others make room if nothing but device
 slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
 buffers their full size back, and requests more of what is free then; where hot buffers are small beside dense
-requests of ``auto``, one of these leaves its pages. A request gets another hot buffer by an ``Exchange``,
-which replaces all of its device slots before the next step, and pages for all of its tokens by a ``Fill``.
+requests of ``auto``, one of these leaves its pages. A request gets a hot buffer of another size, or one for
+its pages, by an ``Exchange`` before the next step, and pages for all of its tokens by a ``Fill``.
 """
 
 from __future__ import annotations

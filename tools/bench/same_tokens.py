@@ -29,6 +29,7 @@ import httpx
 
 from tools.bench.facts import OUT
 from tools.bench.report import make_console, table_of, write_report
+from tools.bench.serve import add_token_range
 
 REQUEST_TIMEOUT_SECS = 300.0
 LENGTH_STEP = 37
@@ -154,13 +155,7 @@ def main() -> None:
         help=f"tokens of the first prompt; each further one has {LENGTH_STEP} more",
     )
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument(
-        "--token-range",
-        type=int,
-        nargs=2,
-        default=(3, 250),
-        help="range of the prompts' token ids: LOW to END - 1",
-    )
+    add_token_range(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=OUT / "same_tokens")
     options = parser.parse_args()

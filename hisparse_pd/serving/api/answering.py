@@ -48,7 +48,7 @@ async def whole_body(context: DecodeContext, work: Work, feed_outputs: FeedOutpu
     """Return the body of a whole answer."""
     outputs, dialect = _prepare(context, work)
     choices: dict[int, Raw] = {}
-    async with aclosing(_behind_prompts(dialect, feed_outputs(outputs))) as deltas:
+    async with aclosing(_deltas(dialect, feed_outputs(outputs))) as deltas:
         async for delta in deltas:
             await _off_loop_if_long(dialect.keep, outputs[delta.index], delta)
             if delta.finish is not None:
@@ -74,7 +74,7 @@ async def streamed(
     write = partial(_events, dialect)
     has_begun = False
     try:
-        async with aclosing(_behind_prompts(dialect, feed_outputs(outputs))) as deltas:
+        async with aclosing(_deltas(dialect, feed_outputs(outputs))) as deltas:
             async for delta in deltas:
                 output = outputs[delta.index]
                 if delta.scored:
@@ -105,6 +105,11 @@ async def _replay(journal: RequestJournal, outputs: Sequence[SampleOutput], dial
         dialect.replay(output, scored or output.feed(record.message))
         if scored or number % _RECORDS_BETWEEN_YIELDS == 0:
             await asyncio.sleep(0)
+
+
+def _deltas(dialect: Dialect, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """Return ``deltas``, behind ``write_prompts`` where that has something to write."""
+    return _behind_prompts(dialect, deltas) if dialect.repeats_prompts else deltas
 
 
 async def _behind_prompts(

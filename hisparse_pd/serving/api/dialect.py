@@ -28,6 +28,8 @@ class Dialect(ABC):
 
     end = SSE_DONE
     """Bytes after the last event of a stream."""
+    repeats_prompts = False
+    """Whether the answer repeats something of its prompts that takes long to write."""
 
     def __init__(self, context: DecodeContext, work: Work) -> None:
         self._work = work
@@ -36,8 +38,8 @@ class Dialect(ABC):
         self._model_name = context.settings.model_name
 
     async def write_prompts(self) -> None:
-        """Write what the answer repeats of its prompts; by default nothing. Cancelled if the request ends
-        before."""
+        """Write what the answer repeats of its prompts, if it ``repeats_prompts``. Cancelled if the request
+        ends before."""
         return
 
     @abstractmethod

@@ -49,16 +49,15 @@ class _OpenAiDialect(Dialect):
         """Fields about the prompt that a whole answer has beside its choices."""
         self._begun: set[int] = set()
         """Samples whose first chunk is written."""
-        self._shows_ids = work.request.returns_token_ids
+        self._shows_ids = self.repeats_prompts = work.request.returns_token_ids
         self._names_by_id = work.request.names_tokens_by_id
         self._written_prompts: dict[int, Raw] = {}
         """Lists of token ids, by the prompt's index; none if they are not asked for."""
 
     async def write_prompts(self) -> None:
-        if self._shows_ids:
-            prompts = {sample.prompt_index: sample.prompt for sample in self._work.samples}
-            for prompt_index, prompt in prompts.items():
-                self._written_prompts[prompt_index] = await json_list(prompt)
+        prompts = {sample.prompt_index: sample.prompt for sample in self._work.samples}
+        for prompt_index, prompt in prompts.items():
+            self._written_prompts[prompt_index] = await json_list(prompt)
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         for event in self.events(output, delta):
