@@ -243,6 +243,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
 
     def _flush(self) -> None:
         self.requests.held_tier.settle()  # what is being copied counts as used
+        self.requests.dense_tier.settle()
         super()._flush()
 
     def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:

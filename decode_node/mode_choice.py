@@ -69,9 +69,15 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
             return False  # it waits for the pages of one that ends
     half = draft.limits.in_pages(min(num_tokens, request.life_tokens) // 2)
     most = min(draft.limits.device_buffer_size, half)  # with more, pages would be of more use
-    if leaves_hot_buffers(draft, num_taken):
+    if leaves_hot_buffers(draft, num_taken) and not _starts_sooner_hisparse(draft.limits, request, held):
         return _admit_dense(draft, request) or _admit_hisparse(draft, request, most)
     return _admit_hisparse(draft, request, most) or _admit_dense(draft, request)
+
+
+def _starts_sooner_hisparse(limits: Limits, request: Request, held: HeldMatch) -> bool:
+    """Return whether most of the prompt's KV is in the host pool and not on the device. A dense request waits
+    until all of that has come up; a hisparse one begins at once, and gets pages beside its first steps."""
+    return limits.keeps_residents and 2 * held.num_copied * limits.page_size > request.num_prompt_tokens
 
 
 def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:

@@ -129,23 +129,14 @@ class PageFill:
     def _plan_of(self, copy: _Copy) -> MissPlan:
         """Return the slots of the copy's positions, which all layers of a chunk share."""
         if self._plan is None or self._plan[0] != copy.start:
-            self._plan = copy.start, self._make_plan(copy.start, copy.stop)
+            host, dev = (
+                self._slots(pages, copy.start, copy.stop) for pages in (self._host_pages, self._pages)
+            )
+            plan = MissPlan.of_slots(
+                host, dev, self._state.device, first_position=copy.start, req_row=self._row
+            )
+            self._plan = copy.start, plan
         return self._plan[1]
-
-    def _make_plan(self, start: int, stop: int) -> MissPlan:
-        """Return the copies of the positions [start, stop), in one layer."""
-        num, device = stop - start, self._state.device
-        is_pinned = device.type == "cuda"
-        slots = torch.empty((2, num), dtype=torch.int64, pin_memory=is_pinned)
-        words = torch.empty(2 * num + 1, dtype=torch.int32, pin_memory=is_pinned)
-        host, dev = slots.numpy()
-        host[:] = self._slots(self._host_pages, start, stop)
-        dev[:] = self._slots(self._pages, start, stop)
-        rows, positions, num_copies = np.split(words.numpy(), (num, 2 * num))
-        rows[:], positions[:], num_copies[:] = self._row, np.arange(start, stop), num
-        # torch keeps pinned memory alive until the copy from it is done.
-        slots, words = slots.to(device, non_blocking=True), words.to(device, non_blocking=True)
-        return MissPlan(slots[0], slots[1], words[:num], words[num : 2 * num], words[2 * num :])
 
     def _slots(self, pages: Tensor, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the slots of the positions [start, stop), whose pages have these ids."""

@@ -405,7 +405,7 @@ def test_a_request_whose_prefix_does_not_come_back_waits_alone_and_not_for_ever(
     requests = node.engine.requests
     requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
     copies = SlowCopies()
-    monkeypatch.setattr(KeyPages, "copy_up", lambda _, host, index: copies.copy_up(host, index))
+    monkeypatch.setattr(KeyPages, "copy_up", lambda _, *extents: copies.copy_up(*extents))
     late, given_up = (node.generate(prompt, 2, HisparseFlag.TRUE) for _ in range(2))
     node.turn_until(lambda: len(requests.select(RequestState.FETCHING)) == 2)
     node.ask(random_prompt(9, 40), NUM_NEW, HisparseFlag.TRUE)
