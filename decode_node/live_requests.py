@@ -244,6 +244,12 @@ class LiveRequests:
         waiting = self.select(RequestState.FETCHING)
         return [request for request in waiting if not self.held_tier.is_arriving(request.prefix)]
 
+    def settle_copies(self) -> None:
+        """Wait until all copies of held pages are over, and note it: what they use counts as used. Those that
+        wait do not begin."""
+        self.held_tier.settle()
+        self.dense_tier.settle()
+
     def start(self, request: Request) -> None:
         """Move a request from LANDING or FETCHING to RUNNING: all bytes are here, and the aux record is read.
 

@@ -656,8 +656,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if len(self.rooms):
                 self.steps_and_deliveries(10)
         assert not self.rooms.all(), "somebody starves"
-        self.rooms.held_tier.settle()
-        self.rooms.dense_tier.settle()
+        self.rooms.settle_copies()
         assert self.rooms.available == self.rooms.pools.totals
         self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals

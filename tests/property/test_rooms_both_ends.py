@@ -383,7 +383,7 @@ class BothEndsMachine(RuleBasedStateMachine):
                 break
         assert self.unsettled() == []
         rooms = world.decode.engine.requests
-        rooms.held_tier.settle()
+        rooms.settle_copies()
         assert rooms.available == rooms.pools.totals
         rooms.held.flush()
         assert rooms.pools.free == rooms.pools.totals
