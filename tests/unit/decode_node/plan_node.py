@@ -7,6 +7,7 @@ from dataclasses import replace
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.held_tier import PageCopies
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP
@@ -33,9 +34,9 @@ TRUE, FALSE, AUTO = HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO
 class Node:
     """Books and planner; every room is delivered at once."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: Limits = LIMITS, copies: PageCopies | None = None) -> None:
         self.limits = limits
-        self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0)
+        self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0, copies)
         self.num_requests = 0
         self.miss_cost = CHEAP
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent
 from tests.books import carry_out, end, enqueue, make_request
 from tests.slow_copies import SlowCopies
+from tests.unit.decode_node.plan_node import LIMITS, Node
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
 CHECKPOINT = "tied"
@@ -374,6 +376,34 @@ def test_a_flush_begins_no_copy() -> None:
     books.rooms.held.flush()
     assert not books.copies.under_way
     assert books.rooms.pools.free == books.rooms.pools.totals
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "keeps_residents", "mode"),
+    [
+        (HisparseFlag.AUTO, 60, True, Mode.HISPARSE),  # it begins at once, and gets pages beside its steps
+        (HisparseFlag.AUTO, 60, False, Mode.DENSE),
+        (HisparseFlag.AUTO, 95, True, Mode.HISPARSE),
+        (HisparseFlag.AUTO, 96, True, Mode.DENSE),  # more than half is not held
+        (HisparseFlag.FALSE, 60, True, Mode.DENSE),
+        (HisparseFlag.TRUE, 96, True, Mode.HISPARSE),
+    ],
+)
+def test_auto_is_hisparse_behind_what_is_mostly_in_the_host_pool(
+    flag: HisparseFlag, num_prompt_tokens: int, keeps_residents: bool, mode: Mode
+) -> None:
+    copies = SlowCopies()
+    node = Node(replace(LIMITS, keeps_residents=keeps_residents), copies)
+    first = node.arrive(HisparseFlag.FALSE, 60, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    node.rooms.fetched()
+    copies.finish()
+    node.rooms.fetched()
+    node.rooms.held.make_room(SlotCounts(device=node.rooms.pools.totals.device))
+    node.arrive(flag, num_prompt_tokens, family=1)
+    (admission,) = node.plan().admissions
+    assert (admission.mode, admission.num_shared_pages) == (mode, 3)
 
 
 # --- the bytes ------------------------------------------------------------------------------------------
