@@ -1,8 +1,9 @@
 """Keeps count of who has which device slots once a plan is carried out. Pure.
 
 ``PlanDraft`` makes one ``DeviceUse`` for a plan that gives device slots away, and notes its exchanges and
-admissions there. ``hot_buffer_sizes.py`` and ``mode_choice.py`` ask it for each request that the plan
-decides about, beside hundreds of others: an answer is a number that is kept, or a sum of such numbers.
+admissions there. ``mode_choice.py`` and the modules that it calls ask for answers about each request that the
+plan decides about, beside hundreds of others. So an answer is a number that is kept, or a sum of such
+numbers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.hot_buffer_sizes import becomes_resident
+from hisparse_pd.decode_node.free_slots import becomes_resident
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost

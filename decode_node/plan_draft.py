@@ -1,7 +1,7 @@
 """Keeps count of what one plan has given away so far, and of what it may still give. Pure.
 
-``scheduler.py`` makes one ``PlanDraft`` for each plan. ``growth.py``, ``mode_choice.py`` and
-``hot_buffer_sizes.py`` decide, ask the draft whether that is allowed, and note it there.
+``scheduler.py`` makes one ``PlanDraft`` for each plan. ``growth.py``, ``mode_choice.py``,
+``making_room.py`` and ``free_slots.py`` decide, ask the draft whether that is allowed, and note it there.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing, step_line
+from hisparse_pd.decode_node import free_slots, next_plan, sizing, step_line
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -49,7 +49,7 @@ def automatic(
     patch.setattr(sizing, "DEFAULT_BUFFER", HOT_BUFFER)
     patch.setattr(sizing, "MOST_ENTRIES", largest)
     # Answers are short here.
-    patch.setattr(hot_buffer_sizes, "MIN_SAVED", 0.0)
+    patch.setattr(free_slots, "MIN_SAVED", 0.0)
     patch.setattr(next_plan, "PLANS_BETWEEN", 0)
     settings = {"page_size": 16, "device_buffer_size": 0, **settings}
     return harness(checkpoint, ipc_dir, **settings)
