@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,11 @@ from tests.unit.decode_node.plan_node import (
     request_slots,
     settled,
 )
+
+
+def node_with_device(num_slots: int, **limits: Any) -> Node:
+    """Return a node with ``num_slots`` device slots. ``limits``: others than those of RESIDENTS."""
+    return Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=num_slots), **limits))
 
 
 def filling(node: Node) -> list[Request]:
@@ -67,8 +73,7 @@ def test_hisparse_requests_become_resident_while_slots_are_free() -> None:
 
 def test_pages_of_several_requests_are_filled_at_once_up_to_a_bound() -> None:
     """Each takes 112 of 800 slots beside its 64, and has 80 tokens; two have fewer than 160."""
-    limits = replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=800))
-    node = Node(replace(limits, fill_tokens=160))
+    node = node_with_device(800, fill_tokens=160)
     requests = [node.arrive(TRUE, 80, max_new_tokens=40) for _ in range(4)]
     node.step()
     have_missed(requests)
@@ -83,8 +88,7 @@ def test_pages_of_several_requests_are_filled_at_once_up_to_a_bound() -> None:
 
 def test_a_common_beginning_is_filled_once() -> None:
     """Two requests of one family do not fill at once, but one of another family does beside the first."""
-    limits = replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=1600), fill_tokens=1000)
-    node = Node(limits)
+    node = node_with_device(1600, fill_tokens=1000)
     requests = [node.arrive(TRUE, 160, max_new_tokens=40, family=n) for n in (1, 1, 2)]
     node.step()
     have_missed(requests)
@@ -101,7 +105,7 @@ def test_a_common_beginning_is_filled_once() -> None:
 
 @pytest.mark.I2
 def test_pages_that_are_being_filled_are_given_up_for_who_waits_and_hot_buffers_stay() -> None:
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=320)))
+    node = node_with_device(320)
     requests = [node.arrive(TRUE, 100, max_new_tokens=20, family=n) for n in range(2)]
     node.step()
     settled(node)
@@ -124,7 +128,7 @@ def test_pages_that_are_being_filled_are_given_up_for_who_waits_and_hot_buffers_
 
 def test_pages_grow_while_they_are_filled_and_are_given_up_if_there_is_none() -> None:
     """A dense request takes what is left when the first one's pages have grown once."""
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=304)))
+    node = node_with_device(304)
     request = node.arrive(TRUE, 80, max_new_tokens=90)
     node.step()
     have_missed([request])
@@ -148,7 +152,7 @@ def test_pages_grow_while_they_are_filled_and_are_given_up_if_there_is_none() ->
 def test_residents_have_the_pages_of_a_common_beginning_once() -> None:
     """Of 448 slots each of four would take 192. The first shares the 144 of its whole pages, and the others
     take 48 beside them, for what is behind and what they grow into."""
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=448), fill_tokens=1000))
+    node = node_with_device(448, fill_tokens=1000)
     requests = [node.arrive(TRUE, 160 + n, max_new_tokens=40, family=1) for n in range(4)]
     node.step()
     assert node.rooms.pools.free.device == 448 - 4 * 64
@@ -183,7 +187,7 @@ def test_residents_have_the_pages_of_a_common_beginning_once() -> None:
 def test_shared_pages_of_residents_are_counted_on_at_their_last_users_end() -> None:
     """A dense request needs 304 of 400 slots to its end, and two residents have 48 each and 144 together. It
     can be admitted because all of these are free at their end; a third one may share the 144, too."""
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=400)))
+    node = node_with_device(400)
     residents = [node.arrive(TRUE, 160, max_new_tokens=40, family=1) for _ in range(2)]
     node.step()
     settled(node)
@@ -244,7 +248,7 @@ def test_pages_are_filled_only_if_that_saves_as_many_copies(
 
 
 def test_residents_make_room_for_who_waits_before_hot_buffers_shrink() -> None:
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=320)))
+    node = node_with_device(320)
     requests = [node.arrive(TRUE, 100, max_new_tokens=20) for _ in range(2)]
     node.step()
     settled(node)
@@ -261,7 +265,7 @@ def test_residents_make_room_for_who_waits_before_hot_buffers_shrink() -> None:
 
 
 def test_residents_make_room_for_dense_requests_but_hot_buffers_do_not_shrink_for_them() -> None:
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=320)))
+    node = node_with_device(320)
     resident = node.arrive(TRUE, 100, max_new_tokens=20)
     node.step()
     settled(node)
@@ -287,7 +291,7 @@ def test_a_resident_stays_where_other_slots_than_its_pages_are_missing() -> None
 
 def test_a_resident_leaves_its_pages_when_there_is_none_for_its_next_token() -> None:
     """Its items are in the host pool, so it needs no further slots for that."""
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=288)))
+    node = node_with_device(288)
     resident = node.arrive(TRUE, 80, max_new_tokens=90)
     node.step()
     settled(node)
@@ -304,7 +308,7 @@ def test_a_resident_leaves_its_pages_when_there_is_none_for_its_next_token() -> 
 
 
 def test_held_pages_are_not_given_up_for_residents() -> None:
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=256)))
+    node = node_with_device(256)
     dense = node.arrive(FALSE, 96, max_new_tokens=10, family=1)
     node.step()
     end(node.rooms, dense, is_sound=True)
