@@ -71,8 +71,8 @@ class DeviceUse:
         self._coming: list[HotSlots] = []
         """The slots of hisparse requests that land or are admitted."""
         self._beyond: dict[int, int] = {}
-        """What running ones have beyond hot buffers of at most so many slots, together: the answers so far
-        since the last exchange, as most requests of a queue ask for the same."""
+        """The slots that running ones have together beyond hot buffers of at most so many, by that number. An
+        answer is kept until the next exchange, because most requests of a queue ask for the same."""
         full_size = limits.hot_slots(limits.device_buffer_size)
         for request in sorted(running, key=_admission_order, reverse=True):
             num_slots = request.num_device_slots

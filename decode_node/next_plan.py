@@ -53,7 +53,7 @@ class NextPlan:
         self._num_running = 0
         """Requests that ran at the last plan."""
         self.miss_cost = CHEAP
-        """What misses cost, as ``StepLine`` has estimated it last."""
+        """The cost of misses, as ``StepLine`` has estimated it last."""
 
     def make(self, now: float) -> StepPlan:
         """Return the plan for the present situation, and change no request.

@@ -84,7 +84,7 @@ class NodeAnswer:
 
     @property
     def page_names(self) -> PageNames | None:
-        """What the node says of the prompt's pages, if it says anything."""
+        """The node's names of the prompt's pages, if it gives any."""
         values = [value for name, value in self.headers if name == PAGES_HEADER]
         return decode_names(values[0]) if values else None
 

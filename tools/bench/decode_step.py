@@ -70,7 +70,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 @dataclass(frozen=True)
 class _Line:
-    """What one line of the report measures."""
+    """One line of the report: its requests, and how they step."""
 
     mode: Mode
     batch: int

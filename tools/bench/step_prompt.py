@@ -24,7 +24,8 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What the prefill node has of one prompt of ``context`` tokens, on the device unless said otherwise."""
+    """The KV of one prompt of ``context`` tokens, as a prefill node has it; on the device unless said
+    otherwise."""
 
     kv: Tensor
     """KV: uint8 [num_kv_layers, context, item_bytes]."""

@@ -82,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What torch says about CUDA."""
+    """Facts about CUDA, as torch tells them."""
 
     torch_version: str = ""
     """Empty if torch cannot be imported."""

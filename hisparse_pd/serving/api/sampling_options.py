@@ -60,7 +60,7 @@ class SampleOptions:
     text_in_logprobs: bool = False
     """Whether ``/generate`` shows the text of each token beside its logprob."""
     constraint: Constraint | None = None
-    """What the answer has to be; ``requests.py`` puts it into ``sampling`` as a grammar."""
+    """The rules for the answer; ``requests.py`` puts them into ``sampling`` as a grammar."""
     echo: bool = False
     """Whether the answer begins with the prompt's text and, if logprobs are asked for, with the prompt's."""
     num_prompt_logprobs: int | None = None
