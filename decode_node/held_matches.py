@@ -23,15 +23,15 @@ class HeldMatch(NamedTuple):
     parts: tuple[tuple[Prefix, int], ...]
     """The prefixes that have these pages, each with the number of its pages that match."""
     taken: SlotCounts
-    """Slots that count as free until the prompt's request shares the pages: those of pages without users, and
-    index slots for pages whose indexer keys have moved down and are brought back."""
+    """Slots for those pages that count as free until the prompt's request shares them: their own, or those
+    that it gives them again where they have moved down."""
 
 
 class HeldMatches:
-    """The held pages that prompts of one plan can share, and those that the plan has taken.
+    """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
-    ``remote``: prefixes of rooms whose KV is on its way, or that are in quarantine. ``reserve.py`` says why
-    nobody counts on them."""
+    ``remote``: prefixes of rooms whose KV is on its way, or that are in quarantine. Why nobody counts on
+    them: see ``reserve.py``."""
 
     def __init__(self, held: PrefixTree, remote: Iterable[Prefix], page_size: int) -> None:
         self._held = held
@@ -69,7 +69,7 @@ class HeldMatches:
             num_slots = max(0, num - self.pinned.get(part, 0)) * self._page_size
             if not part.num_users:
                 num_unused += num_slots
-            elif part.is_down:  # no request uses it, only a copy of what follows it
+            elif part.is_down:  # a copy of what follows it uses it, and no request
                 num_down += num_slots
         taken = SlotCounts.of(kinds, num_unused) + SlotCounts(index=num_down)
         return HeldMatch(match.num_pages, parts, taken)
