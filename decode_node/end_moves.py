@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EndMoves:
-    """What clients get of their requests, and the ends of these. Times are those of ``time.monotonic``."""
+    """Sends clients the tokens of their requests, and ends requests. Times are those of
+    ``time.monotonic``."""
 
     requests: LiveRequests
     tables: RequestTables

@@ -12,16 +12,16 @@ from typing import assert_never
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import (
+from hisparse_pd.decode_node.hot_buffer_sizes import spare_capacity
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.making_room import make_room
+from hisparse_pd.decode_node.mode_speed import (
     dense_alone_pays,
     dense_pays,
     hisparse_pays,
     hot_buffers_are_enough,
     leaves_hot_buffers,
-    make_room,
-    spare_capacity,
 )
-from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Admission

@@ -300,11 +300,9 @@ def test_pages_come_back_as_they_went(
 
 
 @pytest.fixture
-def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
-    shared_node.flush()
-    shared_node.double.bootstraps.clear()
-    yield shared_node
-    shared_node.come_to_rest()
+def node(resting_node: EngineHarness) -> EngineHarness:
+    resting_node.flush()
+    return resting_node
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ class Run:
     cells: list[dict[str, Any]] = field(default_factory=list)
     conversations: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """What was not measured, and why."""
+    """The parts that were not measured, and why."""
 
     @property
     def secs_left(self) -> float:

@@ -1,16 +1,16 @@
-"""Sends turns behind prefixes that lie in a known tier of the prefill node, and keeps what was really found.
+"""Sends turns behind prefixes that lie in a known tier, and keeps the times of those that were found there.
 
 A turn is a prompt of a prefix and of tokens that no prompt had before. Before each turn its prefix is brought
 to the tier that is measured:
 
-- device: nothing is done, because the turn before left it there.
-- host: turns behind other prefixes go before it, of as many tokens in all as the KV pool has.
-- decode, storage, computed: /flush_cache empties the prefill node. Which of the three is found then depends
-  on the pair: on ``--read-held`` and ``--kv-store``.
+- device: nothing is done, because the turn before left the prefix on the GPU.
+- host: turns behind other prefixes are sent first, with as many tokens as the prefill node's KV pool has.
+- decode, storage, computed: /flush_cache empties the prefill node. The pair's ``--read-held`` and
+  ``--kv-store`` decide which of the three is found then.
 
-The decode node holds the prefix in every case, in the turn's mode, so that the turn's own tokens and what is
-behind the prefix's last whole page are all that is pushed. What differs is the prefill node's part alone. A
-turn whose prefix was found in another tier, or was not held, counts as ``astray`` and not as a time.
+The decode node holds the prefix in every case, in the turn's mode. So the prefill node pushes the same in
+each tier: the turn's own tokens, and what is behind the prefix's last whole page. A turn whose prefix was
+found in another tier, or was not held, counts as ``astray``, and its time does not count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Prefix(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What is measured several times. ``hisparse``: a key of ``serve.HISPARSE``."""
+    """A case that is measured with several turns. ``hisparse``: a key of ``serve.HISPARSE``."""
 
     tier: Tier
     context: int
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Turns:
-    """Turns to one pair, which follow one another."""
+    """Sends turns to one pair, one after the other."""
 
     client: Client
     prompts: Prompts
@@ -70,7 +70,7 @@ class Turns:
 
     @property
     def others(self) -> list[Prefix]:
-        """Prefixes of the longest context that have no room in the KV pool beside another one."""
+        """Prefixes of the longest context that fill the KV pool, so that it has no room for another one."""
         longest = max(self.contexts)
         count = -(-self.pool_tokens // longest)
         return [Prefix(len(self.contexts) + number, longest) for number in range(count)]
@@ -88,7 +88,7 @@ class Turns:
     # --- where prefixes lie --------------------------------------------------------------------------
 
     async def lay(self, modes: Sequence[str], *, with_others: bool) -> None:
-        """Have the decode node hold all prefixes in these modes, and the prefill node know them, too."""
+        """Have the decode node hold all prefixes in these modes, and the prefill node cache them."""
         for prefix in self.prefixes.values():
             for mode in modes:
                 await self.send(prefix, mode)
@@ -116,9 +116,9 @@ class Turns:
     # --- what is measured ----------------------------------------------------------------------------
 
     async def measure(self, cell: Cell, repeats: int) -> AsyncIterator[dict[str, Any]]:
-        """Yield the figures of a cell after each of its turns: until ``repeats`` of them found the prefix
-        where it was to be, and no more than twice as many turns. A first turn is not counted, except where
-        prefixes are computed: ``lay`` has computed them."""
+        """Yield the figures of a cell after each of its turns, until ``repeats`` turns found the prefix in
+        the cell's tier, or twice as many were sent. A first turn warms up and does not count; prefixes that
+        are computed need none, because ``lay`` has computed them."""
         prefix = self.prefixes[cell.context]
         if cell.tier != "computed":
             await self.bring(cell)
@@ -147,7 +147,7 @@ class Turns:
 
 
 def is_from(tier: Tier, num_tokens: int, record: Record) -> bool:
-    """Return whether a turn's prefix was found in this tier alone, and was held by the decode node."""
+    """Return whether a turn's prefix was found in this tier alone, while the decode node held it."""
     answer = record.served
     if answer is None or answer.num_held_tokens < num_tokens:
         return False
@@ -156,7 +156,7 @@ def is_from(tier: Tier, num_tokens: int, record: Record) -> bool:
 
 
 def outside_secs(record: Record) -> float:
-    """Return the part of a turn's TTFT in which the decode engine did not have it."""
+    """Return the part of a turn's TTFT that it did not spend in the decode engine."""
     return record.ttft_secs - sum(record.phase_secs.get(name, 0.0) for name in DECODE_PHASES)
 
 
@@ -166,8 +166,8 @@ def rows_of(
     """Return the table's rows. ``token_bytes``: of one token in all layers. ``link_bytes_per_sec``: 0 if it
     is not known.
 
-    "bound" is 1.3 times the time that the prefix takes on the link, and the TTFT with the prefix on the
-    device.
+    The column "bound" is a time that the TTFT should not exceed: 1.3 times that of the prefix on the link,
+    plus the TTFT with the prefix on the device.
     """
     on_device = {
         (cell["context"], cell["hisparse"]): cell["ttft_secs"]["median"]
