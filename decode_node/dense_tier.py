@@ -224,6 +224,14 @@ class DenseTier:
 
     def poll(self) -> None:
         """Note which copies are over, and begin those that wait."""
+        self._finish()
+        for _ in range(len(self._queue)):
+            left = self._queue.popleft()
+            if not self._begin(left):
+                self._queue.append(left)
+        self._finish()  # on a CPU copies are over when they have begun
+
+    def _finish(self) -> None:
         for down in [down for down in self._down if _is_over(down.is_behind)]:
             self._down.remove(down)
             self._keep(down)
@@ -232,17 +240,13 @@ class DenseTier:
             self._prefixes.mark_arrived(up.prefix)
             self._let_go(up.source)
             self._let_go(up.prefix)
-        for _ in range(len(self._queue)):
-            left = self._queue.popleft()
-            if not self._begin(left):
-                self._queue.append(left)
 
     def settle(self) -> None:
         """Wait until all copies are over, and note it. What waits to be copied down is not copied."""
         self._queue.clear()
         if self._copies is not None and self.num_copies:
             self._copies.settle()
-            self.poll()
+            self._finish()
 
     def _num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
         found = self._prefixes.find(keys, kinds)

@@ -205,7 +205,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                 first_sample=first,
             )
             if not refusal(self.limits, request):
-                enqueue(self.rooms, request, float("inf"), is_local=bool(self._local_modes(request)))
+                is_local = bool(self._local_modes(request))
+                if is_local:
+                    request.dense_refusal = ""  # as ``QueueMoves.wait_locally`` does
+                enqueue(self.rooms, request, float("inf"), is_local=is_local)
                 self.stops_after[request.room] = stops_after
                 if first is not None:
                     first.has_further_samples = True
