@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.paging.extents import extents_to_pages, extents_to_slots
 from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.kernels.hot_state import MAX_LOOKUP_SLOTS
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import replay_misses, write_back
 from hisparse_pd.kernels.warm_up import FILL_BLOCKS
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 
 STAGED_BYTES: Final = 32 << 20
 """Most bytes that a copy gathers on the device at once."""
+COPIES_AT_ONCE: Final = 16384
+"""Items of several layers that one launch copies; one layer may have more. A short request's KV is one launch
+then, and not one for each layer."""
 
 
 class KeyPages:
@@ -115,11 +120,24 @@ class KeyPages:
         host: Sequence[Extent],
         device: Sequence[Extent],
     ) -> None:
-        """Copy the items of all layers between as many slots of both pools. ``copy``: ``write_back`` or
-        ``replay_misses``; a launch for each layer, on few multiprocessors, beside steps."""
-        plan = MissPlan.of_slots(extents_to_slots(host), extents_to_slots(device), self._device)
-        for layer in range(self._k_dev.shape[0]):
-            copy(plan, layer, self._k_host, self._k_dev, FILL_BLOCKS)
+        """Copy the items of all layers between as many slots of both pools, on few multiprocessors, beside
+        steps. ``copy``: ``write_back`` or ``replay_misses``."""
+        host_slots, device_slots = extents_to_slots(host), extents_to_slots(device)
+        num_layers, num_host_slots, _ = self._k_host.shape
+        num_device_slots = self._k_dev.shape[1]
+        most_slots = max(num_host_slots, num_device_slots)
+        at_once = max(1, min(COPIES_AT_ONCE // len(host_slots), MAX_LOOKUP_SLOTS // most_slots))
+        for first in range(0, num_layers, at_once):
+            # Several layers are copied as one that has the slots of all of them.
+            layers = slice(first, first + at_once)
+            k_host, k_dev = (pool[layers].view(1, -1, pool.shape[2]) for pool in (self._k_host, self._k_dev))
+            number = np.arange(min(at_once, num_layers - first))[:, None]
+            plan = MissPlan.of_slots(
+                (number * num_host_slots + host_slots).ravel(),
+                (number * num_device_slots + device_slots).ravel(),
+                self._device,
+            )
+            copy(plan, 0, k_host, k_dev, FILL_BLOCKS)
 
     def row_checks(self, slots: Tensor) -> Tensor:
         """Return the row checks that lie at the places of token slots of the host pool: int32 [layers,

@@ -67,8 +67,13 @@ def test_pages_come_back_as_they_went(
             assert torch.equal(pool, expected)
 
 
-def test_kv_goes_down_and_up_with_its_keys(memory: DecodeMemory) -> None:
-    """To other slots, and from pages that are not adjacent; nothing else changes."""
+@pytest.mark.parametrize("copies_at_once", [1, key_pages.COPIES_AT_ONCE])
+def test_kv_goes_down_and_up_with_its_keys(
+    memory: DecodeMemory, copies_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To other slots, and from pages that are not adjacent, a layer at a time or all at once; nothing else
+    changes."""
+    monkeypatch.setattr(key_pages, "COPIES_AT_ONCE", copies_at_once)
     device, up_device = (Extent(2 * PAGE, PAGE), Extent(0, PAGE)), (Extent(2 * PAGE, 2 * PAGE),)
     host, index = (Extent(38 * PAGE, PAGE), Extent(3 * PAGE, PAGE)), DOWN[1:2]
     up = (Extent(14 * PAGE, 2 * PAGE),)
