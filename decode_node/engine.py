@@ -309,7 +309,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
             self.steps.has_launched
             or self.steps.is_plan_cut
             or bool(self.requests.select(RequestState.ENDING))
-            or self.requests.held_tier.num_copies > 0
+            or self.requests.num_copies > 0
             or any(
                 request.run_stage in (RunStage.FILLING, RunStage.READY)
                 for request in self.requests.select(RequestState.RUNNING)

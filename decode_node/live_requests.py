@@ -244,6 +244,11 @@ class LiveRequests:
         waiting = self.select(RequestState.FETCHING)
         return [request for request in waiting if not self.held_tier.is_arriving(request.prefix)]
 
+    @property
+    def num_copies(self) -> int:
+        """Copies of held pages that are under way or wait to begin."""
+        return self.held_tier.num_copies + self.dense_tier.num_copies
+
     def settle_copies(self) -> None:
         """Wait until all copies of held pages are over, and note it: what they use counts as used. Those that
         wait do not begin."""

@@ -466,8 +466,7 @@ def cold_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def at_rest(node: EngineHarness) -> None:
-    node.turn_until(lambda: node.engine.requests.dense_tier.num_copies == 0)
-    node.turn_until(lambda: node.engine.requests.held_tier.num_copies == 0)
+    node.turn_until(lambda: node.engine.requests.num_copies == 0)
 
 
 def ask(node: EngineHarness, prompt: Prompt, flag: HisparseFlag) -> Answer:
@@ -496,6 +495,29 @@ def test_turns_in_any_mode_are_computed_once_and_have_the_tokens_of_a_cold_node(
     assert sum(num_held) > requests.pools.totals.device
     assert requests.dense_tier.num_fetched_tokens > 0
     node.turn_until(lambda: node.stats is not None and node.stats.counters["held_stored_dense_tokens_total"])
+
+
+def test_turns_do_not_wait_while_pages_are_copied(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop asks whether the copy is over as often as it can."""
+    copies = SlowCopies()
+    monkeypatch.setattr(KeyPages, "copy_down", lambda _, *extents: copies.copy_down(*extents))
+    node.ask(random_prompt(3, 40), 2, HisparseFlag.FALSE)
+    node.turn_until(lambda: len(copies.under_way) > 0)
+    waits: list[float] = []
+    wait = node.engine.poller.wait
+
+    def noted(secs: float) -> object:
+        waits.append(secs)
+        return wait(secs)
+
+    monkeypatch.setattr(node.engine.poller, "wait", noted)
+    for _ in range(3):
+        node.turn()
+    assert waits == [0.0] * 3
+    copies.finish()
+    at_rest(node)
 
 
 @pytest.mark.I7
