@@ -186,14 +186,14 @@ def make_room(
 
     First those with more than their share of the pool, residents among them, get that share, then the full
     size. If that is not enough, dense requests of ``auto`` leave their pages for a hot buffer of their share,
-    if ``dense_may_leave`` and that pays, and at last all hot buffers shrink to their minimum, if they may be
-    small. Each time pages that are being filled are given up first, and then those admitted last come first.
+    if ``dense_may_leave``, and at last all hot buffers shrink to their minimum, if they may be small. Each
+    time pages that are being filled are given up first, and then those admitted last come first.
     """
     limits, share = draft.limits, _share_of(draft)
     return (
         _shrink(draft, share, num_needed)
         or _shrink(draft, limits.device_buffer_size, num_needed)
-        or (dense_may_leave and hisparse_pays(draft) and _let_dense_leave(draft, num_needed))
+        or (dense_may_leave and _let_dense_leave(draft, num_needed))
         or (hot_buffers_may_be_small and _shrink(draft, limits.smallest_hot_buffer, num_needed))
     )
 

@@ -21,6 +21,7 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too; where they do so only
   if one more hot buffer makes all of them smaller (``hot_buffers_are_enough``), for the end of others. What
   misses cost is as good as unknown if nobody has had a hot buffer for long: the next who lacks room gets one.
+  Nobody waits for what is faster, and not for room, longer than for half of its time (``is_urgent``).
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
@@ -82,6 +83,7 @@ def plan_step(
     quarantined: Iterable[Prefix] = (),
     may_use_free: bool = False,
     miss_cost: MissCost = CHEAP,
+    now: float = 0.0,
 ) -> StepPlan:
     """Return what to do before the next step.
 
@@ -89,11 +91,12 @@ def plan_step(
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
     and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
     in quarantine. ``may_use_free``: whether to look for a request that makes use of device slots that are
-    free, or others' pages, which takes a look at all that run.
+    free, or others' pages, which takes a look at all that run. ``now``: a time of ``time.monotonic``.
     """
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     matches = HeldMatches(held, remote, limits.page_size)
-    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or (), limits), miss_cost)
+    queue = Queue(waiting or (), limits)
+    draft = PlanDraft(limits, free, running, landing, matches, queue, miss_cost, now)
     no_longer_local: list[Request] = []
     is_cut = False
     all_have_slots = grow(draft)
