@@ -1,10 +1,11 @@
 """Decides how many device slots each hisparse request has, by those that one plan has to spare. Pure.
 
 ``mode_choice.py`` asks for the size of a new hot buffer, and lets others make room if nothing but device
-slots is missing. When nobody waits, except for slots that may never be free again, ``scheduler.py`` gives hot
-buffers their full size back, and requests more of what is free then; where hot buffers are small beside dense
-requests of ``auto``, one of these leaves its pages. A request gets a hot buffer of another size, or one for
-its pages, by an ``Exchange`` before the next step, and pages for all of its tokens by a ``Fill``.
+slots is missing; ``scheduler.py`` lets them do so for dense requests that grow. When nobody waits, except for
+slots that may never be free again, it gives hot buffers their full size back, and requests more of what is
+free then; where hot buffers are small beside dense requests of ``auto``, one of these leaves its pages. A
+request gets a hot buffer of another size, or one for its pages, by an ``Exchange`` before the next step, and
+pages for all of its tokens by a ``Fill``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from operator import itemgetter
 from typing import Final
 
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.growth import exchanges_of_pages
+from hisparse_pd.decode_node.growth import exchanges_of_pages, lacks_device_slots
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
@@ -196,6 +197,19 @@ def make_room(
         or (dense_may_leave and _let_dense_leave(draft, num_needed))
         or (hot_buffers_may_be_small and _shrink(draft, limits.smallest_hot_buffer, num_needed))
     )
+
+
+def make_room_for_growth(draft: PlanDraft) -> bool:
+    """Let hot buffers, and residents, give up what exceeds the full size if dense requests lack device slots
+    for their next step. Returns whether that makes room for all of them: the next plan gives them the slots.
+
+    Otherwise they would leave their pages, or sit out for as long as others have free slots as cache.
+    """
+    limits = draft.limits
+    if not (limits.keeps_residents or limits.largest_hot_buffer > limits.device_buffer_size):
+        return False
+    # The page is beside one for each dense request that grows.
+    return lacks_device_slots(draft) and make_room(draft, limits.page_size, dense_may_leave=False)
 
 
 def _let_dense_leave(draft: PlanDraft, num_needed: int) -> bool:

@@ -136,6 +136,7 @@ class PlanDraft:
         """Make the reserve. Meanwhile ``grown`` is called for each running request, in the order in which
         they can end: it may give the request slots, and returns its claim (``Reserve``). Nothing else may
         have been given away before."""
+        self._use = None
         self._reserve = self._new_reserve(self.matches.pinned, grown)
 
     def _new_reserve(

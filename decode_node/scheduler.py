@@ -32,8 +32,8 @@ together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, whi
   next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
   and a hisparse request pages for all of its tokens, which are filled beside its steps. It gives up what
-  exceeds the full size when others need the slots, first pages that are still being filled, before any dense
-  request leaves its pages, and its pages when it cannot get the next one.
+  exceeds the full size when others need the slots, be it to grow, first pages that are still being filled,
+  before any dense request leaves its pages, and its pages when it cannot get the next one.
 - One plan admits a few requests; the next one, which comes at once, goes on behind them. The time of a plan
   is bounded however many arrive together.
 - Slots for drafts come with the others if they are free; nobody waits for them.
@@ -51,7 +51,12 @@ from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
-from hisparse_pd.decode_node.hot_buffer_sizes import enlarge_hot_buffers, share_pages, use_free_slots
+from hisparse_pd.decode_node.hot_buffer_sizes import (
+    enlarge_hot_buffers,
+    make_room_for_growth,
+    share_pages,
+    use_free_slots,
+)
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
@@ -98,8 +103,8 @@ def plan_step(
     queue = Queue(waiting or (), limits)
     draft = PlanDraft(limits, free, running, landing, matches, queue, miss_cost, now)
     no_longer_local: list[Request] = []
-    is_cut = False
-    all_have_slots = grow(draft)
+    is_cut = makes_room = make_room_for_growth(draft)
+    all_have_slots = not makes_room and grow(draft)
     if waiting is not None and all_have_slots:
         usable = replace(limits, totals=limits.totals - stuck) if stuck != SlotCounts() else limits
         outcome = _admit_in_order(draft, usable, no_longer_local)

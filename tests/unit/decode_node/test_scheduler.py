@@ -16,7 +16,7 @@ from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
-from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from tests.books import end, make_request
 from tests.unit.decode_node.plan_node import AUTO, FALSE, LIMITS, STEP_BY_STEP, TRUE, Node
@@ -398,6 +398,38 @@ def test_no_dense_request_leaves_its_pages_where_that_does_not_pay(flag: Hispars
     assert node.plan() == StepPlan()
     end(node.rooms, requests[0])
     assert len(node.plan().admissions) == 1
+
+
+@pytest.mark.parametrize("is_resident", [False, True])
+@pytest.mark.parametrize("shares_pages", [False, True])
+def test_what_is_cache_gives_way_to_a_dense_request_that_grows(is_resident: bool, shares_pages: bool) -> None:
+    """It would leave its pages otherwise or, since it cannot where it shares some, sit out until the other
+    request ends."""
+    limits = replace(STEP_BY_STEP, device_buffer_size=32, largest_hot_buffer=96, keeps_residents=is_resident)
+    node = Node(limits)
+    if shares_pages:
+        first = node.arrive(FALSE, 33, family=1)
+        node.step()
+        end(node.rooms, first, is_sound=True)
+    dense = node.arrive(FALSE, 33, max_new_tokens=80, family=1 if shares_pages else None)
+    other = node.arrive(TRUE, 50, max_new_tokens=10)
+    node.step()
+    assert (dense.num_shared_pages, other.hot_capacity) == (2 * shares_pages, 32)
+    if is_resident:
+        node.rooms.begin_fill(Fill(other, num_page_slots=64, num_resident_pages=0))
+        node.rooms.end_fill(other)
+    else:
+        node.rooms.replace_device_slots(Exchange(other, 64))
+    exchanges: list[Exchange] = []
+    while dense.has_next_step:
+        plan = node.one_step()
+        exchanges += plan.exchanges
+        if plan.is_cut:
+            node.step()
+        assert dense.has_slots_for_next, "it never sits out"
+        node.run(dense, 1)
+    assert [(each.request, each.hot_capacity) for each in exchanges] == [(other, 32)]
+    assert dense.mode is Mode.DENSE
 
 
 IN_HALF_OF_ITS_TIME = 4.4
