@@ -65,7 +65,7 @@ class MissCopies:
 
 
 class AttentionParts:
-    """What all steps of a node that run in parts share."""
+    """The kernels, memory and copies that all steps in parts share."""
 
     def __init__(self, kernels: AttentionKernels, copies: MissCopies) -> None:
         self._attention_beside_copies = attention_beside(kernels.step_attention, TAKEN_SMS)

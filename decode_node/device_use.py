@@ -1,8 +1,9 @@
 """Keeps count of who has which device slots once a plan is carried out. Pure.
 
 ``PlanDraft`` makes one ``DeviceUse`` for a plan that gives device slots away, and notes its exchanges and
-admissions there. ``hot_buffer_sizes.py`` and ``mode_choice.py`` ask it for each request that the plan
-decides about, beside hundreds of others: an answer is a number that is kept, or a sum of such numbers.
+admissions there. ``mode_choice.py`` and the modules that it calls ask for answers about each request that the
+plan decides about, beside hundreds of others. So an answer is a number that is kept, or a sum of such
+numbers.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class DeviceUse:
         self._coming: list[HotSlots] = []
         """The slots of hisparse requests that land or are admitted."""
         self._beyond: dict[int, int] = {}
-        """What running ones have beyond hot buffers of at most so many slots, together: the answers so far
-        since the last exchange, as most requests of a queue ask for the same."""
+        """The slots that running ones have together beyond hot buffers of at most so many, by that number. An
+        answer is kept until the next exchange, because most requests of a queue ask for the same."""
         full_size = limits.hot_slots(limits.device_buffer_size)
         for request in sorted(running, key=_admission_order, reverse=True):
             num_slots = request.num_device_slots

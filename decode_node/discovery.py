@@ -1,9 +1,9 @@
 """Looks prefill nodes up at their bootstrap endpoints, in threads beside the engine's loop.
 
 ``Discovery`` owns the threads of one engine. Each peer of ``PrefillPeers`` has ``LookUps``, which asks its
-endpoint from time to time and keeps at most one result. ``instance_id`` names one run of a prefill node,
-from its start to its end. A result holds for the time at which the look-up began: it says nothing about a run
-with which this node has registered since.
+endpoint from time to time and keeps at most one result. ``instance_id`` names one run of a prefill node, from
+its start to its end. A result is as old as the beginning of its look-up: it says nothing about a run with
+which this node has registered since.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hisparse_pd.protocol.channels import ControlKeys
 LOOKUP_RETRY_SECS = 0.5
 """Time between two look-ups of one endpoint."""
 _MAX_THREADS = 16
-"""Most look-ups at a time. A host that drops packets blocks a thread for seconds, again and again while a
-request needs it."""
+"""Most look-ups at a time. A host that drops packets blocks a thread for seconds, and does so again as long
+as a request needs it."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class LookUps:
         self._future: Future[BootstrapInfo] | None = None
         """The look-up that was begun last, until its result is taken."""
         self._instance_id = ""
-        """The run that was registered with when it began."""
+        """The run with which this node was registered when the look-up began."""
         self._next_at = 0.0
-        """The earliest time of the next one."""
+        """The earliest time of the next look-up."""
 
     @property
     def is_under_way(self) -> bool:

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class EndMoves:
-    """What clients get of their requests, and the ends of these. Times are those of ``time.monotonic``."""
+    """Sends clients the tokens of their requests, and ends requests. Times are those of
+    ``time.monotonic``."""
 
     requests: LiveRequests
     tables: RequestTables
@@ -134,6 +135,9 @@ class EndMoves:
         kind = wrong_row_kind(wrong, request.first_own_position)
         pool = PoolKind.HOST if wrong.is_on_host else PoolKind.DEVICE
         error = self.requests.set_aside.record_wrong_row(kind, pool, wrong.item)
+        page = wrong.item.position // self.tables.page_size
+        for key in request.usable_keys[page : page + 1]:
+            self.requests.held.drop_copies(key)
         if request.state is RequestState.RUNNING:
             self.fail(request, 500, error, now, KV_ROW_CORRUPT)
         else:

@@ -242,7 +242,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         self._follow_grammars(now)
 
     def _flush(self) -> None:
-        self.requests.held_tier.settle()  # what is being copied counts as used
+        self.requests.settle_copies()
         super()._flush()
 
     def _on_request_message(self, message: GenerateGroup | Abort | ReleaseQuarantine, now: float) -> None:

@@ -1,6 +1,7 @@
-"""What the first half of a decode step, the model's forward, leaves on the device (``forwards.py``).
+"""The results that the first half of a decode step, the model's forward, leaves on the device
+(``forwards.py``).
 
-The draws read it, and so does the second half, which accepts drafts, backs up KV and makes the next drafts.
+The draws read them, and so does the second half, which accepts drafts, backs up KV and makes the next drafts.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class Forward:
     """int64 [num_reqs * num_new]: the likeliest tokens, which draws may overwrite; where steps compute a
     prompt's tail, the prompt's own next tokens."""
     results: Tensor | None = None
-    """What the host reads after a step without drafts, int64 [num_reqs, columns of ``step_results.py``];
-    ``token_ids`` is its last column. None in steps that verify drafts."""
+    """The rows that the host reads after a step without drafts, int64 [num_reqs, columns of
+    ``step_results.py``]; ``token_ids`` is its last column. None in steps that verify drafts."""
     verified: Verified | None = None
-    """What acceptance of the drafts needs; None in steps without drafts."""
+    """The tensors that the acceptance of drafts needs; None in steps without drafts."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What acceptance needs of a forward that verifies drafts."""
+    """The tensors of a forward with drafts that their acceptance needs."""
 
     access: DeviceStep
     """The pools as the forward saw them."""

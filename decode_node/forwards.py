@@ -51,11 +51,11 @@ from hisparse_pd.decode_node.step_results import TOKEN_COLUMN, join_plain, join_
 
 log = logging.getLogger(__name__)
 UNMEASURED_SPLIT = Split.PARTS
-"""How a batch is split where no way was measured: without CUDA graphs, or in pools too small for a trial."""
+"""The split of batches where none was measured: without CUDA graphs, or in pools too small for a trial."""
 
 
 class _GraphKind(NamedTuple):
-    """What first halves have in common that are captured for several batch sizes."""
+    """A kind of first half, which is captured for several batch sizes."""
 
     num_new: int
     """New positions of each request."""

@@ -1,7 +1,7 @@
 """Gives running requests slots for their next steps; one that can get none leaves its pages for a hot buffer.
 
 ``scheduler.py`` calls ``grow`` first in each plan, unless this plan only makes room for it
-(``hot_buffer_sizes.make_room_for_growth``). Each request grows in its place of the order in which all can
+(``making_room.make_room_for_growth``). Each request grows in its place of the order in which all can
 end: ``Reserve`` calls ``grown`` for one after the other, and keeps the claim that it returns: what the
 request lacks to end. One that gets nothing sits the step out. Only the plan's draft is changed, never a pool.
 """

@@ -2,18 +2,25 @@
 
 ``scheduler.py`` makes one ``HeldMatches`` for each plan. ``mode_choice.py`` looks prompts up in it, and
 ``PlanDraft`` notes there which matches the plan lets requests share.
+
+A dense request shares pages on the device. Where main memory has more pages of its prompt, these are brought
+up for it (``dense_tier.py``), and count as shared, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.core.paging.prefix import Kinds, Prefix
-from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prefix import Kinds, Match, Prefix
+from hisparse_pd.core.paging.prefix_tree import MAX_RUNS, PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
+
+MAX_RUNS_BEFORE: Final = MAX_RUNS // 2
+"""Most runs of a prefix on the device behind which pages are brought up, which takes one run more."""
 
 
 class HeldMatch(NamedTuple):
@@ -24,7 +31,37 @@ class HeldMatch(NamedTuple):
     """The prefixes that have these pages, each with the number of its pages that match."""
     taken: SlotCounts
     """Slots for those pages that count as free until the prompt's request shares them: their own, or those
-    that it gives them again where they have moved down."""
+    that it gives them where they have none."""
+    num_copied: int = 0
+    """Those of the pages that get device slots and are copied from the host pool, for a dense request."""
+    sources: tuple[tuple[Prefix, int], ...] = ()
+    """The prefixes that these pages are copied from, with all before them, like ``parts``."""
+
+
+NO_MATCH: Final = HeldMatch(0, (), SlotCounts())
+
+
+def stored_beginning(held: PrefixTree, keys: Sequence[PageKey], num_pages: int) -> Match | None:
+    """Return the longest beginning of ``keys`` of which main memory has KV, indexer keys and row checks, if
+    it is longer than ``num_pages`` pages; otherwise None."""
+    found = held.find(keys, KV_POOLS[Mode.HISPARSE])
+    if found is None or found.num_pages <= num_pages:
+        return None
+    match: Match | None = None
+    for prefix, num in reversed(tuple(found.parts())):
+        if not prefix.is_stored:
+            break
+        match = Match(prefix, prefix.start_page + num)
+    return match if match is not None and match.num_pages > num_pages else None
+
+
+def num_shareable_pages(held: PrefixTree, keys: Sequence[PageKey], mode: Mode) -> int:
+    """Return how many pages of ``keys`` a request of ``mode`` can share."""
+    found = held.find(keys, KV_POOLS[mode])
+    num_pages = 0 if found is None else found.num_pages
+    if mode is Mode.DENSE and (stored := stored_beginning(held, keys, num_pages)) is not None:
+        return stored.num_pages
+    return num_pages
 
 
 class HeldMatches:
@@ -42,6 +79,10 @@ class HeldMatches:
         for prefix in remote:
             for part in prefix.chain():
                 self.pinned[part] = len(part.keys)
+        self._brought_up: dict[Prefix, int] = {}
+        """For each prefix, how many of its first pages hisparse requests share that the plan admits."""
+        self._sources: set[Prefix] = set()
+        """Prefixes without users that admitted dense requests copy pages from, for which they move down."""
 
     @property
     def unused(self) -> SlotCounts:
@@ -50,40 +91,62 @@ class HeldMatches:
 
     def find(self, request: Request, mode: Mode) -> HeldMatch:
         """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
-        return self._find(request, KV_POOLS[mode])
+        match = self._find(request, KV_POOLS[mode])
+        if mode is Mode.HISPARSE or len(match.parts) > MAX_RUNS_BEFORE:
+            return match
+        stored = stored_beginning(self._held, request.usable_keys, match.num_pages)
+        return match if stored is None else self._with_stored(match, stored)
+
+    def _with_stored(self, match: HeldMatch, stored: Match) -> HeldMatch:
+        """Return a dense match that goes on with the pages of ``stored``. They take new slots, and their host
+        slots are nobody else's until they are copied."""
+        num_more = stored.num_pages - match.num_pages
+        sources = tuple(stored.parts())
+        taken = match.taken + SlotCounts.of(KV_POOLS[Mode.DENSE], num_more * self._page_size)
+        taken += SlotCounts(host=self._unused_of(sources).host)
+        return HeldMatch(stored.num_pages, match.parts, taken, num_more, sources)
 
     def find_resident(self, request: Request) -> HeldMatch:
         """Return the device pages that ``request`` can share if it becomes resident; others use all of them.
         It shares none while its steps compute a tail of its prompt, which might lie in them."""
-        if request.num_tail_tokens:
-            return HeldMatch(0, (), SlotCounts())
-        return self._find(request, RESIDENT_POOLS)
+        return NO_MATCH if request.num_tail_tokens else self._find(request, RESIDENT_POOLS)
 
     def _find(self, request: Request, kinds: Kinds) -> HeldMatch:
         match = self._held.find(request.usable_keys, kinds)
         if match is None:
-            return HeldMatch(0, (), SlotCounts())
+            return NO_MATCH
         parts = tuple(match.parts())
-        num_unused = num_down = 0
+        num_up = sum(
+            max(0, num - self._brought_up.get(part, 0)) * self._page_size
+            for part, num in parts
+            if part.is_down or part in self._sources
+        )
+        return HeldMatch(match.num_pages, parts, self._unused_of(parts) + SlotCounts(index=num_up))
+
+    def _unused_of(self, parts: Iterable[tuple[Prefix, int]]) -> SlotCounts:
+        """Return the slots that the pages of ``parts`` have and that count as free."""
+        taken = SlotCounts()
         for part, num in parts:
-            num_slots = max(0, num - self.pinned.get(part, 0)) * self._page_size
             if not part.num_users:
-                num_unused += num_slots
-            elif part.is_down:  # a copy of what follows it uses it, and no request
-                num_down += num_slots
-        taken = SlotCounts.of(kinds, num_unused) + SlotCounts(index=num_down)
-        return HeldMatch(match.num_pages, parts, taken)
+                num_pages = max(0, num - self.pinned.get(part, 0))
+                taken += SlotCounts.of(part.pools, num_pages * self._page_size)
+        return taken
 
     def is_counted_on(self, match: HeldMatch) -> bool:
         """Return whether running requests use pages of ``match`` that are not pinned yet. The order in which
         requests can end (``reserve.py``) counts on such pages to be free when their last user has ended. If
         they are shared, they are not free then, and another order is needed."""
-        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in match.parts)
+        parts = match.parts + match.sources
+        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in parts)
 
     def pinned_with(self, match: HeldMatch) -> dict[Prefix, int]:
         """Return ``pinned`` as it would be if ``match`` were shared."""
-        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in match.parts}
+        parts = match.parts + match.sources
+        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in parts}
 
     def take(self, match: HeldMatch) -> None:
         """Note that an admitted request shares ``match``."""
         self.pinned = self.pinned_with(match)
+        for part, num in match.parts:
+            self._brought_up[part] = max(num, self._brought_up.get(part, 0))
+        self._sources.update(part for part, _ in match.sources if not part.num_users)

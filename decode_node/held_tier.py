@@ -26,14 +26,19 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.protocol.messages import Extent
 
 
-class KeyCopies(Protocol):
-    """Copies between the index pool and main memory; ``KeyPages`` makes them."""
+class PageCopies(Protocol):
+    """Copies of pages between the device and main memory; ``KeyPages`` makes them."""
 
-    def copy_down(self, index: Sequence[Extent], host: Sequence[Extent]) -> torch.cuda.Event | None:
-        """Begin to copy what pages of the index pool have to the places of as many pages of the host pool.
-        Returns the event behind the copy, or None where it is over."""
+    def copy_down(
+        self, index: Sequence[Extent], host: Sequence[Extent], device: Sequence[Extent] = ()
+    ) -> torch.cuda.Event | None:
+        """Begin to copy what pages of the index pool have to the places of as many pages of the host pool,
+        and the KV of as many pages of the device pool to these pages, if ``device`` has any. Returns the
+        event behind the copy, or None where it is over."""
 
-    def copy_up(self, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event | None:
+    def copy_up(
+        self, host: Sequence[Extent], index: Sequence[Extent], device: Sequence[Extent] = ()
+    ) -> torch.cuda.Event | None:
         """Begin to copy pages back, as ``copy_down``. Copies up end in the order in which they began."""
 
     def settle(self) -> None:
@@ -59,7 +64,7 @@ class HeldTier:
     """The copies of what held prefixes have in the index pool. ``copies``: None if main memory keeps none;
     then nothing is stored and no prefix moves down."""
 
-    def __init__(self, prefixes: PrefixTree, page_size: int, copies: KeyCopies | None = None) -> None:
+    def __init__(self, prefixes: PrefixTree, page_size: int, copies: PageCopies | None = None) -> None:
         self._prefixes = prefixes
         self._page_size = page_size
         self._copies = copies

@@ -1,7 +1,9 @@
-"""Main memory for the indexer keys and row checks of held prefixes, and the copies of them.
+"""Main memory for the indexer keys and row checks of held prefixes, and the copies of held pages.
 
 ``KeyPages`` owns the memory, which has a place for each page of the host pool, and the two streams of copies;
-``held_tier.py`` decides what is copied. Copies run beside steps and wait for the work in front of them.
+``held_tier.py`` and ``dense_tier.py`` decide what is copied. Copies run beside steps and wait for the work in
+front of them. The KV of held pages has its home in the host pool; that of dense requests goes there and back
+with their keys.
 
 A page's bytes lie together, those of all layers, other than in the pools. So a copy needs one transfer for
 each run of adjacent pages and not one for each layer of it: 64k tokens of V3.2 in single pages are 2,048
@@ -11,23 +13,31 @@ transfers. On the device, pages are gathered from the pools, or scattered to the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
-from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.extents import extents_to_pages, extents_to_slots
 from hisparse_pd.decode_node.memory import DecodeMemory
+from hisparse_pd.kernels.hot_state import MAX_LOOKUP_SLOTS
+from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.swap_in import replay_misses, write_back
+from hisparse_pd.kernels.warm_up import FILL_BLOCKS
 from hisparse_pd.protocol.messages import Extent
 
 log = logging.getLogger(__name__)
 
 STAGED_BYTES: Final = 32 << 20
 """Most bytes that a copy gathers on the device at once."""
+COPIES_AT_ONCE: Final = 16384
+"""Items of several layers that one launch copies; one layer may have more. A short request's KV is one launch
+then, and not one for each layer."""
 
 
 class KeyPages:
@@ -47,6 +57,7 @@ class KeyPages:
     ) -> None:
         self._device = memory.index.device
         self._page_size = page_size
+        self._k_host, self._k_dev = memory.k_host, memory.k_dev
         num_pages = memory.k_host.shape[1] // page_size
         on_device = [_by_page(memory.index, page_size)]
         if memory.row_checks is not None:
@@ -71,20 +82,27 @@ class KeyPages:
         num_bytes = sum(here.nbytes for _, here in self._pairs)
         log.info("keys of held prefixes: %d pages, %.2f GiB", num_pages, num_bytes / (1 << 30))
 
-    def copy_down(self, index: Sequence[Extent], host: Sequence[Extent]) -> torch.cuda.Event | None:
-        """Begin to copy pages of the index pool to the places of as many pages of the host pool. Returns the
-        event behind it, or None where it is over."""
+    def copy_down(
+        self, index: Sequence[Extent], host: Sequence[Extent], device: Sequence[Extent] = ()
+    ) -> torch.cuda.Event | None:
+        """Begin to copy pages of the index pool to the places of as many pages of the host pool, and the KV
+        of as many pages of the device pool, if ``device`` has any, to these pages. Returns the event behind
+        the copy, or None where it is over."""
         with self._down.behind_current():
             for on_device, here in self._pairs:
                 for from_ids, to_ids in self._parts(on_device, index, host):
                     staged = on_device.index_select(1, self._on_device(from_ids)).transpose(0, 1).contiguous()
                     for at, first, num in _runs(to_ids):
                         here[first : first + num].copy_(staged[at : at + num], non_blocking=True)
+            if device:
+                self._copy_kv(write_back, host, device)
         return self._down.record()
 
-    def copy_up(self, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event | None:
-        """Begin to copy what lies at the places of pages of the host pool to as many pages of the index pool;
-        as ``copy_down``."""
+    def copy_up(
+        self, host: Sequence[Extent], index: Sequence[Extent], device: Sequence[Extent] = ()
+    ) -> torch.cuda.Event | None:
+        """Begin to copy what lies at the places of pages of the host pool to as many pages of the index pool,
+        and the KV of these pages to as many pages of the device pool; as ``copy_down``."""
         with self._up.behind_current():
             for on_device, here in self._pairs:
                 for from_ids, to_ids in self._parts(on_device, host, index):
@@ -92,7 +110,34 @@ class KeyPages:
                     for at, first, num in _runs(from_ids):
                         staged[at : at + num].copy_(here[first : first + num], non_blocking=True)
                     on_device.index_copy_(1, self._on_device(to_ids), staged.transpose(0, 1))
+            if device:
+                self._copy_kv(replay_misses, host, device)
         return self._up.record()
+
+    def _copy_kv(
+        self,
+        copy: Callable[[MissPlan, int, Tensor, Tensor, int], None],
+        host: Sequence[Extent],
+        device: Sequence[Extent],
+    ) -> None:
+        """Copy the items of all layers between as many slots of both pools, on few multiprocessors, beside
+        steps. ``copy``: ``write_back`` or ``replay_misses``."""
+        host_slots, device_slots = extents_to_slots(host), extents_to_slots(device)
+        num_layers, num_host_slots, _ = self._k_host.shape
+        num_device_slots = self._k_dev.shape[1]
+        most_slots = max(num_host_slots, num_device_slots)
+        at_once = max(1, min(COPIES_AT_ONCE // len(host_slots), MAX_LOOKUP_SLOTS // most_slots))
+        for first in range(0, num_layers, at_once):
+            # Several layers are copied as one that has the slots of all of them.
+            layers = slice(first, first + at_once)
+            k_host, k_dev = (pool[layers].view(1, -1, pool.shape[2]) for pool in (self._k_host, self._k_dev))
+            number = np.arange(min(at_once, num_layers - first))[:, None]
+            plan = MissPlan.of_slots(
+                (number * num_host_slots + host_slots).ravel(),
+                (number * num_device_slots + device_slots).ravel(),
+                self._device,
+            )
+            copy(plan, 0, k_host, k_dev, FILL_BLOCKS)
 
     def row_checks(self, slots: Tensor) -> Tensor:
         """Return the row checks that lie at the places of token slots of the host pool: int32 [layers,
@@ -109,6 +154,7 @@ class KeyPages:
         """Unpin the memory once all copies are over."""
         self.settle()
         self._pairs.clear()
+        self._k_host = self._k_host[:, :0].clone()  # the memory is not this object's to keep mapped
         for pool in self._host_pools:
             pool.close()
 

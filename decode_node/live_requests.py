@@ -27,7 +27,8 @@ from hisparse_pd.core.paging.pools import (
 )
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
-from hisparse_pd.decode_node.held_tier import HeldTier, KeyCopies
+from hisparse_pd.decode_node.dense_tier import DenseTier
+from hisparse_pd.decode_node.held_tier import HeldTier, PageCopies
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
@@ -48,13 +49,14 @@ class DuplicateRoom(Exception):
 class LiveRequests:
     """All requests between their arrival and their end. Times are those of ``time.monotonic``.
 
-    ``copies``: see ``HeldTier``.
+    ``copies``: see ``HeldTier`` and ``DenseTier``.
     """
 
-    def __init__(self, pools: Pools, quarantine_secs: float, copies: KeyCopies | None = None) -> None:
+    def __init__(self, pools: Pools, quarantine_secs: float, copies: PageCopies | None = None) -> None:
         self.pools = pools
         self.held = PrefixTree(pools)
         self.held_tier = HeldTier(self.held, pools.page_size, copies)
+        self.dense_tier = DenseTier(self.held, pools, copies)
         self.set_aside = SetAside(pools, self.held, "decode")
         self.quarantine = Quarantine(quarantine_secs, self._release_quarantined)
         self.num_queue_changes = 0
@@ -182,21 +184,30 @@ class LiveRequests:
         """Let a request use the held pages of its prompt, so that they are not evicted."""
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
-            request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
-            num_prefilled_pages = self.held.num_prefilled(keys, KV_POOLS[admission.mode])
-            request.num_prefilled_tokens = num_prefilled_pages * self.pools.page_size
+            kinds = KV_POOLS[admission.mode]
+            found = self.held.find(keys, kinds)
+            num_here = 0 if found is None else found.num_pages
+            num_prefilled = self.held.num_prefilled(keys[:num_here], kinds)
+            if num_here:
+                request.prefix = self.held.use(keys[:num_here], kinds)
+            if num_here < len(keys):  # ``reserve`` brings the others to the device
+                request.source_prefix = self.held.use_stored(keys, KV_POOLS[Mode.HISPARSE])
+                if num_prefilled == num_here:
+                    stored = self.held.num_prefilled(keys, KV_POOLS[Mode.HISPARSE])
+                    num_prefilled = max(num_here, stored)
+            request.num_prefilled_tokens = num_prefilled * self.pools.page_size
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
     def give_back_held(self, request: Request) -> None:
         """Undo ``use_held`` for a request that is not admitted after all."""
-        prefix, request.prefix = request.prefix, None
-        if prefix is not None:
+        for prefix in request.prefixes:
             self.held.let_go(prefix)
+        request.prefix = request.source_prefix = None
         request.held_prefix_tokens = 0
 
     def reserve(self, admission: Admission, instance_id: str, deadline: float) -> None:
         """Move a request from WAITING to LANDING, after ``use_held``, with all slots reserved, and begin to
-        fetch what has moved down of its prefix.
+        fetch what main memory has of its prefix.
 
         Raises PoolExhausted.
         """
@@ -204,6 +215,11 @@ class LiveRequests:
         self.held.make_room(self.pools.rounded(admission.need))
         holding = self.pools.reserve(request.room, admission.need)
         self.held_tier.fetch(request.prefix)
+        if (source := request.source_prefix) is not None:
+            keys = request.usable_keys[: source.end_page]
+            token_ids = request.prompt if self.publishes(request) else None
+            request.prefix = self.dense_tier.fetch(request.room, keys, request.prefix, source, token_ids)
+            request.source_prefix = None
         self._move(request, RequestState.LANDING, deadline)
         request.holding = holding
         request.mode = admission.mode
@@ -222,10 +238,17 @@ class LiveRequests:
         return True
 
     def fetched(self) -> list[Request]:
-        """Note which copies of the held tier are over. Returns the FETCHING requests that may start."""
+        """Note which copies of held pages are over. Returns the FETCHING requests that may start."""
         self.held_tier.poll()
+        self.dense_tier.poll()
         waiting = self.select(RequestState.FETCHING)
         return [request for request in waiting if not self.held_tier.is_arriving(request.prefix)]
+
+    def settle_copies(self) -> None:
+        """Wait until all copies of held pages are over, and note it: what they use counts as used. Those that
+        wait do not begin."""
+        self.held_tier.settle()
+        self.dense_tier.settle()
 
     def start(self, request: Request) -> None:
         """Move a request from LANDING or FETCHING to RUNNING: all bytes are here, and the aux record is read.
@@ -386,15 +409,18 @@ class LiveRequests:
         if request.is_sound:
             keys = request.kept_keys(request.num_kv_tokens)
             page_size = self.pools.page_size
+            token_ids = request.all_token_ids if self.publishes(request) else None
             self.held.hold(
                 holding,
                 keys,
                 request.kv_pools,
                 num_shared_pages,
-                token_ids=request.all_token_ids if self.publishes(request) else None,
+                token_ids=token_ids,
                 num_prefilled=request.first_stepped(page_size) // page_size,
             )
-            if (found := self.held.find(keys, request.kv_pools)) is not None:
+            if request.mode is Mode.DENSE:
+                self.dense_tier.store(request.room, keys, token_ids)
+            elif (found := self.held.find(keys, request.kv_pools)) is not None:
                 self.held_tier.store(found.prefix)
         self.pools.release(holding)
 
@@ -503,9 +529,10 @@ class LiveRequests:
     def check_integrity(self) -> None:
         """Raise PoolIntegrityError unless every slot is free or has exactly one owner that is known here."""
         admitted = self._admitted
+        coming = self.select(RequestState.LANDING, RequestState.FETCHING)
         self.pools.check_integrity(
             {
-                Stage.LANDING: len(admitted[RequestState.LANDING]) + len(admitted[RequestState.FETCHING]),
+                Stage.LANDING: len(coming) + len(self.dense_tier.landing),
                 Stage.RUNNING: len(admitted[RequestState.RUNNING]),
                 Stage.ENDING: len(admitted[RequestState.ENDING]),
                 Stage.QUARANTINED: len(self.quarantine),
@@ -515,7 +542,7 @@ class LiveRequests:
         )
         using = [prefix for request in self.select(*admitted) for prefix in request.prefixes]
         using += [entry.prefix for entry in self.quarantine if entry.prefix is not None]
-        self.held.check_integrity(chain(using, self.held_tier.users()))
+        self.held.check_integrity(chain(using, self.held_tier.users(), self.dense_tier.users()))
 
 
 def _queue_of(request: Request) -> PeerAddress:

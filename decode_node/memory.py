@@ -221,7 +221,7 @@ def _host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, sli
 
 
 class _Pool(NamedTuple):
-    """What the tensor of a pool is to be: uint8 of this shape, on this device."""
+    """The form of a pool's tensor: uint8 of this shape, on this device."""
 
     shape: tuple[int, int, int]
     """Layers, slots (those of the scratch page included) and item bytes."""

@@ -141,7 +141,9 @@ class Metrics:
             counters[f"swap_in_{name}_total"] = float(total)
         counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
         counters["held_moved_down_tokens_total"] = float(requests.held.num_moved_down_tokens)
-        counters["held_fetched_tokens_total"] = float(requests.held_tier.num_fetched_tokens)
+        num_fetched = requests.held_tier.num_fetched_tokens + requests.dense_tier.num_fetched_tokens
+        counters["held_fetched_tokens_total"] = float(num_fetched)
+        counters["held_stored_dense_tokens_total"] = float(requests.dense_tier.num_stored_tokens)
         counters["swap_in_bytes_total"] = swap_ins.misses * bytes_per_miss
         return counters
 

@@ -99,7 +99,7 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class _Resources:
-    """What a micro-batch does not share with those that run beside it."""
+    """The resources that a micro-batch has for itself."""
 
     kernels: AttentionKernels
     miss_plan: MissPlan

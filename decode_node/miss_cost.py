@@ -50,7 +50,7 @@ one they are few, whichever positions are selected, and say little."""
 
 @dataclass(frozen=True)
 class MissCost:
-    """What misses cost at present. By default that is nothing."""
+    """The present cost of misses. By default there is none."""
 
     missed_entries: float = 0.0
     """Positions that a request misses in a step, times the entries of its hot buffer, in a sequence without
@@ -104,7 +104,7 @@ class MissCost:
 
 
 CHEAP: Final = MissCost()
-"""What misses cost without a GPU as long as none was seen."""
+"""The cost of misses without a GPU as long as none was seen."""
 
 
 class MissCosts:

@@ -12,16 +12,16 @@ from typing import assert_never
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import (
+from hisparse_pd.decode_node.hot_buffer_sizes import spare_capacity
+from hisparse_pd.decode_node.limits import Limits
+from hisparse_pd.decode_node.making_room import make_room
+from hisparse_pd.decode_node.mode_speed import (
     dense_alone_pays,
     dense_pays,
     hisparse_pays,
     hot_buffers_are_enough,
     leaves_hot_buffers,
-    make_room,
-    spare_capacity,
 )
-from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Admission
@@ -70,9 +70,15 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
             return False  # it waits for the pages of one that ends
     half = draft.limits.in_pages(min(num_tokens, request.life_tokens) // 2)
     most = min(draft.limits.device_buffer_size, half)  # with more, pages would be of more use
-    if leaves_hot_buffers(draft, num_taken):
+    if leaves_hot_buffers(draft, num_taken) and not _starts_sooner_hisparse(draft.limits, request, held):
         return _admit_dense(draft, request) or _admit_hisparse(draft, request, most)
     return _admit_hisparse(draft, request, most) or _admit_dense(draft, request)
+
+
+def _starts_sooner_hisparse(limits: Limits, request: Request, held: HeldMatch) -> bool:
+    """Return whether most of the prompt's KV is in the host pool and not on the device. A dense request waits
+    until all of that has come up; a hisparse one begins at once, and gets pages beside its first steps."""
+    return limits.keeps_residents and 2 * held.num_copied * limits.page_size > request.num_prompt_tokens
 
 
 def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:

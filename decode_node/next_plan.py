@@ -1,4 +1,5 @@
-"""Asks the scheduler for the plan of each step; shows it the queue only if a request may fit by now. Pure.
+"""Asks the scheduler for the plan of each step, and shows it the queue only if a request may fit by now.
+Pure.
 
 ``StepLine`` calls ``NextPlan.make`` before each step. It remembers the last situation in which the plan was
 empty although requests waited: until that changes, the queue is not looked at again and costs nothing.
@@ -10,7 +11,7 @@ from typing import Final, NamedTuple
 
 from hisparse_pd.base.vocabulary import HisparseFlag
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.hot_buffer_sizes import becomes_resident
+from hisparse_pd.decode_node.free_slots import becomes_resident
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
@@ -21,8 +22,8 @@ from hisparse_pd.decode_node.scheduler import plan_step
 from hisparse_pd.decode_node.step_plan import StepPlan
 
 PLANS_BETWEEN: Final = 16
-"""Plans without a look for a request that makes use of free device slots, after one that found none: as long
-as as many requests run, only their growth and their misses change."""
+"""After a plan that found no use for free device slots, this many plans do not look for one. While the same
+number of requests runs, only their growth and their misses change."""
 
 
 class _Situation(NamedTuple):
@@ -36,9 +37,9 @@ class _Situation(NamedTuple):
     stuck: SlotCounts
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
-    """Changes of the queue, or 0 while what is behind its first request decides nothing. It may be overtaken
-    while it waits for stuck slots, which may never be free, or for the KV of its prompt's first sample. If it
-    is of ``auto``, its mode depends on how many wait."""
+    """Changes of the queue, or 0 while only its first request decides. Those behind it count if they may
+    overtake it, because it waits for stuck slots or for the KV of its prompt's first sample, and if it is of
+    ``auto``, whose mode depends on how many wait."""
     miss_cost: MissCost
 
 
@@ -51,11 +52,11 @@ class NextPlan:
         self._last_empty: _Situation | None = None
         """The last situation in which the plan was empty although requests waited."""
         self._plans_until_look = 0
-        """Plans until the next that looks for a request that makes use of free device slots."""
+        """Plans until the next one that looks for a use of free device slots."""
         self._num_running = 0
         """Requests that ran at the last plan."""
         self.miss_cost = CHEAP
-        """What misses cost, as ``StepLine`` has estimated it last."""
+        """The cost of misses, as ``StepLine`` has estimated it last."""
 
     def make(self, now: float) -> StepPlan:
         """Return the plan for the present situation, and change no request.

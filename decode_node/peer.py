@@ -1,5 +1,4 @@
-"""What ``PrefillPeers`` knows of one peer, a rank of a prefill node: its connection, its run, its
-heartbeats.
+"""One peer of ``PrefillPeers``, a rank of a prefill node: its connection, its run and its heartbeats.
 
 A run is one life of the peer's process: a rank that is started again has another instance id.
 """
@@ -27,7 +26,7 @@ class PeerPhase(StrEnum):
 
 @dataclass(eq=False)
 class Peer:
-    """What is known of one peer. Times are those of ``time.monotonic``."""
+    """The state of one peer. Times are those of ``time.monotonic``."""
 
     address: PeerAddress
     node_id: str

@@ -1,4 +1,4 @@
-"""What can happen to a prefill node, as ``PrefillPeers.poll`` reports it and ``PrefillEvents`` handles it.
+"""The events of prefill nodes, as ``PrefillPeers.poll`` reports them and ``PrefillEvents`` handles them.
 
 A peer is one rank of a prefill node, named by its address. A run is one process of it, named by its
 ``instance_id``: a restarted peer is another run at the same address.

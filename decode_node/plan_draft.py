@@ -1,7 +1,7 @@
 """Keeps count of what one plan has given away so far, and of what it may still give. Pure.
 
-``scheduler.py`` makes one ``PlanDraft`` for each plan. ``growth.py``, ``mode_choice.py`` and
-``hot_buffer_sizes.py`` decide, ask the draft whether that is allowed, and note it there.
+``scheduler.py`` makes one ``PlanDraft`` for each plan. ``growth.py``, ``mode_choice.py``,
+``making_room.py`` and ``free_slots.py`` decide, ask the draft whether that is allowed, and note it there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_urgent(request: Request, now: float) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What a request of the queue wants of the device pool."""
+    """The device slots that a request of the queue wants."""
 
     request: Request
     num_slots: int
@@ -70,14 +70,14 @@ class Queue:
 
 
 class _Changed(NamedTuple):
-    """What a running request has once the plan is carried out."""
+    """The mode and slots of a running request once the plan is carried out."""
 
     mode: Mode
     owned: SlotCounts
 
 
 class Mark(NamedTuple):
-    """What of a draft changes when running requests make room for others."""
+    """The parts of a draft that change when running requests make room for others."""
 
     available: SlotCounts
     exchanges: dict[Request, Exchange]
@@ -114,7 +114,7 @@ class PlanDraft:
     """Whether a new reserve may allow more than ``_reserve``, which was made before hot buffers shrank. It
     expects what they give back at their requests' end, later than it is free."""
     num_orders: int = 0
-    """How often the draft has put all requests into an order in which they can end, its dearest answer."""
+    """How often the draft has looked for an order in which all requests can end, which takes it longest."""
     _use: DeviceUse | None = None
     """See ``device_use``. None until a request of the queue asks for it."""
     _changed: dict[Request, _Changed] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class PlanDraft:
 
     @property
     def reserve(self) -> Reserve:
-        """What can be given away so that all requests can still end."""
+        """The reserve: it knows which slots can be given away so that all requests can still end."""
         if self._reserve is None:
             self._reserve = self._new_reserve(self.matches.pinned)
             self._reserve_is_strict = False
@@ -181,7 +181,7 @@ class PlanDraft:
 
     @property
     def device_use(self) -> DeviceUse:
-        """Who has which device slots once the plan is carried out. Growth must be decided before."""
+        """The device slots of all requests once the plan is carried out. Growth must be decided before."""
         if self._use is None:
             self._use = DeviceUse(
                 self.limits, self.running, self.landing, self.exchanges, self._may_leave_pages

@@ -1,7 +1,7 @@
 """Owns the holdings of rooms that ended while the prefill node might still write to them (I1). Pure.
 
-A room's held pages, from which the prefill node may read, stay in use as long: read again by others, a slot
-would have rows of its own, with right checks, and the prefill node would take them for the room's.
+The held pages of a room, from which the prefill node may read, stay in use for as long. If their slots were
+used again before, the prefill node would take others' rows, whose checks are right, for the room's.
 
 ``LiveRequests.release`` adds a room; ``PrefillEvents`` and an operator report what is known of it since. A
 run is a prefill node's process from its start to its end (``instance_id``); each room was given to one run.

@@ -20,11 +20,12 @@ from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag, Mode
 from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.decode_node.end_moves import EndMoves
+from hisparse_pd.decode_node.held_matches import num_shareable_pages
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
 from hisparse_pd.decode_node.local_kv import local_modes
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import Generate, num_packed_tokens
 from hisparse_pd.protocol.messages import Room
@@ -160,8 +161,8 @@ class QueueMoves:
         one. Returns whether it does."""
 
         def num_held(mode: Mode) -> int:
-            found = self.requests.held.find(request.usable_keys, KV_POOLS[mode])
-            return found.num_pages * self.limits.page_size if found else 0
+            num_pages = num_shareable_pages(self.requests.held, request.usable_keys, mode)
+            return num_pages * self.limits.page_size
 
         if not local_modes(request, self.limits, num_held):
             return False

@@ -103,6 +103,9 @@ class Request:
     """Those of held pages before the first that has KV of decode steps."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
+    source_prefix: Prefix | None = None
+    """Pages of hisparse requests that are to be brought to the device for a dense one, from the start of its
+    prompt; only while a plan is carried out that admits it."""
     resident_prefix: Prefix | None = None
     """The device pages at its start that it shares with other residents while it is resident itself, or
     becomes so; those of its own come behind them."""
@@ -341,7 +344,8 @@ class Request:
     @property
     def prefixes(self) -> tuple[Prefix, ...]:
         """The prefixes whose pages it uses."""
-        return tuple(prefix for prefix in (self.prefix, self.resident_prefix) if prefix is not None)
+        prefixes = (self.prefix, self.source_prefix, self.resident_prefix)
+        return tuple(prefix for prefix in prefixes if prefix is not None)
 
     @property
     def req_row(self) -> int:

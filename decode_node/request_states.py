@@ -53,7 +53,7 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
 
 
 class RunStage(StrEnum):
-    """What a RUNNING request waits for, or does next."""
+    """The present stage of a RUNNING request."""
 
     AWAITS_GRAMMAR = "awaits grammar"
     """The grammar that its output must follow is being compiled."""

@@ -43,7 +43,7 @@ _ALL_SPARE: Final[_Slots] = (_ANY, _ANY, _ANY, _ANY)
 
 
 class Claim(NamedTuple):
-    """What a request owns, and what it lacks to end."""
+    """The slots that a request owns, and those that it lacks to end."""
 
     owned: _Slots
     ways: tuple[_Slots, ...]
@@ -65,7 +65,7 @@ class Place(NamedTuple):
     request: Request
     claim: Claim
     available: _Slots
-    """What is free when all requests before it have ended."""
+    """The slots that are free when all requests before it have ended."""
 
 
 class Order(NamedTuple):
@@ -73,7 +73,7 @@ class Order(NamedTuple):
 
     places: list[Place]
     left: _Slots
-    """What is free when all of them have ended."""
+    """The slots that are free when all of them have ended."""
     is_safe: bool
     """Whether all can end. If not, those that cannot come last."""
 
@@ -112,8 +112,8 @@ def order_ends(
 
 
 class Reserve:
-    """What can be given away while all requests can end: the running ones in ``order``, and behind them each
-    of those whose KV is on its way.
+    """The slots that can be given away while all requests can end: the running ones in ``order``, and behind
+    them each of those whose KV is on its way.
 
     A slot that a request gets can only keep those before it in the order from ending: those behind it come
     after its end, which frees the slot again. Requests are therefore asked in their order. At a request's
@@ -133,9 +133,10 @@ class Reserve:
     ) -> None:
         """``landing``: claims of the requests whose KV is on its way."""
         self._left = order.left
-        """What is free when all running requests have ended, without what later admissions own."""
+        """The slots that are free when all running requests have ended, without those of later admissions."""
         self._given: _Slots = (0, 0, 0, 0)
-        """What was given away. It counts as free in the next three, so that giving changes none of them."""
+        """The slots that were given away. They count as free in the next three, so that giving changes none
+        of them."""
         self._spare: _Slots | None = None
         """The fewest slots that a request with one way to end leaves, of those whose needs are kept; None
         without such requests."""

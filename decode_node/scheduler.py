@@ -2,7 +2,7 @@
 
 ``NextPlan`` calls ``plan_step`` before each step, and ``PlanMoves.carry_out`` does what it returns.
 ``plan_step`` looks at requests and at counts of free slots, and changes nothing. It keeps these rules,
-together with ``growth.py``, ``mode_choice.py`` and ``hot_buffer_sizes.py``, which it calls:
+together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it calls:
 
 - A request is admitted with slots for its prompt, except for the pages that are held, and for
   ``growth_tokens`` more; it gets as many again before the step that needs them. No grant takes away a
@@ -49,16 +49,12 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.decode_node.free_slots import enlarge_hot_buffers, share_pages, use_free_slots
 from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
-from hisparse_pd.decode_node.hot_buffer_sizes import (
-    enlarge_hot_buffers,
-    make_room_for_growth,
-    share_pages,
-    use_free_slots,
-)
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
+from hisparse_pd.decode_node.making_room import make_room_for_growth
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue

@@ -44,7 +44,7 @@ MIN_REQS: Final = 32
 """Fewest requests of a batch that is split. Smaller ones have too little to copy: 16 of V3.2's size lost 3%
 on an H200."""
 MIN_GAIN: Final = 1.02
-"""How many times as long a whole step has to take for splitting to be worth it."""
+"""The least factor by which a whole step must take longer than a split one for batches to be split."""
 NUM_STEPS: Final = 5
 """Steps of each kind that are timed, by turns."""
 MISS_SHARE: Final = 0.134

@@ -67,7 +67,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to do before the next step, in the order of the fields, but for one thing: the admissions' held
+    """The work before the next step, in the order of the fields, with one exception: the admissions' held
     pages are marked as used before the exchanges."""
 
     no_longer_local: tuple[Request, ...] = ()

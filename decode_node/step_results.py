@@ -64,7 +64,7 @@ class StepResult:
     logprobs: list[TokenLogprob | None]
     """One for each of these tokens; None where none were wanted."""
     error: str
-    """What the kernels found wrong; empty for nothing."""
+    """The fault that the kernels found; empty for none."""
     has_wrong_row: bool
     """Whether a row check failed for an item that was read for it; then ``token_ids`` may be wrong."""
     counters: SwapCounts

@@ -1,4 +1,4 @@
-"""What swap-ins count for a row of the tables: for the statistics of its request, and for the metrics.
+"""Counts of swap-ins for a row of the tables, for the statistics of its request and for the metrics.
 
 Kernels count in each row, a step's results carry the counts to the host (``step_results.py``), and
 ``RequestTables`` sums them up.
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class SwapCounts(NamedTuple):
-    """What the swap-ins of one or more requests have counted, over all steps and index groups. A position
-    that is selected several times counts once a step and group."""
+    """Counts of the swap-ins of one or more requests, over all steps and index groups. A position that is
+    selected several times counts once a step and group."""
 
     hits: int = 0
     """Selected positions that were in the hot buffer."""

@@ -1,6 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Products of many rows with the matrices of their experts on Hopper, both in fp8.
+"""Products of many rows with the matrices of their experts, both in fp8, on Hopper GPUs.
 
 ``kernels.triton_experts`` calls this module where experts have many rows. For fewer rows, and on other GPUs,
 it has a kernel of its own, which gives the same bits. A layer is one ``gather_rows`` and two
@@ -59,7 +59,7 @@ def takes_groups(x: Tensor, matrices: ExpertMatrices, routing: Routing) -> bool:
 
 
 def gather_rows(tokens: Rounded, routing: Routing, first_expert: int, num_experts: int) -> Rounded:
-    """Return the token of each row of ``routing``, in the order of experts; those of other experts than the
+    """Return the token of each row of ``routing``, in the order of experts. Rows of other experts than the
     ``num_experts`` from ``first_expert`` on are undefined."""
     values, scales = tokens.values, tokens.scales
     num_rows, size = len(routing.order), values.shape[1]

@@ -1,10 +1,10 @@
 """The entries of a row's hot buffer: which positions they have, and where these go when its size changes.
 
-A row gets a hot buffer of another size, or one for its pages, between two steps, in place: what stays hot is
-not fetched from the host again. A hot buffer keeps its first device slots. A larger one has empty entries
-behind them, a smaller one gives up those at its end, and items move on the device only where the rules of
-``hot_state.py`` want another hot_index. As an item's slot is that of its hot_index in all groups, each group
-moves its own.
+Between two steps a row gets a hot buffer of another size, or one in place of its pages. What stays hot is not
+fetched from the host again. A hot buffer keeps its first device slots: a larger one gets empty entries behind
+them, and a smaller one gives up those at its end. Items move on the device only where the rules of
+``hot_state.py`` want another hot_index. Each group moves its own items, because a hot_index has the same slot
+in all groups and another position in each.
 
 Everything here is made of torch's operations, so the CPU runs the same code as a GPU.
 """
@@ -46,12 +46,12 @@ def resize_hot_buffer(
     layers_of_group: Sequence[Sequence[int]],
     k_dev: Tensor,
 ) -> None:
-    """Give the hot buffer of ``row`` another capacity, and keep what is hot as far as that has room.
+    """Give the hot buffer of ``row`` another capacity, and keep what is hot as far as there is room.
 
-    If the row fits afterwards (``hot_state.ring_entries``), all that is hot goes to the hot_index of its own
-    number. Otherwise the ``capacity - max_new`` positions that were used last stay hot, below the ring; of
-    those used in the same step, the ones with the lowest hot_index. They stay where they are, except that
-    those at or beyond the ring of the new capacity move to entries that are free then. So a row that grows by
+    If the row fits afterwards (``hot_state.ring_entries``), each hot position goes to the hot_index of its
+    own number. Otherwise the ``capacity - max_new`` positions that were used last stay hot, below the ring;
+    of those used in the same step, the ones with the lowest hot_index. They stay where they are, unless that
+    is in the ring of the new capacity or beyond it: those move to free entries. So a row that grows by
     ``max_new`` entries or more, and does not fit, moves nothing. Rejected drafts are forgotten.
 
     ``num_before``: the capacity so far. ``hot_slots``: integer [capacity] on the CPU, the row's device slots

@@ -1,4 +1,4 @@
-"""What the host sides of ``csrc/paged_logits.cu`` and ``csrc/prompt_logits.cu`` share: which arguments these
+"""The common host side of ``csrc/paged_logits.cu`` and ``csrc/prompt_logits.cu``: which arguments these
 kernels take, their struct of parameters, and how they are compiled (``csrc/index_logits.cuh``).
 
 Every logit has the bits of ``kernels.triton_indexer``. The first launch of a kernel imports cupy and compiles

@@ -41,7 +41,7 @@ SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Int4Form:
-    """What all int4 matrices of a layer have in common, apart from sizes."""
+    """The form that all int4 matrices of a layer have, apart from their sizes."""
 
     group_size: int
     """One of GROUP_SIZES."""

@@ -1,11 +1,12 @@
 """Fills the device pages of a hisparse row: all of its items go there from the host pool, in slices.
 
-Steps find the positions of a resident row as those of a dense one, in ``page_table``, without a look at ages
-or hits. Its host pages stand beside that, so that ``backup_newest`` keeps the host pool complete.
+Steps find the positions of a resident row in ``page_table``, as those of a dense row, without a look at ages
+or hits. The row keeps its host pages, too, so that ``backup_newest`` keeps the host pool complete.
 
-A row with a hot buffer takes part in steps while its pages are filled: these read the hot buffer alone, and
-back their newest items up to the host pool, from which the pages get them (``PageFill``). It becomes resident
-between two steps, by a second fill of what is new since and ``HotBufferState.drop_hot_buffer``.
+A row with a hot buffer takes part in steps while its pages are filled. The steps read the hot buffer alone
+and back their newest items up to the host pool, from which ``PageFill`` takes them. The row becomes resident
+between two steps: a second fill copies what is new since, and ``HotBufferState.drop_hot_buffer`` ends the hot
+buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hisparse_pd.kernels.swap_in import replay_misses
 from hisparse_pd.kernels.warm_up import FILL_BLOCKS
 
 CHUNK_TOKENS: Final = 4096
-"""Most positions of one copy: of V3.2's items 2.7 MB, 0.05 ms of PCIe."""
+"""Most positions of one copy. With V3.2's items these are 2.7 MB, which take 0.05 ms of PCIe."""
 
 
 class _Copy(NamedTuple):
@@ -39,11 +40,12 @@ class PageFill:
     """Fills the pages of ``row`` in slices, so that steps do not compete for PCIe with all of it at once.
 
     The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None, and may use the pages
-    when the last launch is over. The row is empty, as ``create`` and ``reset_row`` leave it, and then it is
-    resident; or it has a hot buffer and the same host, lookup and index pages already, and keeps them. Copies
-    are verified by the row checks as those of misses are. On a GPU everything is launched on the current
-    stream, which may be a side stream beside steps of the row; nothing waits for the device, and pages may be
-    added to the row meanwhile.
+    when the last launch is over. There are two kinds of rows: an empty one, as ``create`` and ``reset_row``
+    leave it, which becomes resident; and one that has a hot buffer and the same host, lookup and index pages
+    already, and keeps them. Copies are verified by the row checks, as copies of misses are.
+
+    On a GPU everything is launched on the current stream, which may be a side stream beside steps of the row.
+    Nothing waits for the device, and pages may be added to the row meanwhile.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class PageFill:
         ]
         """Copies that are not launched yet."""
         self._plan: tuple[int, MissPlan] | None = None
-        """The first position of the present chunk, and its slots on the device."""
+        """The first position of the present chunk, and the chunk's slots, in tensors on the device."""
         self._is_begun = False
 
     @property
@@ -129,23 +131,14 @@ class PageFill:
     def _plan_of(self, copy: _Copy) -> MissPlan:
         """Return the slots of the copy's positions, which all layers of a chunk share."""
         if self._plan is None or self._plan[0] != copy.start:
-            self._plan = copy.start, self._make_plan(copy.start, copy.stop)
+            host, dev = (
+                self._slots(pages, copy.start, copy.stop) for pages in (self._host_pages, self._pages)
+            )
+            plan = MissPlan.of_slots(
+                host, dev, self._state.device, first_position=copy.start, req_row=self._row
+            )
+            self._plan = copy.start, plan
         return self._plan[1]
-
-    def _make_plan(self, start: int, stop: int) -> MissPlan:
-        """Return the copies of the positions [start, stop), in one layer."""
-        num, device = stop - start, self._state.device
-        is_pinned = device.type == "cuda"
-        slots = torch.empty((2, num), dtype=torch.int64, pin_memory=is_pinned)
-        words = torch.empty(2 * num + 1, dtype=torch.int32, pin_memory=is_pinned)
-        host, dev = slots.numpy()
-        host[:] = self._slots(self._host_pages, start, stop)
-        dev[:] = self._slots(self._pages, start, stop)
-        rows, positions, num_copies = np.split(words.numpy(), (num, 2 * num))
-        rows[:], positions[:], num_copies[:] = self._row, np.arange(start, stop), num
-        # torch keeps pinned memory alive until the copy from it is done.
-        slots, words = slots.to(device, non_blocking=True), words.to(device, non_blocking=True)
-        return MissPlan(slots[0], slots[1], words[:num], words[num : 2 * num], words[2 * num :])
 
     def _slots(self, pages: Tensor, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the slots of the positions [start, stop), whose pages have these ids."""

@@ -103,7 +103,7 @@ def word_bytes(widths: Sequence[int], *values: int) -> int:
 
 
 class MemoryOffer(NamedTuple):
-    """What other ranks of the machine need to open a rank's memory."""
+    """The offer with which other ranks of the machine open a rank's memory."""
 
     gpu: str
     """The PCI address of the rank's GPU, which names it in all processes."""

@@ -43,7 +43,7 @@ LayerWritten = Callable[[int, Ready | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward yields."""
+    """The results of a forward."""
 
     hints: dict[Room, Tensor]
     """The hint of each room whose prompt is now computed whole, int32 [num_index_groups, index_topk]: the

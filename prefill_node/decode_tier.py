@@ -63,7 +63,7 @@ QUARANTINE_SECS: Final = 60.0
 
 
 class Reads(Protocol):
-    """What carries out reads; a ``Sender`` over a ``LaneReader`` does."""
+    """Carries out reads, as a ``Sender`` over a ``LaneReader`` does."""
 
     def submit(self, session: str, batch: WriteBatch) -> None:
         """Take a batch, without waiting. Its completion comes to ``DecodeTier.returned``."""
@@ -107,8 +107,8 @@ class _Read:
 
 
 class DecodeTier:
-    """What the decode nodes of one prefill engine hold, for the requests that they send. ``reads``: None if
-    nothing is ever read. Times are those of ``clock``."""
+    """The tier of pages that decode nodes hold, for the requests that they send to one prefill engine.
+    ``reads``: None if nothing is ever read. Times are those of ``clock``."""
 
     def __init__(
         self,

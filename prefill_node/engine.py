@@ -5,8 +5,7 @@ returned batches, control messages, fronts) and runs one forward (``_step``: pla
 
 The loop's thread does everything but the writes, which the sender's threads do while the next layers compute.
 A forward of one chunk must therefore take well under ``health_timeout_secs``, after which the front and the
-decode nodes take this engine for lost. A peer's silence is judged after its messages were read, and counts
-only once ZMQ has closed its connection: neither a long forward here nor a long step there makes a peer lost.
+decode nodes take this engine for lost.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import assert_never
 
 import msgspec
 import numpy as np
 import torch
 
-from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.vocabulary import VERSION, StartError
 from hisparse_pd.core.memory.device import DeviceMemory
@@ -32,10 +28,10 @@ from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
+from hisparse_pd.prefill_node.decode_events import DecodeEvents
 from hisparse_pd.prefill_node.decode_tier import ReadMemory
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
@@ -55,20 +51,8 @@ from hisparse_pd.prefill_node.sizing import (
 )
 from hisparse_pd.prefill_node.store_threads import StoreThreads
 from hisparse_pd.protocol.channels import ControlServer
-from hisparse_pd.protocol.messages import (
-    MAX_TEXT_CHARS,
-    PROTOCOL_VERSION,
-    AbortRoom,
-    Bootstrap,
-    Heartbeat,
-    HeartbeatAck,
-    Register,
-    Registered,
-    RegistrationRefused,
-    ToDecode,
-    ToPrefill,
-)
-from hisparse_pd.transfer.lane import Lane, LaneReader, Lanes
+from hisparse_pd.protocol.messages import ToDecode
+from hisparse_pd.transfer.lane import LaneReader, Lanes
 from hisparse_pd.transfer.page_store import MooncakeStore
 from hisparse_pd.transfer.sender import Ready, Sender
 
@@ -143,7 +127,6 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.host, settings.control_port, self._control_keys, self._allowed, self._heartbeats
         )
         self.poller.register(self.control)
-        self._logged_refusals = LogLimiter()
         self.peers = Registrations(self.geometry, self.transfer.transport.protocol, self._allowed)
 
         # Requests.
@@ -185,9 +168,17 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             clock=lambda: time.monotonic(),
             wrong_items=self.memory.wrong_items,
         )
-        self._early: list[tuple[bytes, ToPrefill, Sequence[PageKey] | None]] = []
-        """Messages that were read during a forward: the sender, the message, and the keys of a Bootstrap's
-        prompt."""
+        self._decode_events = DecodeEvents(
+            self.control,
+            self.peers,
+            self.life,
+            self.lanes,
+            self.transfer,
+            instance_id=self.instance_id,
+            geometry=self.geometry,
+            heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
+            heartbeat_interval_secs=settings.heartbeat_interval_secs,
+        )
         self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
         # While it is idle, the loop checks ``life`` and verifies rows of its prefixes; it flushes these on
         # demand.
@@ -314,107 +305,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)
-        for session in self.lanes.take_decided():
-            peer, lane = self.peers.of_session(session), self.lanes.lane(session)
-            if peer is not None and lane is not None:
-                self._answer_registration(peer, lane)
-        early, self._early = self._early, []
-        for identity, message, keys in early:
-            self._on_control(identity, message, now, keys)
-        for identity, message in self.control.receive():
-            self._on_control(identity, message, now)
+        self._decode_events.answer_decided()
+        self._decode_events.receive(now)
         self._receive_from_fronts(now)
-        self._fail_silent(now)
+        self._decode_events.fail_silent(now)
         self.life.fail_expired(now)
-
-    def _read_ahead(self) -> None:
-        """Read what decode nodes have sent, a burst at most, and compute the keys of prompts while the device
-        computes others. The messages are handled after the forward, whose requests they may end."""
-        for identity, message in self.control.receive():
-            keys = self.life.keys_of(message) if isinstance(message, Bootstrap) else None
-            self._early.append((identity, message, keys))
-
-    def _on_control(
-        self,
-        identity: bytes,
-        message: ToPrefill,
-        now_secs: float,
-        keys: Sequence[PageKey] | None = None,
-    ) -> None:
-        """Handle a message. ``keys``: those of a Bootstrap's prompt, if they have been computed."""
-        peer = self.peers.heard(identity, now_secs)
-        if isinstance(message, Register):
-            self._register(identity, message, now_secs)
-            return
-        if peer is None:
-            self.life.dropped["unregistered"] += 1
-            error = f"{type(message).__name__} before Register; register first"
-            self.control.send(identity, RegistrationRefused(error, permanent=False))
-            return
-        match message:
-            case Heartbeat():
-                self.control.send(identity, HeartbeatAck(message.seq, self.instance_id))
-            case Bootstrap():
-                self.life.bootstrap(peer, message, now_secs, keys)
-            case AbortRoom():
-                self.life.abort_room(peer, message, now_secs)
-            case _:
-                assert_never(message)
-
-    def _register(self, identity: bytes, message: Register, now_secs: float) -> None:
-        error = self.peers.why_refused(message)
-        if error is not None:
-            self._refuse(identity, message.node_id, error)
-            return
-        known = self.peers.of_node(message.node_id)
-        peer, replaced = self.peers.register(identity, message, now_secs)
-        if peer is not known:  # a new process may have the session of an earlier one
-            self.transfer.renew(peer.session)
-        for old in replaced:
-            self.life.fail_requests_of(old, "restarted", now_secs)
-        if peer is not known:
-            log.info("registered decode node %s, session %s", peer.node_id, peer.session)
-        regions = [(region.base_addr, region.num_bytes) for region in message.regions]
-        if (lane := self.lanes.register(peer.session, message.lane, regions)) is not None:
-            self._answer_registration(peer, lane)
-        else:  # tells the decode node, which waits while its memory is opened, that this engine is alive
-            self.control.send(identity, HeartbeatAck(0, self.instance_id))
-
-    def _refuse(self, identity: bytes, node_id: str, error: str) -> None:
-        self.life.dropped["refused"] += 1
-        if self._logged_refusals.permits(node_id):
-            log.warning("refused decode node %s: %s", node_id, error)
-        self.control.send(identity, RegistrationRefused(error[:MAX_TEXT_CHARS], permanent=True))
-
-    def _answer_registration(self, peer: Peer, lane: Lane) -> None:
-        """Answer a Register, now that the lane to its node is chosen."""
-        if lane.refusal:
-            self._refuse(peer.identity, peer.node_id, lane.refusal)
-            self.peers.lose(peer)
-            return
-        self.control.send(
-            peer.identity,
-            Registered(PROTOCOL_VERSION, self.instance_id, self.geometry, lane.kind, lane.reason),
-        )
 
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
         return self.control.send(self.peers.current(peer).identity, message)
-
-    def _fail_silent(self, now: float) -> None:
-        """Fail the requests of decode nodes that were silent for too long."""
-        limit_secs = self._settings.heartbeat_timeout_secs
-        for peer in self.peers.silent(now, limit_secs):
-            if self.control.send(peer.identity, HeartbeatAck(0, self.instance_id)):
-                # ZMQ took the message, so the connection stands, and the peer is only in a long step, in
-                # which it sends no heartbeats. Judge it again an interval later.
-                peer.last_heard_secs += self._settings.heartbeat_interval_secs
-                continue
-            self.peers.lose(peer)
-            error = f"was silent for more than {limit_secs:g} s"
-            num_failed = self.life.fail_requests_of(peer, error, now)
-            # A node without rooms was most likely shut down.
-            level = logging.WARNING if num_failed else logging.INFO
-            log.log(level, "lost decode node %s and %d rooms of it: it %s", peer.node_id, num_failed, error)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
 
@@ -448,7 +346,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
         started_secs = time.monotonic()
         try:
-            computed = self.runner.run(batch, layer_written, self._read_ahead)
+            computed = self.runner.run(batch, layer_written, self._decode_events.read_ahead)
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
             if self._lockstep.ends_engine(error):
                 raise

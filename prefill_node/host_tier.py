@@ -53,9 +53,9 @@ class _Copy:
     holding: Holding
     """The slots that are written, those of as many pages."""
     source: Prefix
-    """What is copied, in use until then. It ends where ``keys`` end."""
+    """The prefix that is copied, in use until then. It ends where ``keys`` end."""
     before: Prefix | None
-    """What the destination has of the pages before; in use, too."""
+    """The prefix that the destination has before these pages; in use, too."""
     is_behind: torch.cuda.Event | None
     """The copy's end; None: it is over."""
     token_ids: bytes | None

@@ -83,8 +83,8 @@ class PrefillMemory:
 
     @property
     def regions(self) -> SourceRegions:
-        """What ``push.py`` plans writes from: where each tensor lies, and which of its layers a model layer
-        has."""
+        """The regions from which ``push.py`` plans writes: where each tensor lies, and which of its layers a
+        model layer has."""
         return SourceRegions(
             _view_of(self.kv),
             _view_of(self.index),

@@ -1,4 +1,4 @@
-"""How long this node takes to compute tokens: a measure for how long it waits for what others have computed.
+"""The time that this node takes to compute tokens, which bounds its waits for what others have computed.
 
 The engine notes every forward; the tiers below the device ask before they wait.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 SHARE_OF_EARLIER: Final = 0.8
-"""What an earlier forward counts against the one after it."""
+"""The weight of a forward, as a share of that of the next one."""
 
 
 class Pace:

@@ -1,4 +1,4 @@
-"""What waiting requests keep in use of the prefix cache on the device, until they begin or end.
+"""The prefixes on the device that waiting requests keep in use until they begin or end.
 
 ``HostTier`` and ``DecodeTier`` bring pages there for a waiting request, which must still find them when its
 turn comes. Both share one ``Pins``, which owns these uses.
@@ -19,7 +19,7 @@ class _Pin:
     num_pages: int
     """Pages that the request's whole prompt needs on the device."""
     prefix: Prefix | None
-    """What it keeps in use."""
+    """The prefix that it keeps in use."""
 
 
 class Pins:

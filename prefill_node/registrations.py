@@ -1,10 +1,10 @@
 """The decode nodes that this prefill node writes to: owns which are registered and when each was last heard.
 
-The engine calls ``why_refused`` and ``register`` for each Register, ``heard`` for each message, and
-``silent`` in each turn of its loop. ZMQ names a control connection by an identity that changes with every
-reconnect; a node's ``node_id`` stays. Registering again with the same session and regions keeps the node's
-requests and moves their answers to the new connection. Another session or other regions mean that the node
-restarted: the old registration is lost.
+``DecodeEvents`` calls ``why_refused`` and ``register`` for each Register, ``heard`` for each message, and
+``silent`` in each turn of the engine's loop. ZMQ names a control connection by an identity that changes with
+every reconnect; a node's ``node_id`` stays. Registering again with the same session and regions keeps the
+node's requests and moves their answers to the new connection. Another session or other regions mean that the
+node restarted: the old registration is lost.
 
 ``BootstrapChecks`` calls ``why_not_landing``, which checks a Bootstrap's landing zone against the registered
 regions.
@@ -43,7 +43,7 @@ class Peer:
     page_size: int
     regions: dict[RegionKind, RegionView]
     last_heard_secs: float
-    """Time on the clock of ``time.monotonic``. The engine adds a heartbeat interval if a silent peer's
+    """Time on the clock of ``time.monotonic``. ``DecodeEvents`` adds a heartbeat interval if a silent peer's
     connection still stands, since such a node may be in a long step."""
 
     @property

@@ -132,7 +132,7 @@ class PrefillLife:
         if store_orders is not None:
             store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, clock, self.pace)
         self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items, store)
-        """What main memory and the store keep of prompts that were computed."""
+        """The tiers below the device, main memory and the store, which keep prompts that were computed."""
         self.decode_tier = DecodeTier(
             held_reads,
             read_memory,
@@ -144,7 +144,7 @@ class PrefillLife:
             self.pace,
             clock,
         )
-        """What decode nodes hold of their requests' prompts."""
+        """The tier of what decode nodes hold of their requests' prompts."""
         self.pusher = pusher
         self._limits = limits
         self._checks = BootstrapChecks(limits, context_length, vocab_size)

@@ -181,7 +181,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is remembered of an ended request, to answer late messages about its room."""
+    """The record of an ended request, for answers to late messages about its room."""
 
     status: int
     error: str

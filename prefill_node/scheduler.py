@@ -11,11 +11,13 @@ short prompts never starve a long one.
 A forward of few tokens takes no more requests than a CUDA graph does: more forwards of that kind are faster
 than one larger forward.
 
-The order of arrival has two exceptions. A request whose prompt begins like that of an earlier one still
-computing waits for it and then finds the common pages in the prefix cache; later requests go ahead of it. And
-a long prompt that fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to later
-requests whose prompts then end in this forward. A later request whose prompt does not end within those tokens
-is passed by, too; its pages count as taken, so that the requests behind it do not get them.
+The order of arrival has two exceptions:
+
+- A prompt that begins like an earlier one waits while that one is computed, and then finds the common pages
+  in the prefix cache. Later requests go ahead of it.
+- A long prompt that fills up a forward without ending in it leaves up to ``short_tokens`` of the forward's
+  tokens to later prompts that end in it. Those that do not are passed by. Their pages count as taken, so that
+  the requests behind them do not get these.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ class StepLimits:
     chunk_tokens: int
     """Most tokens of one forward, all requests together."""
     short_tokens: int
-    """Most of its tokens that a long prompt, which would fill the forward without ending in it, gives up to
-    later prompts that end in it."""
+    """Most tokens of a forward that a long prompt, which does not end in it, leaves to later prompts that
+    do."""
     max_requests: int
     """Most requests in one forward, and most that are in COMPUTING."""
     page_size: int
     num_pages: int
     """Pages in the whole pool."""
     graph_tokens: int = 0
-    """Most tokens of a forward that is computed fastest while it has at most ``graph_requests``
-    requests, because it then fits a CUDA graph."""
+    """Most tokens of a forward that fits a CUDA graph, and is fastest, if it has at most ``graph_requests``
+    requests."""
     graph_requests: int = 0
 
     def pages_for(self, num_tokens: int) -> int:
@@ -57,8 +59,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request that owns pages for ``num_tokens`` positions, of which those from ``num_ready_tokens`` on are
-    not computed yet."""
+    """A request that owns pages for ``num_tokens`` positions, of which ``num_ready_tokens`` are computed."""
 
     room: Room
     num_tokens: int
@@ -68,9 +69,9 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that owns nothing yet. Its prompt has ``num_tokens`` positions to be computed or taken from
-    the cache, which has those of the first ``num_cached_pages`` pages. ``keys``: those of the pages that may
-    come from the cache."""
+    """A request that owns nothing yet. ``num_tokens``: the positions of its prompt that are to be computed or
+    taken from the cache. ``keys``: those of the pages that may come from the cache. ``num_cached_pages``: how
+    many of the first pages are in it."""
 
     room: Room
     num_tokens: int
@@ -92,8 +93,8 @@ class Chunk:
 
 
 def why_never(num_tokens: int, limits: StepLimits) -> str | None:
-    """Return why so many tokens of a prompt can never be computed here, or None when the empty pool would
-    hold them."""
+    """Return why a prompt with so many tokens to compute can never be, or None if the empty pool would hold
+    them."""
     num_pages = limits.pages_for(num_tokens)
     if num_pages <= limits.num_pages:
         return None
@@ -114,8 +115,8 @@ def plan_step(
 ) -> tuple[Chunk, ...]:
     """Return the chunks of the next forward, at most one of each request; none when there is nothing to do.
 
-    ``waiting`` is consumed only as far as requests are looked at. ``num_available_pages``: free pages and
-    those that the prefix cache would evict; a request that uses such cached pages lowers the number.
+    ``waiting`` is consumed only as far as requests are looked at. ``num_available_pages``: free pages, and
+    cached ones that no request uses. A request that uses some of the latter lowers the number.
     """
     forward = _Forward(limits)
     leaders = _Leaders()
@@ -137,7 +138,7 @@ def plan_step(
         num_pages = num_new_pages + candidate.num_unused_pages
         if num_pages > num_available_pages:
             break
-        num_available_pages -= num_pages  # also for a request that this forward has no tokens for
+        num_available_pages -= num_pages  # also if this forward has no tokens for the request
         start = candidate.num_cached_pages * limits.page_size
         if forward.add(candidate.room, start, candidate.num_tokens, admits=True):
             leaders.add(candidate.keys)
@@ -153,7 +154,7 @@ class _Forward:
         self.chunks: list[Chunk] = []
         self._limits = limits
         self._left = limits.chunk_tokens
-        """Tokens that no chunk has yet; behind a long prompt, those that it may still give up."""
+        """Tokens that no chunk has yet; behind a long prompt, those that it may still leave to others."""
         self._long: int | None = None
         """Index in ``chunks`` of the long prompt, the only one that does not end in this forward."""
 

@@ -1,7 +1,7 @@
 """The prefill node's front: status and administration on one port, the bootstrap endpoint on another.
 
 ``hisparse-pd prefill`` calls ``run``. Decode nodes find this node's control sockets through the bootstrap
-endpoint. Clients' requests are the decode node's to serve: a router that sends each request to both nodes, as
+endpoint. Only decode nodes serve clients' requests. A router that sends each request to both nodes, as
 SGLang's does, gets an empty answer here.
 """
 
@@ -128,11 +128,11 @@ async def _drop_body(request: Request) -> bool:
 
 
 def create_bootstrap_app(settings: PrefillSettings, context: NodeContext) -> Starlette:
-    """Return the read-only discovery endpoint. It answers callers that ``BootstrapGate`` admits, with 503 if
-    the engine has ended or has made no progress for ``health_timeout_secs`` (``stall``).
+    """Return the read-only discovery endpoint. It answers callers that ``BootstrapGate`` admits, and says 503
+    if the engine has ended or has made no progress for ``health_timeout_secs`` (``stall``).
 
-    An engine in a long step answers no ``messages.Heartbeat`` meanwhile. Decode nodes then learn from this
-    answer that its run goes on, and has not ended.
+    An engine in a long step answers no ``messages.Heartbeat``. Decode nodes then learn from this endpoint
+    that the engine's run has not ended.
     """
     gate = BootstrapGate(context.control_keys, PeerList.parse(settings.allowed_peers))
     logged = LogLimiter()

@@ -1,9 +1,8 @@
 """Computes how large a prefill node's host cache and KV pool are, from settings, model and free memory.
 
-The engine calls ``size_host_cache`` before the model is loaded, and ``size_kv_pool`` once the weights are
-loaded. What they and the reserve for a forward leave of the GPU becomes the KV pool. Here are also the sizes
-of the CUDA graphs of short forwards, which ``short_forwards.py`` captures: the reserve has room for the
-largest.
+The engine calls ``size_host_cache`` before the model is loaded, and ``size_kv_pool`` afterwards. The KV pool
+gets what the weights and the reserve for a forward leave of the GPU's memory. The sizes of the CUDA graphs of
+short forwards, which ``short_forwards.py`` captures, are here because the reserve has room for the largest.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ smaller ones."""
 
 
 class GraphSize(NamedTuple):
-    """What a forward that is captured as a CUDA graph has room for."""
+    """The room of a forward that is captured as a CUDA graph."""
 
     num_tokens: int
     num_stepped: int
@@ -47,8 +46,8 @@ class GraphSize(NamedTuple):
         return self.num_stepped == self.num_tokens
 
     def takes(self, num_tokens: int, num_stepped: int) -> bool:
-        """Return whether it has room for so many tokens. A graph with tokens of both kinds attends to at
-        least one as in steps: if none is stepped, to one of padding."""
+        """Return whether the graph has room for so many tokens. A graph for tokens of both kinds computes at
+        least one stepped token: if there is none, one of padding."""
         if self.is_all_stepped:
             return num_stepped == num_tokens <= self.num_tokens
         return num_stepped <= self.num_stepped and num_tokens + (num_stepped == 0) <= self.num_tokens
@@ -65,11 +64,11 @@ GRAPH_SIZES: Final = (
     GraphSize(16, 15),
     GraphSize(16, 16),
 )
-"""The graphs, largest first. A prompt's tail behind cached pages of 64 tokens has up to 63 tokens, of which
+"""The graphs, largest first. Behind cached pages of 64 tokens, a prompt's tail has up to 63 tokens, of which
 up to 15 are stepped: 240 stepped tokens are those of 16 such tails, 120 those of 8, and 15 those of one. A
-graph takes as long for padding as for tokens, so there is one for each power of two but 32, and for some a
-second one with room for fewer stepped tokens. Graphs share memory, so that together they keep the activations
-of the largest."""
+graph takes as long for padding as for tokens. So there is one for each power of two but 32, and for some of
+these a second one with room for fewer stepped tokens. Graphs share memory: together they take what the
+activations of the largest take."""
 ONE_CONTEXT_TOKENS: Final = 64
 """Graphs of up to this many tokens have room for the pages of one context only, because a graph looks at all
 pages that it may unpack, even at padding. Most forwards of this size are one prompt's tail."""
@@ -117,10 +116,10 @@ def size_host_cache(
 ) -> int:
     """Return the tokens of a rank's host cache that ``--host-cache-tokens auto`` stands for, in whole pages.
 
-    The ranks of this machine share what is free in it and in its control groups, those of a NUMA node also
-    what is free there. Pools of neighbours may come to lie on the same NUMA node, so all of them are left
-    room there, too. ``num_other_bytes``: what each rank registers beside its host cache. Raises StartError
-    where not even a page has room.
+    The ranks of this machine share what is free in it and in its control groups, and the ranks of a NUMA node
+    what is free there. The pools of neighbours (other nodes on this machine) get room in both, because all of
+    them may come to lie on one NUMA node. ``num_other_bytes``: what each rank registers beside its host
+    cache. Raises StartError where not even a page has room.
     """
     shares: dict[str, tuple[int, int]] = {}  # free bytes, and the ranks that share them, by their place
     if (free := free_memory(machine)) is not None:
@@ -156,8 +155,8 @@ def size_host_cache(
 
 def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
     """Return the bytes reserved for one chunk's forward: a fixed part, activations of its tokens and of the
-    largest graph, twice the indexer's scores, and the memory for unpacked KV where it is fp8. Prompt scores
-    need no more: they come after the layers' activations are freed."""
+    largest graph, the indexer's scores twice, and unpacked KV where the pool has fp8. Prompt scores need no
+    more, because they are computed after the layers' activations are freed."""
     num_tokens = settings.chunked_prefill_size
     score_bytes = 4 * num_tokens * spec.context_length
     return (

@@ -47,7 +47,7 @@ class Get:
     num_right: int = 0
     """Pages that are there, from the first one on; it grows while the order is under way."""
     wrong: str = ""
-    """What is wrong with the page behind them; empty if it is not there."""
+    """The fault of the page behind them; empty if that page is not there."""
     may_still_land: bool = False
     """Whether bytes may land in the pages behind ``num_right`` even after the order is over."""
     error: str = ""

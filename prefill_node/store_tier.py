@@ -55,7 +55,7 @@ OPERATIONS: Final = ("look_up", "get", "put", "full", "remove")
 
 
 class Orders(Protocol):
-    """What carries out orders to the store; ``StoreThreads`` does."""
+    """Carries out orders to the store, as ``StoreThreads`` does."""
 
     @property
     def object_bytes(self) -> int:
@@ -79,7 +79,7 @@ class _Landing:
     holding: Holding
     """The slots of the pages that have not arrived."""
     before: Prefix | None
-    """What main memory has, in use until the order is over."""
+    """The prefix that main memory has, in use until the order is over."""
     token_ids: bytes | None
     """See ``PrefixTree.hold``."""
     num_taken: int = 0
@@ -107,7 +107,7 @@ class _Wait:
     token_ids: bytes | None
     """See ``PrefixTree.hold``."""
     landing: _Landing | None = None
-    """What it waits for then: its own pages or those of another request, with the same keys."""
+    """The pages that it waits for then: its own, or those of another request with the same keys."""
     first_brought: int | None = None
     """Number of the first page that came while it waited; None if none has come."""
     is_over: bool = False

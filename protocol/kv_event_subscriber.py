@@ -134,7 +134,7 @@ class KvEventSubscriber(Generic[S]):
 
 
 class _Stream:
-    """What one rank publishes: its sockets, and which number comes next."""
+    """The events of one rank: the sockets that they come by, and the number that comes next."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: Poller, feed: Feed) -> None:
         """Raises ZMQError for an address that cannot be used."""
@@ -251,7 +251,7 @@ class Order:
         self._is_replaying = True
         self._gap: int | None = None
         self._waiting: deque[tuple[int, BlockChanges]] = deque(maxlen=_MAX_WAITING)
-        """What was published during a replay; what has no room is one more gap."""
+        """Events that were published during a replay; if some have no room, that is one more gap."""
 
     def take_gap(self) -> int | None:
         """Return the first number to ask for again, once for each gap."""

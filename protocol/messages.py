@@ -102,7 +102,8 @@ Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
 
 
 class Geometry(Struct, frozen=True, array_like=True):
-    """What both nodes must agree on. Only ``page_size`` may differ, and then only hisparse rooms are served.
+    """The facts on which both nodes must agree. Only ``page_size`` may differ, and then only hisparse rooms
+    are served.
 
     ``num_layers``: the model's layers that have KV; other layers may attend to the KV of an earlier one.
     ``num_draft_layers``: draft layers behind them, each with an indexer, whose KV the prefill node computes

@@ -1,8 +1,8 @@
 """Requests of the router to one node, and their answers.
 
-``NodeCalls`` knows timeouts, TLS and the router's key for its nodes. Health checks and information endpoints
-get documents by it, the relay posts requests. It turns errors of the network into the router's
-(``errors.py``).
+``NodeCalls`` has the timeouts, TLS settings and key with which the router calls its nodes. Health checks and
+information endpoints get documents with it, and the relay posts requests. It turns errors of the network into
+the router's own (``errors.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NodeDocumentError(Exception):
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """A decode node's answer, of which the status and headers are here and the body is read later."""
+    """A decode node's answer: its status and headers, and a function that reads its body later."""
 
     status: int
     headers: RawHeaders
@@ -84,7 +84,7 @@ class NodeAnswer:
 
     @property
     def page_names(self) -> PageNames | None:
-        """What the node says of the prompt's pages, if it says anything."""
+        """The node's names of the prompt's pages, if it gives any."""
         values = [value for name, value in self.headers if name == PAGES_HEADER]
         return decode_names(values[0]) if values else None
 
@@ -108,7 +108,8 @@ class NodeCalls:
         tls: ssl.SSLContext = NO_TLS,
         keys: ApiKeys | None = None,
     ) -> None:
-        """``timeout_secs``: how long a node may be silent. ``keys``: the nodes get the first one."""
+        """``timeout_secs``: how long a node may be silent. ``keys``: the router shows the first one to
+        nodes."""
         self._timeout_secs = timeout_secs
         self._tls = tls
         self._keys = keys

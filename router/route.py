@@ -28,7 +28,7 @@ _QUEUE_FULL, _SERVER_ERROR, _BAD_GATEWAY, _UNAVAILABLE = 429, 500, 502, 503
 
 
 class Failure(Enum):
-    """What a pair's error says about its nodes."""
+    """The meaning of a pair's error for its nodes."""
 
     DECODE_LOST = auto()
     """The decode node died, broke off, fell silent or failed."""

@@ -93,8 +93,8 @@ class StreamJournal:
 
     @property
     def unshown(self) -> bytes:
-        """What the present node sent after its last line. If its stream ends without the line OVER, this
-        is the event with its error, if it could send one."""
+        """The bytes that the present node sent after its last line. If its stream ends without the line OVER,
+        this is the event with its error, if it could send one."""
         return bytes(self._unshown.data)
 
     def next_node(self) -> None:
@@ -166,11 +166,11 @@ class _Line(NamedTuple):
 
     events_before: bytes
     content: bytes
-    """What stands between ``MARK`` and the empty line."""
+    """The bytes between ``MARK`` and the empty line."""
 
 
 class _Unshown:
-    """What a node sent after its last line. It begins where an event or a line begins, and may end
+    """The bytes that a node sent after its last line. They begin where an event or a line begins, and may end
     anywhere."""
 
     def __init__(self) -> None:

@@ -163,7 +163,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class Health:
-    """What a service answered to a probe."""
+    """A service's answer to a probe."""
 
     is_healthy: bool = False
     loading: object = None

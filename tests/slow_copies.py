@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.protocol.messages import Extent
 
 
@@ -30,14 +31,28 @@ class SlowCopies:
         """What each slot of the index pool has, as far as a test says or a copy has brought it."""
         self.places: dict[int, object] = {}
         """What lies at the place of each slot of the host pool."""
+        self.device: dict[int, object] = {}
+        """The KV of each slot of the device pool."""
+        self.host: dict[int, object] = {}
+        """The KV of each slot of the host pool."""
         self.under_way: list[Event] = []
         """In the order in which they end."""
 
-    def copy_down(self, index: Sequence[Extent], host: Sequence[Extent]) -> torch.cuda.Event:
-        return self._begin(self.index, index, self.places, host)
+    def of(self, kind: PoolKind) -> dict[int, object]:
+        """Return what the slots of a pool have."""
+        return {PoolKind.INDEX: self.index, PoolKind.DEVICE: self.device, PoolKind.HOST: self.host}[kind]
 
-    def copy_up(self, host: Sequence[Extent], index: Sequence[Extent]) -> torch.cuda.Event:
-        return self._begin(self.places, host, self.index, index)
+    def copy_down(
+        self, index: Sequence[Extent], host: Sequence[Extent], device: Sequence[Extent] = ()
+    ) -> torch.cuda.Event:
+        keys = _copy(self.index, index, self.places, host)
+        return self._begin(keys, _copy(self.device, device, self.host, host) if device else None)
+
+    def copy_up(
+        self, host: Sequence[Extent], index: Sequence[Extent], device: Sequence[Extent] = ()
+    ) -> torch.cuda.Event:
+        keys = _copy(self.places, host, self.index, index)
+        return self._begin(keys, _copy(self.host, host, self.device, device) if device else None)
 
     def settle(self) -> None:
         self.finish()
@@ -49,18 +64,22 @@ class SlowCopies:
             event.is_over = True
         del self.under_way[:most]
 
-    def _begin(
-        self,
-        src: dict[int, object],
-        src_extents: Sequence[Extent],
-        dst: dict[int, object],
-        dst_extents: Sequence[Extent],
-    ) -> torch.cuda.Event:
-        src_slots, dst_slots = (extents_to_slots(slots).tolist() for slots in (src_extents, dst_extents))
-        assert len(src_slots) == len(dst_slots) == len(set(src_slots)) == len(set(dst_slots)) > 0
-
+    def _begin(self, keys: Callable[[], None], kv: Callable[[], None] | None) -> torch.cuda.Event:
         def copy() -> None:
-            dst.update({to: src.get(slot) for slot, to in zip(src_slots, dst_slots, strict=True)})
+            keys()
+            if kv is not None:
+                kv()
 
         self.under_way.append(Event(copy))
         return cast(torch.cuda.Event, self.under_way[-1])
+
+
+def _copy(
+    src: dict[int, object],
+    src_extents: Sequence[Extent],
+    dst: dict[int, object],
+    dst_extents: Sequence[Extent],
+) -> Callable[[], None]:
+    src_slots, dst_slots = (extents_to_slots(slots).tolist() for slots in (src_extents, dst_extents))
+    assert len(src_slots) == len(dst_slots) == len(set(src_slots)) == len(set(dst_slots)) > 0
+    return lambda: dst.update({to: src.get(slot) for slot, to in zip(src_slots, dst_slots, strict=True)})

@@ -75,7 +75,7 @@ class _Pair:
 
 
 class _Opened(NamedTuple):
-    """What came of opening a decode node's memory."""
+    """The result of opening a decode node's memory."""
 
     lane: Lane
     mapping: Mapping | None

@@ -41,7 +41,7 @@ class StoreError(Exception):
 
 
 class Result(Enum):
-    """What became of one object in a call."""
+    """The outcome of one object in a call."""
 
     DONE = auto()
     ABSENT = auto()

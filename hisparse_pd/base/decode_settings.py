@@ -76,8 +76,8 @@ class DecodeSettings(NodeSettings, TracedSettings):
         "auto",
         description="where held prefixes keep their indexer keys while no request uses them; device: in the "
         "index pool alone, which gives prefixes up when it is short; host: in main memory, too, where the "
-        "keys of all tokens of the host pool have room; auto: host if --index-pool-tokens is less than "
-        "--host-pool-tokens",
+        "keys of all tokens of the host pool have room, and the pages that dense requests leave are copied "
+        "to the host pool; auto: host if --index-pool-tokens is less than --host-pool-tokens",
     )
     stream_interval: int = Field(
         1,

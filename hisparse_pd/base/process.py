@@ -1,4 +1,4 @@
-"""What every process does first: standard streams, logging, signals, and ending with its parent process.
+"""The first steps of every process: standard streams, logging, signals, and ending with its parent process.
 
 ``commands/cli.py`` calls ``occupy_standard_streams`` for all; each service and child process sets up its
 logging, and children of ``multiprocessing`` call ``die_with_parent``. A node's first front starts engines on

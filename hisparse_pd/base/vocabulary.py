@@ -50,7 +50,7 @@ class RankPlace(Struct, frozen=True):
 
 
 class StartError(Exception):
-    """What was configured cannot work here. The message says what to do, and is shown without a traceback."""
+    """The configuration cannot work here. The message says what to do, and is shown without a traceback."""
 
 
 class CheckpointError(StartError):

@@ -1,1 +1,1 @@
-"""What one types: the command line, and ``doctor``, the check of a machine."""
+"""The commands that one types: the command line, and ``doctor``, the check of a machine."""

@@ -1,1 +1,1 @@
-"""What both engines compute with: the model, its pages, a machine's memory, grammars."""
+"""The parts with which both engines compute: the model, its pages, a machine's memory, grammars."""

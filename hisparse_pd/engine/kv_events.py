@@ -1,4 +1,5 @@
-"""What a rank publishes of its prefixes: ``KvEvents`` listens to the tree and makes batches of events.
+"""The events that a rank publishes of its prefixes: ``KvEvents`` listens to the tree and makes batches of
+them.
 
 The loop (``loop.py``) makes one if ``--kv-events-config`` asks for it, and calls ``publish`` once a turn.
 Batches are bounded: pages that come or go together may be in several. The publisher's thread makes the events
@@ -76,7 +77,7 @@ class KvEvents:
         self._rank = rank
         self._page_size = page_size
         self._changes: list[_Change] = [_Cleared()]
-        """What has changed since the last ``publish``."""
+        """The changes since the last ``publish``."""
 
     def stored(self, kinds: Kinds, parent: PageKey | None, keys: Sequence[PageKey], token_ids: bytes) -> None:
         page_bytes = self._page_size * TOKEN_BYTES

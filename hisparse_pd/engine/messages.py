@@ -230,7 +230,7 @@ class CachedTokens(Struct, frozen=True):
 
 
 class RequestStats(Struct, frozen=True):
-    """What happened to one request."""
+    """The mode, tokens and counts of one request."""
 
     mode: Mode
     cached: CachedTokens = CachedTokens()

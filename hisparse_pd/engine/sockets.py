@@ -42,7 +42,7 @@ _HWM = 64
 million tokens has 4 MB.
 
 An engine on another machine receives up to SEND_HWM, which is more than a front has in flight. At its limit
-ZMQ would read no heartbeats either, and the front would take an engine for lost that is only busy."""
+ZMQ would read no heartbeats either, and the front would take a busy engine for a lost one."""
 
 _RECEIVED_A_TURN = 64
 """Messages that a front takes in at a time: one or two milliseconds of its loop, with the work they cause."""

@@ -1,1 +1,1 @@
-"""What serves HTTP: processes and connections, and the API of a node behind them."""
+"""The parts that serve HTTP: processes and connections, and the API of a node behind them."""

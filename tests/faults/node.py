@@ -6,8 +6,8 @@ TRANSPORT_FAULTS   JSON of ``FaultRates``, with a ``report`` file: writes to pee
 CANARY_REPORT      file: free slots of a decode node hold a pattern, which is verified
 CANARY_POOLS       the pools that have canaries; all by default
 ROW_FAULTS         file that says which rows are damaged, and how often (``rows.py``)
-PATIENT_READS      a prefill node reads what a decode node holds of a prompt, however soon it could compute that,
-                   and waits for it however busy the machine is
+PATIENT_READS      a prefill node reads what a decode node holds of a prompt, however soon it could
+                   compute it, and waits for it however busy the machine is
 
 The engine runs in a spawned child, which imports this module as ``__mp_main__`` before anything else. Faults
 are put in there, under names of modules that the engine looks up when it is made.

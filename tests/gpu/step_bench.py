@@ -11,7 +11,9 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.kernels.hot_state import HotBufferError
 from tests.gpu.support import DEVICE
-from tools.bench import decode_step
+from tools.bench.step_bench import Bench
+from tools.bench.step_options import add_node_options, load_shared_spec, make_settings
+from tools.bench.step_prompt import prefill
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 NUM_STEPS = 6
@@ -34,19 +36,19 @@ def bench_of(
     *options: str,
     is_resident: bool = False,
     num_steps: int = NUM_STEPS,
-) -> Iterator[decode_step.Bench]:
+) -> Iterator[Bench]:
     """Yield requests with prompts of 3,000 tokens whose steps can be run, and check in the end that no row
     has an error. They have slots for four times ``num_steps``, and hot buffers that are no larger than all
     of these tokens."""
     parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
+    add_node_options(parser)
     arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3", "--verify-rows", *options])
     arguments.model_path, arguments.no_graphs = checkpoint, False
-    spec = decode_step.load_shared_spec(arguments, num_drafts)
+    spec = load_shared_spec(arguments, num_drafts)
     model = load_model(checkpoint, spec, DEVICE)
-    settings = decode_step.make_settings(arguments, num_reqs, num_drafts)
-    prompt = decode_step.prefill(spec, model, settings, 2048, 3000)
-    bench = decode_step.Bench(spec, model, settings, prompt, mode, num_steps, None, is_resident=is_resident)
+    settings = make_settings(arguments, num_reqs, num_drafts)
+    prompt = prefill(spec, model, settings, 2048, 3000)
+    bench = Bench(spec, model, settings, prompt, mode, num_steps, None, is_resident=is_resident)
     try:
         yield bench
         for request in bench.requests:

@@ -67,6 +67,38 @@ def test_pages_come_back_as_they_went(
             assert torch.equal(pool, expected)
 
 
+@pytest.mark.parametrize("copies_at_once", [1, key_pages.COPIES_AT_ONCE])
+def test_kv_goes_down_and_up_with_its_keys(
+    memory: DecodeMemory, copies_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To other slots, and from pages that are not adjacent, a layer at a time or all at once; nothing else
+    changes."""
+    monkeypatch.setattr(key_pages, "COPIES_AT_ONCE", copies_at_once)
+    device, up_device = (Extent(2 * PAGE, PAGE), Extent(0, PAGE)), (Extent(2 * PAGE, 2 * PAGE),)
+    host, index = (Extent(38 * PAGE, PAGE), Extent(3 * PAGE, PAGE)), DOWN[1:2]
+    up = (Extent(14 * PAGE, 2 * PAGE),)
+    for pool in (memory.k_dev, memory.index, memory.k_host):
+        pool.view(torch.uint8).random_()
+    kv, keys, was_host = memory.k_dev.cpu(), memory.index.cpu(), memory.k_host.clone()
+    with closing(KeyPages(memory, PAGE)) as pages:
+        with no_waiting():
+            down = pages.copy_down(index, host, device)
+        assert down is not None
+        down.synchronize()
+        was_host[:, slots_of(host)] = kv[:, slots_of(device)]
+        assert torch.equal(memory.k_host, was_host)
+        memory.k_dev.zero_()
+        memory.index.zero_()
+        with no_waiting():
+            event = pages.copy_up(host, up, up_device)
+        assert event is not None
+        event.synchronize()
+    for pool, was, to, origin in ((memory.k_dev, kv, up_device, device), (memory.index, keys, up, index)):
+        expected = torch.zeros_like(was)
+        expected[:, slots_of(to)] = was[:, slots_of(origin)]
+        assert torch.equal(pool.cpu(), expected)
+
+
 def test_copies_wait_for_the_work_in_front(memory: DecodeMemory) -> None:
     """A step that was launched before may still read the pages that come up, or write those that go down. The
     engine's loop waits for neither."""

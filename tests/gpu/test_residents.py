@@ -20,7 +20,7 @@ from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
 from tests.gpu.step_bench import NUM_STEPS, bench_of, write_model
 from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
-from tools.bench import decode_step
+from tools.bench.step_bench import Bench
 
 NUM_LAYERS, NUM_SLOTS, PAGE = 5, 8 * CHUNK_TOKENS, 64
 
@@ -109,7 +109,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
+def check_both_copies(bench: Bench, request: Request) -> None:
     """Check that all items of a resident request are the same in both pools."""
     memory, num_tokens = bench.memory, request.num_kv_tokens
     host, device = (
@@ -118,7 +118,7 @@ def check_both_copies(bench: decode_step.Bench, request: Request) -> None:
     assert torch.equal(memory.k_host[:, host], memory.k_dev[:, device.to(memory.k_dev.device)].cpu())
 
 
-def leave_pages(bench: decode_step.Bench, request: Request, most: int) -> None:
+def leave_pages(bench: Bench, request: Request, most: int) -> None:
     """Give a resident request a hot buffer of up to ``most`` entries for its pages. The others are lost."""
     slots, num_tokens = request.owned[PoolKind.DEVICE], request.num_kv_tokens
     num_slots, max_new = request.num_device_slots, bench.tables.state.max_new
@@ -132,7 +132,7 @@ def leave_pages(bench: decode_step.Bench, request: Request, most: int) -> None:
     bench.memory.k_dev[:, torch.tensor(sorted(given_up), device=DEVICE, dtype=torch.int64)] = POISON
 
 
-def run_beside_a_fill(bench: decode_step.Bench) -> list[list[int]]:
+def run_beside_a_fill(bench: Bench) -> list[list[int]]:
     """Fill the first request's pages beside steps of both, and take steps behind that, and behind its leaving
     them. Returns the tokens of both. The last two requests end before, and leave the first one their device
     slots."""

@@ -20,8 +20,9 @@ from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Room
 from tests.gpu.support import DEVICE, needs_gpu
 from tests.unit.prefill_node.support import bootstrap_of
-from tools.bench import decode_step
-from tools.bench.decode_step import PAGE_SIZE
+from tools.bench.step_bench import Bench
+from tools.bench.step_options import add_node_options, load_shared_spec, make_settings
+from tools.bench.step_prompt import PAGE_SIZE, prefill, random_tokens
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = [*needs_gpu, pytest.mark.I5]
@@ -42,15 +43,15 @@ def test_the_last_rows_of_a_prompt_are_those_of_steps(tmp_path: Path, kv_format:
     """The bits do not depend on whether earlier tokens are computed in the same forward, nor on graphs."""
     write_synthetic(tmp_path, SHAPE, 0, DEVICE, in_fp8=kv_format == "fp8_e4m3")
     parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
+    add_node_options(parser)
     arguments = parser.parse_args(["--kv-cache-dtype", kv_format, "--attention-backend", backend])
     arguments.model_path, arguments.no_graphs = tmp_path, False
-    spec = decode_step.load_shared_spec(arguments, 0)
+    spec = load_shared_spec(arguments, 0)
     model = load_model(tmp_path, spec, DEVICE)
-    settings = decode_step.make_settings(arguments, 2)
-    prompt = decode_step.prefill(spec, model, settings, 2048, PROMPT)
+    settings = make_settings(arguments, 2)
+    prompt = prefill(spec, model, settings, 2048, PROMPT)
 
-    bench = decode_step.Bench(spec, model, settings, prompt, Mode.DENSE, NUM_STEPS, None)
+    bench = Bench(spec, model, settings, prompt, Mode.DENSE, NUM_STEPS, None)
     try:
         bench.run(NUM_STEPS)
         request = bench.requests[0]
@@ -66,7 +67,7 @@ def test_the_last_rows_of_a_prompt_are_those_of_steps(tmp_path: Path, kv_format:
     num_pages = -(-num_tokens // PAGE_SIZE)
     memory = PrefillMemory(spec, num_slots=num_pages * PAGE_SIZE, num_aux_slots=1, device=DEVICE)
     runner = PromptRunner(model, memory, PAGE_SIZE, backend, 1024)
-    tokens = [*decode_step.random_tokens(spec, PROMPT).tolist(), *output[: NUM_STEPS + 1]]
+    tokens = [*random_tokens(spec, PROMPT).tolist(), *output[: NUM_STEPS + 1]]
     nobody = Peer("", "", b"", PAGE_SIZE, {}, 0.0)
 
     def check(num_last: int, num_resumed: int, start: int) -> None:

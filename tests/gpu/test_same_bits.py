@@ -23,7 +23,9 @@ from hisparse_pd.decode_node.split_choice import SPLITS, Split
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from tests.gpu.support import DEVICE, needs_gpu
-from tools.bench import decode_step
+from tools.bench.step_bench import Bench
+from tools.bench.step_options import add_node_options, load_shared_spec, make_settings
+from tools.bench.step_prompt import prefill, random_tokens
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = [*needs_gpu, pytest.mark.I5]
@@ -42,23 +44,23 @@ class Node:
     def __init__(self, path: Path, *, in_int4: bool = False) -> None:
         write_synthetic(path, SHAPE, 0, DEVICE, in_fp8=True, in_int4=in_int4)
         parser = argparse.ArgumentParser()
-        decode_step.add_node_options(parser)
+        add_node_options(parser)
         self.arguments = parser.parse_args(["--kv-cache-dtype", "fp8_e4m3"])
         self.arguments.model_path, self.arguments.no_graphs = path, False
         self.arguments.micro_batch_min_bs = 0
-        self.spec: ModelSpec = decode_step.load_shared_spec(self.arguments, NUM_DRAFTS)
+        self.spec: ModelSpec = load_shared_spec(self.arguments, NUM_DRAFTS)
         self.model: DsaModel = load_model(path, self.spec, DEVICE)
-        self.prompt = decode_step.prefill(self.spec, self.model, self.settings(1, 0), 2048, CONTEXT)
+        self.prompt = prefill(self.spec, self.model, self.settings(1, 0), 2048, CONTEXT)
         self.alone = self.first_logits(Mode.DENSE, 1)
 
     def settings(self, batch: int, num_drafts: int) -> Any:
-        return decode_step.make_settings(self.arguments, batch, num_drafts)
+        return make_settings(self.arguments, batch, num_drafts)
 
     def first_logits(self, mode: Mode, batch: int, num_running: int = 0, num_drafts: int = 0) -> Tensor:
         """Return the logits of the newest tokens of ``num_running`` requests, float32 [num_running,
         vocab_size], in a graph of ``batch``. The last request's newest token is the first one's."""
         settings = self.settings(batch, num_drafts)
-        bench = decode_step.Bench(self.spec, self.model, settings, self.prompt, mode, 2, None)
+        bench = Bench(self.spec, self.model, settings, self.prompt, mode, 2, None)
         try:
             bench.requests = bench.requests[: num_running or batch]
             bench.requests[-1].output_token_ids[-1] = bench.requests[0].output_token_ids[-1]
@@ -86,8 +88,8 @@ class Node:
         last of ``num_tokens`` tokens in a prompt's forward."""
         memory = self.memory(CONTEXT // PAGE_SIZE + 1)
         memory.kv[:, :CONTEXT], memory.index[:, :CONTEXT] = self.prompt.kv, self.prompt.index
-        tokens = decode_step.random_tokens(self.spec, CONTEXT)
-        tokens = torch.cat((tokens, decode_step.random_tokens(self.spec, 1))).to(self.model.device)
+        tokens = random_tokens(self.spec, CONTEXT)
+        tokens = torch.cat((tokens, random_tokens(self.spec, 1))).to(self.model.device)
         pages = torch.arange(CONTEXT // PAGE_SIZE + 1, device=self.model.device)
         request = PagedRequest(pages, CONTEXT + 1 - num_tokens, num_tokens)
         pools = memory.kv, memory.index, PAGE_SIZE
@@ -118,7 +120,7 @@ class Node:
         pages = -(-PROMPT // PAGE_SIZE)
         memory = self.memory(4 * pages)
         kernels = self.prefill_kernels(memory)
-        tokens = decode_step.random_tokens(self.spec, 2 * PROMPT).to(self.model.device)
+        tokens = random_tokens(self.spec, 2 * PROMPT).to(self.model.device)
         logits = tokens
         for parts in forwards_of:
             requests = [
@@ -222,7 +224,7 @@ def test_a_step_whose_queries_are_whole_is_a_prompts_forward(
     node: Node, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr(node.arguments, "attention_split_tile_size", 0)
-    prompt = decode_step.prefill(node.spec, node.model, node.settings(1, 0), 2048, CONTEXT)
+    prompt = prefill(node.spec, node.model, node.settings(1, 0), 2048, CONTEXT)
     monkeypatch.setattr(node, "prompt", prompt)
     logits = node.first_logits(Mode.HISPARSE, 3)
     assert torch.equal(logits[0], node.behind_prompt(num_tokens)[0])

@@ -14,7 +14,9 @@ from hisparse_pd.decode_node import forwards
 from hisparse_pd.decode_node.split_choice import SPLITS, Secs, Split, SplitChoice, choose_splits
 from tests.gpu.step_bench import bench_of
 from tests.gpu.support import DEVICE, needs_gpu
-from tools.bench import decode_step
+from tools.bench.step_bench import Bench
+from tools.bench.step_options import add_node_options, load_shared_spec, make_settings
+from tools.bench.step_prompt import prefill
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = needs_gpu
@@ -31,19 +33,19 @@ def test_a_batch_that_is_split_draws_the_same_tokens(
 ) -> None:
     write_synthetic(tmp_path, SHAPE, 0, DEVICE)
     parser = argparse.ArgumentParser()
-    decode_step.add_node_options(parser)
+    add_node_options(parser)
     arguments = parser.parse_args(["--dtype", "float32", "--buffer", "1028"])
     arguments.model_path, arguments.no_graphs = tmp_path, False
-    spec = decode_step.load_shared_spec(arguments, num_drafts)
+    spec = load_shared_spec(arguments, num_drafts)
     model = load_model(tmp_path, spec, arguments.device)
-    prompt = decode_step.prefill(spec, model, decode_step.make_settings(arguments, 1), 2048, 4096)
+    prompt = prefill(spec, model, make_settings(arguments, 1), 2048, 4096)
     tokens, misses = [], []
     for split in (Split.WHOLE, *SPLITS):
         arguments.micro_batch_min_bs = 0 if split is Split.WHOLE else NUM_REQS
         monkeypatch.setattr(forwards, "fastest", lambda secs, split=split: split)
         monkeypatch.setattr(forwards, "UNMEASURED_SPLIT", split)
-        settings = decode_step.make_settings(arguments, NUM_REQS, num_drafts)
-        bench = decode_step.Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
+        settings = make_settings(arguments, NUM_REQS, num_drafts)
+        bench = Bench(spec, model, settings, prompt, Mode.HISPARSE, NUM_STEPS, None)
         assert set(bench.runner.step_secs) == {NUM_REQS}
         assert min(bench.runner.step_secs.values()) > 0
         try:

@@ -19,7 +19,9 @@ from hisparse_pd.decode_node.split_choice import Split
 from hisparse_pd.kernels.hot_state import HotBufferError, ReadAt
 from hisparse_pd.kernels.row_check import row_checks_of, wrong_row
 from tests.gpu.support import DEVICE, needs_gpu
-from tools.bench.decode_step import Bench, make_settings, prefill
+from tools.bench.step_bench import Bench
+from tools.bench.step_options import make_settings
+from tools.bench.step_prompt import prefill
 from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = [*needs_gpu, pytest.mark.I9]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from hisparse_pd.prefill_node.store_tier import StoreTier
-from hisparse_pd.protocol.messages import Extent
 from hisparse_pd.transfer.page_store import MooncakeStore, Pieces, Result, StoreError
 from tests.mooncake_master import Master
 from tests.unit.prefill_node.support import (
@@ -154,9 +153,7 @@ def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
     # The master dies while both are at work.
     again.engine.before_run = keeps.engine.before_run = lambda batch: master.kill()
     for node, seeds in ((keeps, (3, 4)), (again, (4, 5))):
-        for n, seed in enumerate(seeds):
-            landing = (Extent(160 * n, 149),)
-            node.peer.bootstrap(next_room(), prompt(seed, 150), kv=landing, index=landing, aux_slot=n)
+        node.peer.bootstrap_side_by_side({next_room(): prompt(seed, 150) for seed in seeds})
     for node in (keeps, again):
         all_delivered(node.peer, 2)
     assert keeps.deliver(6, 150) == again.deliver(7, 150) == 0

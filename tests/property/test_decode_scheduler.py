@@ -7,12 +7,14 @@ else (I1), everybody can still end, somebody comes nearer to it, and nobody has 
 computed. Answers mostly end long before their max_new_tokens, which nobody knows beforehand.
 
 In some histories the index pool is always short, and held prefixes move to main memory and back, by copies
-that take their time. What the index pool has of a held page is then always what was written there.
+that take their time, and so do pages that dense requests leave. What a pool has of a held page is always what
+was written there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -24,7 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.decode_node.held_matches import num_shareable_pages
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import copy_source, local_modes
@@ -94,6 +97,11 @@ def remote_slots(request: Request) -> SlotsByKind:
 def slots_of(request: Request) -> dict[PoolKind, list[int]]:
     """Return the slots of every position, in the pools of its KV and its indexer keys."""
     return {kind: extents_to_slots(request.extents(kind)).tolist() for kind in request.kv_pools}
+
+
+def names_of(keys: Sequence[PageKey]) -> list[tuple[PageKey, int]]:
+    """Return names for the bytes of the tokens of pages, which are the same wherever these lie."""
+    return [(key, number) for key in keys for number in range(PAGE_SIZE)]
 
 
 class DecodeNodeMachine(RuleBasedStateMachine):
@@ -197,7 +205,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                 first_sample=first,
             )
             if not refusal(self.limits, request):
-                enqueue(self.rooms, request, float("inf"), is_local=bool(self._local_modes(request)))
+                is_local = bool(self._local_modes(request))
+                if is_local:
+                    request.dense_refusal = ""  # as ``QueueMoves.wait_locally`` does
+                enqueue(self.rooms, request, float("inf"), is_local=is_local)
                 self.stops_after[request.room] = stops_after
                 if first is not None:
                     first.has_further_samples = True
@@ -205,17 +216,19 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def _local_modes(self, request: Request) -> list[Mode]:
         def num_held(mode: Mode) -> int:
-            found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
-            return found.num_pages * PAGE_SIZE if found else 0
+            return num_shareable_pages(self.rooms.held, request.usable_keys, mode) * PAGE_SIZE
 
         return local_modes(request, self.limits, num_held)
 
     @precondition(lambda self: self.limits.totals.index < TOTALS.index)
-    @rule(families=st.lists(st.integers(0, 4), min_size=2, max_size=6))
-    def turns_of_conversations(self, families: list[int]) -> None:
-        """One after the other, so that held prefixes move down and are asked for again."""
-        for family in families:
-            self._arrive(HisparseFlag.TRUE, 17, 2, 2, PEERS[0], "", family, 1)
+    @rule(
+        families=st.lists(st.integers(0, 4), min_size=2, max_size=6),
+        flags=st.lists(st.sampled_from([HisparseFlag.TRUE, *HisparseFlag]), min_size=6, max_size=6),
+    )
+    def turns_of_conversations(self, families: list[int], flags: list[HisparseFlag]) -> None:
+        """One after the other, so that held prefixes move down and are asked for again, in either mode."""
+        for family, flag in zip(families, flags, strict=False):
+            self._arrive(flag, 17, 2, 2, PEERS[0], "", family, 1)
             self.steps_and_deliveries(3)
 
     @precondition(lambda self: self.copies.under_way)
@@ -454,8 +467,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def being_copied(self) -> list[Holding]:
         """Slots of prefixes that copies alone use, which end by themselves."""
-        by_copies = Counter(run for prefix in self.rooms.held_tier.users() for run in prefix.chain())
-        return [run.holding for run, num_users in by_copies.items() if run.num_users == num_users]
+        users = chain(self.rooms.held_tier.users(), self.rooms.dense_tier.users())
+        by_copies = Counter(run for prefix in users for run in prefix.chain())
+        unused = [run.holding for run, num_users in by_copies.items() if run.num_users == num_users]
+        return unused + self.rooms.dense_tier.landing
 
     def _end_if_last(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
@@ -557,11 +572,12 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     # --- both -------------------------------------------------------------------------------------
 
     def _write_keys(self, request: Request) -> None:
-        """What the request's own index slots have before it leaves its pages, or lets others use them."""
+        """What the request's own slots have before it leaves its pages, or lets others use them."""
         keys, start = request.kept_keys(request.num_kv_tokens), request.num_shared_pages * PAGE_SIZE
-        slots = extents_to_slots(request.owned[PoolKind.INDEX]).tolist()
-        names = [(key, number) for key in keys for number in range(PAGE_SIZE)]
-        self.copies.index.update(dict.fromkeys(slots) | dict(zip(slots, names[start:], strict=False)))
+        names = names_of(keys)[start:]
+        for kind in request.kv_pools:
+            slots = extents_to_slots(request.owned[kind]).tolist()
+            self.copies.of(kind).update(dict.fromkeys(slots) | dict(zip(slots, names, strict=False)))
 
     def end(self, request: Request, *, is_sound: bool = False) -> None:
         if request.state is RequestState.RUNNING:
@@ -584,12 +600,16 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.rooms.check_integrity()
 
     @invariant()
-    def held_pages_have_their_keys(self) -> None:
+    def held_pages_have_their_bytes(self) -> None:
         for run in self.rooms.held:
-            if PoolKind.INDEX in run.kinds and not run.is_down and not run.is_arriving:
-                slots = extents_to_slots(run.holding[PoolKind.INDEX]).tolist()
-                names = [(key, number) for key in run.keys for number in range(PAGE_SIZE)]
-                assert [self.copies.index.get(slot) for slot in slots] == names
+            names = names_of(run.keys)
+            if run.kinds in KV_POOLS.values() and not run.is_arriving:
+                for kind in run.pools:
+                    slots = extents_to_slots(run.holding[kind]).tolist()
+                    assert [self.copies.of(kind).get(slot) for slot in slots] == names, kind
+            if run.is_stored:
+                slots = extents_to_slots(run.holding[PoolKind.HOST]).tolist()
+                assert [self.copies.places.get(slot) for slot in slots] == names
 
     @invariant()
     def steps_read_what_is_there(self) -> None:
@@ -639,7 +659,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if len(self.rooms):
                 self.steps_and_deliveries(10)
         assert not self.rooms.all(), "somebody starves"
-        self.rooms.held_tier.settle()
+        self.rooms.settle_copies()
         assert self.rooms.available == self.rooms.pools.totals
         self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals

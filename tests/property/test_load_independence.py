@@ -8,8 +8,8 @@ decodes it in any mode, company, order and with too few pages, so that requests 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,6 +178,17 @@ def test_prefill_in_any_chunks_pages_company_and_cache(
                 check(prompt, [token_id], [logprob], expected[prompt])
 
 
+@contextmanager
+def small_node(checkpoint: Checkpoint, page_size: int, **limits: Any) -> Iterator[EngineHarness]:
+    """A decode node with small hot buffers, for as many running requests as there are prompts."""
+    limits |= {"device_buffer_size": 48, "max_running_requests": 7}
+    with (
+        TemporaryDirectory() as ipc_dir,
+        closing(EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)) as node,
+    ):
+        yield node
+
+
 @settings(max_examples=num_examples(2, 3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_decode_in_any_mode_pages_company_and_retraction(
@@ -189,21 +200,14 @@ def test_decode_in_any_mode_pages_company_and_retraction(
     turns_between = data.draw(st.integers(0, 3), "turns between arrivals")
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
     slice_bytes = data.draw(st.sampled_from([1, 1 << 30]), "of a row that is filled, in a turn")
-    limits: dict[str, Any] = {
-        "device_pool_tokens": pool_tokens,
-        "device_buffer_size": 48,
-        "max_running_requests": 7,
-    }
-    with TemporaryDirectory() as ipc_dir:
-        harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
-        harness.engine.tables.slice_bytes = slice_bytes
-        with closing(harness) as node:
-            answers = []
-            for prompt, flag in zip(order, flags, strict=True):
-                answers.append(node.generate(prompt, NUM_NEW, flag, num_logprobs=2))
-                for _ in range(turns_between):
-                    node.turn()
-            node.turn_until(lambda: all(answer.is_over for answer in answers))
+    with small_node(checkpoint, page_size, device_pool_tokens=pool_tokens) as node:
+        node.engine.tables.slice_bytes = slice_bytes
+        answers = []
+        for prompt, flag in zip(order, flags, strict=True):
+            answers.append(node.generate(prompt, NUM_NEW, flag, num_logprobs=2))
+            for _ in range(turns_between):
+                node.turn()
+        node.turn_until(lambda: all(answer.is_over for answer in answers))
     for prompt, answer in zip(order, answers, strict=True):
         assert answer.failure is None
         assert len(answer.token_ids) == NUM_NEW
@@ -222,27 +226,19 @@ def test_decode_behind_prefixes_that_are_held_or_given_up(
     rounds = data.draw(st.lists(st.lists(flag, min_size=7, max_size=7), min_size=3, max_size=3), "modes")
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
     num_said = data.draw(st.integers(1, NUM_NEW - 1), "tokens of the answer")
-    limits: dict[str, Any] = {
-        "host_pool_tokens": pool_tokens,
-        "device_pool_tokens": pool_tokens,
-        "device_buffer_size": 48,
-        "max_running_requests": 7,
-        "disable_prefix_cache": False,
-    }
-    with TemporaryDirectory() as ipc_dir:
-        harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
-        with closing(harness) as node:
-            for number, flags in enumerate(rounds):
-                jobs = []
-                for prompt, mode in zip(order, flags, strict=True):
-                    said = tuple(expected[prompt].token_ids[: num_said * (number == 2)])
-                    sent = prompt[: -(-len(prompt) // 2)] if number == 0 else (*prompt, *said)
-                    jobs.append(node.generate(sent, NUM_NEW - len(said), mode, num_logprobs=2))
-                node.turn_until(partial(all_over, jobs))
-                for prompt, job in zip(order, jobs, strict=True):
-                    assert job.failure is None
-                    if number:
-                        wanted, first = expected[prompt], num_said * (number == 2)
-                        rest = Expected(wanted.token_ids[first:], wanted.logprobs[first:])
-                        check(prompt, job.token_ids, job.logprobs, rest)
-            assert pool_tokens == 512 or any(each.num_held_tokens for each in node.double.bootstraps)
+    pools = {"host_pool_tokens": pool_tokens, "device_pool_tokens": pool_tokens}
+    with small_node(checkpoint, page_size, disable_prefix_cache=False, **pools) as node:
+        for number, flags in enumerate(rounds):
+            jobs = []
+            for prompt, mode in zip(order, flags, strict=True):
+                said = tuple(expected[prompt].token_ids[: num_said * (number == 2)])
+                sent = prompt[: -(-len(prompt) // 2)] if number == 0 else (*prompt, *said)
+                jobs.append(node.generate(sent, NUM_NEW - len(said), mode, num_logprobs=2))
+            node.turn_until(partial(all_over, jobs))
+            for prompt, job in zip(order, jobs, strict=True):
+                assert job.failure is None
+                if number:
+                    wanted, first = expected[prompt], num_said * (number == 2)
+                    rest = Expected(wanted.token_ids[first:], wanted.logprobs[first:])
+                    check(prompt, job.token_ids, job.logprobs, rest)
+        assert pool_tokens == 512 or any(each.num_held_tokens for each in node.double.bootstraps)

@@ -159,6 +159,60 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.tree.make_room(SlotCounts(index=num_free * PAGE_SIZE))
         self.forget(missing if may_be_lost else 0)
 
+    @rule(prompt=prompts.map(lambda prompt: prompt._replace(kinds=HOST)))
+    def hold_down(self, prompt: Prompt) -> None:
+        """Main memory gets pages that others have left elsewhere: they take host slots alone."""
+        known, need = self.known(prompt), SlotCounts(host=len(prompt.pages) * PAGE_SIZE)
+        if not need.fits_in(self.pools.free):
+            return
+        index_before = self.pools.free.index
+        holding = self.pools.reserve(Room(0), need)
+        pages = extents_to_pages(holding[PoolKind.HOST], PAGE_SIZE)
+        token_ids = None if prompt.salt else prompt.token_ids
+        assert self.tree.hold(holding, prompt.keys, HOST, token_ids=token_ids, is_down=True) == len(pages)
+        self.pools.release(holding)
+        self.page_of.update(list(zip(prompt.starts(), pages, strict=True))[len(known) :])
+        assert self.pools.free.index == index_before
+
+    @rule(prompt=prompts.map(lambda prompt: prompt._replace(kinds=DEVICE)))
+    def bring(self, prompt: Prompt) -> None:
+        """The device gets pages whose bytes are on their way."""
+        known = self.known(prompt)
+        need = SlotCounts(device=(len(prompt.pages) - len(known)) * PAGE_SIZE)
+        if not need.device or not need.fits_in(self.pools.free):
+            return
+        holding = self.pools.reserve(Room(0), need)
+        pages = extents_to_pages(holding[PoolKind.DEVICE], PAGE_SIZE)
+        token_ids = None if prompt.salt else prompt.token_ids
+        num_before = len(known)
+        self.tree.hold(holding, prompt.keys, DEVICE, num_before, token_ids=token_ids, is_arriving=True)
+        self.pools.release(holding)
+        self.arriving.append(self.tree.use(prompt.keys, DEVICE))
+        self.page_of.update(zip(prompt.starts()[num_before:], pages, strict=True))
+        for run in self.arriving[-1].chain():
+            assert run.is_arriving or run.end_page <= num_before
+        assert not self.tree.is_up(prompt.keys, DEVICE)
+
+    @precondition(lambda self: any(run.is_stored for run in self.tree))
+    @rule(data=st.data(), num_left=st.integers(0, 2))
+    def read_stored(self, data: st.DataObject, num_left: int) -> None:
+        """Somebody reads pages in main memory, and lets go of them at once, or after other copies."""
+        runs = [r for r in self.tree if all(part.is_stored for part in r.chain()) and not r.is_dropped]
+        if not runs:
+            return
+        run = data.draw(st.sampled_from(runs))
+        keys = [key for part in reversed(tuple(run.chain())) for key in part.keys]
+        keys = keys[: max(1, len(keys) - num_left)]
+        prefix = self.tree.use_stored(keys, HOST)
+        assert prefix.end_page == len(keys)
+        users = {part for user in self.users if user.prefix is not None for part in user.prefix.chain()}
+        users |= {part for each in self.arriving for part in each.chain()}
+        assert all(part.is_down for part in prefix.chain() if part not in users)
+        if num_left:
+            self.arriving.append(prefix)
+        else:
+            self.tree.let_go(prefix)
+
     @precondition(lambda self: self.users)
     @rule(data=st.data(), keeps_copies=st.booleans())
     def share(self, data: st.DataObject, keeps_copies: bool) -> None:

@@ -385,7 +385,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
             self.run_to_the_end()
             for page in self.requests.set_aside.shown():
                 self.requests.set_aside.give_back(page.pool, page.start)
-            self.requests.held_tier.settle()  # what is being copied counts as used
+            self.requests.settle_copies()
             self.requests.held.flush()
             assert self.requests.pools.free == self.requests.pools.totals
             self.no_token_is_made_of_a_wrong_row()

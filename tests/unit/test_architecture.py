@@ -72,8 +72,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
 """Files that may import a library, at once or later."""
 
 PURE = (
-    *(f"decode_node/{name}.py" for name in ("scheduler", "growth", "mode_choice", "hot_buffer_sizes")),
-    *(f"decode_node/{name}.py" for name in ("plan_draft", "step_plan", "limits", "next_plan")),
+    *(
+        f"decode_node/{name}.py"
+        for name in ("scheduler", "growth", "mode_choice", "mode_speed", "making_room")
+    ),
+    *(f"decode_node/{name}.py" for name in ("hot_buffer_sizes", "free_slots", "plan_draft", "step_plan")),
+    *(f"decode_node/{name}.py" for name in ("limits", "next_plan")),
     *(
         "decode_node/held_matches.py",
         "decode_node/live_requests.py",

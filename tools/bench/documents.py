@@ -136,7 +136,7 @@ def documents(length: int, count: int) -> Iterator[Document]:
 
 
 class _Drawn(NamedTuple):
-    """What is drawn for one document: a value for each of its sentences, of which it takes the first ones."""
+    """The values drawn for one document: one for each of its sentences, of which it takes the first ones."""
 
     is_fact: Tensor
     pairs: list[int]

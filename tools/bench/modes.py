@@ -53,8 +53,7 @@ PEER: Final = PeerAddress("prefill", 8998)
 
 @dataclass(frozen=True)
 class Node:
-    """What a decode node has, and how long it takes for what. The times are seconds, the rates bytes a
-    second."""
+    """The sizes and times of a decode node. Times are seconds, rates bytes a second."""
 
     device_tokens: int
     host_tokens: int
@@ -64,9 +63,9 @@ class Node:
     fixed_secs: float
     """A step's time for any number of requests."""
     request_secs: float
-    """What each request adds."""
+    """The time that each request adds."""
     hot_secs: float
-    """What each request with a hot buffer adds to that, if it misses nothing."""
+    """The time that each request with a hot buffer adds to that, if it misses nothing."""
     hit_share: float
     """The share of selected positions that are in a hot buffer of FULL_SIZE, in sequences of HIT_CONTEXT."""
     index_topk: int = 2048
@@ -128,7 +127,7 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What a simulation counted."""
+    """The counts of a simulation."""
 
     secs: float = 0.0
     num_tokens: int = 0

@@ -19,8 +19,8 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.sizing import device_demand
 
 RESERVE = ("graphs and workspaces", "steps")
-"""The last two parts that ``decode_step`` marks. Their sum is compared with what a node plans for both, the
-"reserve" of ``planned_pools``: the reserve for activations and the runner's counts of tokens."""
+"""The last two parts that ``Bench`` and ``measure`` mark. Their sum is compared with what a node plans for
+both, the "reserve" of ``planned_pools``: the reserve for activations and the runner's counts of tokens."""
 
 
 class MemoryByPart:

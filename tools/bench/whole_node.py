@@ -48,25 +48,16 @@ from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.decode_node.drafting import full_buffer
-from tools.bench.decode_step import (
-    Prefilled,
-    add_node_options,
-    load_shared_spec,
-    make_settings,
-    measure,
-    prefill,
-    print_steps,
-    shared_report,
-    slots_of_all,
-    slots_of_one,
-    synchronize,
-)
 from tools.bench.dummy_locality import DummyLocality
 from tools.bench.exchange import measure_collectives
 from tools.bench.facts import OUT
 from tools.bench.rank_agreement import agreement_us
 from tools.bench.report import REPORT_WIDTH, make_console, table_of, write_json
+from tools.bench.step_bench import slots_of_all, slots_of_one
 from tools.bench.step_memory import MemoryByPart, planned_pools
+from tools.bench.step_options import add_node_options, load_shared_spec, make_settings
+from tools.bench.step_prompt import Prefilled, prefill, synchronize
+from tools.bench.step_report import measure, print_steps, shared_report
 from tools.checkpoints.make_synthetic import write_published
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.65}

@@ -1,8 +1,8 @@
 """Checks of what a machine needs before a node is deployed on it, one in each function.
 
 ``command.py`` makes all checks and prints them. A check gets facts, or the ``Machine`` from which it reads
-them, and returns what it found. FAIL: the given settings cannot work. WARN: they work worse than they could,
-or only perhaps.
+them, and returns what it found. FAIL means that the given settings cannot work; WARN, that they work worse
+than they could, or perhaps not at all.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Status(StrEnum):
 
 
 _RDMA_STATUS: dict[AskedProtocol, Status] = {"tcp": Status.INFO, "auto": Status.WARN, "rdma": Status.FAIL}
-"""Status of a check if something is missing that RDMA needs, by the protocol that is asked for."""
+"""Status of a check that finds something missing for RDMA, by the protocol that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What torch says about CUDA."""
+    """Facts about CUDA, as torch tells them."""
 
     torch_version: str = ""
     """Empty if torch cannot be imported."""
@@ -96,8 +96,8 @@ class CudaFacts:
 
 
 def failed(name: str, error: Exception, consequence: str = "") -> Check:
-    """Make a failed check of an error whose message ends with "; " and the remedy. ``consequence``: what the
-    error prevents, to be shown before it."""
+    """Make a failed check of an error whose message ends with "; " and the remedy. ``consequence``: words
+    about what the error prevents, which are shown before it."""
     what, _, remedy = str(error).partition("; ")
     return Check(name, Status.FAIL, f"{consequence}{what}", remedy)
 
@@ -141,7 +141,7 @@ def cuda_facts() -> CudaFacts:
 
 
 def without_network(host: str) -> Status:
-    """Return the status if KV cannot go over a network, which nodes on loopback do not need."""
+    """Return the status of a check by which KV cannot go over a network. Nodes on loopback need none."""
     return Status.WARN if is_loopback(host) else Status.FAIL
 
 
@@ -172,7 +172,7 @@ def _gpu_statuses(device: str) -> tuple[Status, Status]:
 
 def check_cuda(device: str, facts: CudaFacts, machine: Machine) -> Check:
     if not facts.torch_version:  # a node on a CPU needs it, too
-        return Check("CUDA", Status.FAIL, f"torch cannot be imported: {facts.error}", "install torch anew")
+        return Check("CUDA", Status.FAIL, f"torch cannot be imported: {facts.error}", "install torch again")
     good, bad = _gpu_statuses(device)
     driver = _driver_version(machine)
     if facts.devices:
@@ -196,7 +196,7 @@ def check_pinned(device: str, facts: CudaFacts) -> Check:
         remedy = "raise the memory limit of the container, look at the kernel log (dmesg)"
         return Check.of(name, Fault(f"{shown} cannot be pinned: {facts.pin_error}", remedy), bad)
     if not facts.devices:
-        return Check(name, Status.INFO, "nothing to pin it for: no CUDA device")
+        return Check(name, Status.INFO, "not needed: there is no CUDA device")
     return Check(name, good, f"{shown} can be pinned")
 
 
@@ -229,7 +229,7 @@ def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machin
 
 
 def check_descriptors(limit: int) -> Check:
-    """Check whether a process may have enough descriptors for many clients."""
+    """Check whether a process may open enough descriptors for many clients."""
     of_router = max_connections(limit, PER_ROUTED_REQUEST)
     found = f"limit {limit}: a router has {of_router} connections at most, a node {max_connections(limit)}"
     if of_router < _MANY_CONNECTIONS:

@@ -71,7 +71,7 @@ _STYLES = {Status.OK: "green", Status.INFO: "dim", Status.WARN: "yellow", Status
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found."""
+    """The doctor's findings."""
 
     checks: tuple[Check, ...]
     transport: Transport | None

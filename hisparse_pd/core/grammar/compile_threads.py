@@ -1,6 +1,6 @@
-"""Threads that make waiting calls, alternately the one that came first and the shortest one.
+"""Threads that make waiting calls: by turns the one that came first, and the shortest one.
 
-The engine's compiler and the front's grammar checks use it, so that a large grammar does not hold up small
+The engine's compiler and the front's grammar checks use them, so that a large grammar does not hold up small
 ones. A short call waits for at most one long call in each thread. A long call waits for those that came
 before it and for as many short ones. A call whose future nobody has any more is not begun.
 """
@@ -42,7 +42,8 @@ class CompileThreads:
         self._waiting: list[_Waiting[Any]] = []
         """Calls that have not begun, in order of arrival."""
         self._num_runs_queued = 0
-        """Runs of ``_run_one`` that the executor has yet to begin; at least one for each waiting call."""
+        """Runs of ``_run_one`` that the executor has not begun; there is one for each waiting call, or
+        more."""
         self._is_shortest_next = False
 
     def submit(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

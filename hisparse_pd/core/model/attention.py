@@ -196,7 +196,7 @@ def _queries_of(module: Any) -> _Queries | _GatedQueries | _DirectQueries:
 
 
 class _MadeQueries(NamedTuple):
-    """What the heads and the indexer of a layer ask with, in parts and before rotation."""
+    """The queries of a layer's heads and of its indexer, in parts and before rotation."""
 
     q: Tensor
     """[parts, num_tokens, num_heads, head_dim]"""

@@ -42,13 +42,15 @@ class RoutedExperts(torch.nn.Module):
     ) -> None:
         """The loader fills the weights.
 
-        ``dtype``: the weights' dtype, of which ``kernels.block_fp8.DTYPE`` has scales, or their form in four
-        bits, with which there is no ``has_room``. ``ranks``: the ranks that share the experts; None: this
+        ``dtype``: the weights' dtype, or their form in four bits. Weights in ``kernels.block_fp8.DTYPE`` have
+        scales. ``ranks``: the ranks that share the experts; None: this
         rank has all. ``ue8m0``: see ``kernels.fp8_rows``. ``has_room``: allocate one more expert, which
-        ``take_shared`` fills; only without ``ranks``.
+        ``take_shared`` fills; not with ``ranks``, and not with weights in four bits.
         """
         super().__init__()
-        assert ranks is None or not has_room, "has_room and ranks: a shared expert among those of all ranks"
+        assert ranks is None or not has_room, (
+            "has_room: a shared expert has no place among experts of several ranks"
+        )
         assert not (has_room and isinstance(dtype, Int4Form)), "has_room: shared experts are not in four bits"
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
         """The numbers of this rank's experts."""

@@ -182,7 +182,7 @@ class _Results(NamedTuple):
     """The results of a meeting, by rank."""
 
     words: dict[int, str]
-    """What ``do`` returned; an empty string where it failed."""
+    """The result of ``do``; an empty string where it failed."""
     refusals: dict[int, str]
     """The errors of the ranks that could not do their part."""
 

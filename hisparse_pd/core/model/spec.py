@@ -1,4 +1,4 @@
-"""What the service needs to know about a checkpoint, read without loading its weights.
+"""The facts about a checkpoint that the service needs, read without loading its weights.
 
 ``load_spec`` reads a ``ModelSpec`` at the start of an engine, of a front and of the doctor. Everything that
 depends on a model's shape, from pools to kernels, takes its numbers from it. A layer may share its indexer's

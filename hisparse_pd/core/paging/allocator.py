@@ -1,8 +1,8 @@
-"""The free list of one pool: which of its token slots are free, as a sorted and coalesced list of extents.
+"""The free list of one pool: its free token slots, as a sorted and coalesced list of extents.
 
 ``Pools`` has an ``ExtentAllocator`` for each pool. An allocation consists of as few extents as the free list
-allows, because the cost of a transfer grows with the number of extents and not with their size. Not
-thread-safe: one engine loop owns a pool.
+allows, because the cost of a transfer grows with the number of extents and not with their size. An allocator
+is not thread-safe: the loop of one engine owns it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class ExtentAllocator:
     def allocate(self, num_slots: int) -> tuple[Extent, ...]:
         """Take ``num_slots`` slots, rounded up to the granularity, in the fewest extents possible.
 
-        They come from the smallest free extent that is large enough. Without one, the largest free extents
-        are used up, and the rest comes from the smallest that fits. Zero slots are no extents. Raises
-        PoolExhausted.
+        They come from the smallest free extent that is large enough. If there is none, the largest free
+        extents are used up one after the other, and the rest comes from the smallest that fits. For zero
+        slots there are no extents. Raises PoolExhausted.
         """
         num_needed = self._rounded_if_free(num_slots)
         extents = []
@@ -95,8 +95,8 @@ class ExtentAllocator:
         return True
 
     def grow(self, extents: tuple[Extent, ...], num_slots: int) -> tuple[Extent, ...]:
-        """Return ``extents`` with at least ``num_slots`` more slots, as many as possible right behind the
-        last extent.
+        """Return ``extents`` with at least ``num_slots`` more slots; as many of these as possible are right
+        behind the last extent.
 
         The result replaces ``extents``. Raises PoolExhausted, or ExtentError for extents that are not
         allocated, having changed nothing.

@@ -1,8 +1,8 @@
 """The runs of a tree of prefixes that no request uses, in the order in which they may be evicted.
 
-``PrefixTree`` keeps its runs without users here. Runs with slots in the same pools have an order of their
-own, because a run can only help where slots of its pools are missing: with all in one order, each eviction
-from the device would walk over what main memory has kept for longer, which may be thousands of runs.
+``PrefixTree`` keeps its runs without users here. There is one order for each set of pools in which runs have
+slots, because evicting a run only helps if slots of its pools are missing. With one order for all, each
+eviction from the device would walk over thousands of runs that main memory alone has kept for longer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ before a reservation fails, from the ends of the least recently used ones.
 A run with slots in the host pool may move down: it gives up its slots in all other pools, once main memory
 has a copy of their bytes (``mark_stored``). It is found as before, and ``bring_up`` gives it slots again for
 whoever uses it; the bytes are the caller's, as all bytes are (``held_tier.py`` copies them). ``make_room``
-moves runs down where that helps, and evicts none there.
+moves runs down where that helps, and evicts none there. The tree may also get pages that are down from the
+start, or that are still on their way up (``hold``).
 
 A run is split where a request uses only part of it. A run and its only child are merged when the same
 requests use both, or last used both: a conversation that grew by a page a turn is one run. A sequence has at
@@ -118,6 +119,16 @@ class PrefixTree:
         self.use_run(prefix)
         return prefix
 
+    def use_stored(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
+        """Do ``use`` for pages that are to be read from main memory alone, which has all of their bytes. Runs
+        that nobody else uses move down."""
+        prefix = self._prefix_ending_with(keys, kinds)
+        for part in prefix.chain():
+            if not part.num_users and not part.is_down:
+                self._move_down(part)
+        self.use_run(prefix)
+        return prefix
+
     def use_run(self, prefix: Prefix) -> None:
         """Count one more user of ``prefix``, which is in the tree, until it calls ``let_go``."""
         for part in prefix.chain():
@@ -169,6 +180,8 @@ class PrefixTree:
         keeps_copies: bool = False,
         token_ids: bytes | None = None,
         num_prefilled: int | None = None,
+        is_down: bool = False,
+        is_arriving: bool = False,
     ) -> int:
         """Move the first pages of ``holding`` in ``kinds``, whose keys are ``keys[num_before:]``, into the
         tree. The pages of ``keys[:num_before]`` must be held.
@@ -176,24 +189,38 @@ class PrefixTree:
         Where the tree has a page already, the holding's copy of it is freed. With ``keeps_copies`` the copy
         stays in the holding, because writes in flight still read it. ``token_ids``: the packed ids of all
         pages of ``keys``, for the listener; None: it is not told of them. ``num_prefilled``: pages of
-        ``keys`` before the first stepped one; None: none is stepped. Returns how many of ``keys`` are held
-        then: all of them, or ``num_before`` where the sequence would get too many runs. Raises
-        PoolIntegrityError."""
+        ``keys`` before the first stepped one; None: none is stepped.
+
+        ``is_down``: the pages are those of a run that has moved down: the holding has their slots of the host
+        pool, and main memory all else. ``is_arriving``: their bytes are on their way, and the caller, who
+        uses them at once, will call ``mark_arrived``; they become a run of their own in any case.
+
+        Returns how many of ``keys`` are held then: all of them, or ``num_before`` where the sequence would
+        get too many runs. Raises PoolIntegrityError."""
         if len(keys) <= num_before:
             return len(keys)
-        if not self._fit_one_more_run(keys, kinds):
+        if not is_arriving and not self._fit_one_more_run(keys, kinds):
             return num_before
         found = self.find(keys, kinds)
         num_found = 0 if found is None else found.num_pages
         if num_found < num_before:
             raise PoolIntegrityError(f"room {holding.room}: the pages before its own are not held")
         parent = self._prefix_ending_with(keys[:num_found], kinds) if num_found else None
-        copies = self._split_pages(holding, kinds, num_found - num_before)  # of pages in the tree
-        added = self._split_pages(holding, kinds, len(keys) - num_found)
+        pools = (PoolKind.HOST,) if is_down else kinds
+        copies = self._split_pages(holding, pools, num_found - num_before)  # of pages in the tree
+        added = self._split_pages(holding, pools, len(keys) - num_found)
         self._num_events += 1
         last = parent
         if added is not None:
-            last = Prefix(kinds, parent, end_page=len(keys), keys=list(keys[num_found:]), holding=added)
+            last = Prefix(
+                kinds,
+                parent,
+                end_page=len(keys),
+                keys=list(keys[num_found:]),
+                holding=added,
+                is_stored=is_down,
+                is_arriving=is_arriving,
+            )
             self._insert(last)
             self._num_idle_pages[last.pools] += len(last.keys)
             if num_prefilled is not None:
@@ -287,7 +314,16 @@ class PrefixTree:
         """Make the prefix that has ``slot``, and its descendants, impossible to find, because the slot's
         bytes are wrong."""
         owner = next((run for run in self._prefixes if has_slot(run.holding[kind], slot)), None)
-        if owner is None or owner.is_dropped:
+        if owner is not None:
+            self._drop(owner)
+
+    def drop_copies(self, key: PageKey) -> None:
+        """Do ``drop`` for the page of ``key`` in all pools: what is wrong in one may have been copied."""
+        for owner in [by_key[key] for by_key in self._by_key.values() if key in by_key]:
+            self._drop(owner)
+
+    def _drop(self, owner: Prefix) -> None:
+        if owner.is_dropped:
             return
         subtree = [owner]
         for prefix in subtree:  # grows while it is walked

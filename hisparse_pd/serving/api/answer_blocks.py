@@ -49,7 +49,7 @@ class Block:
 
 
 class BlockChange(NamedTuple):
-    """What happened to one block, and the text that it grew by."""
+    """A change of one block, and the text that it grew by."""
 
     change: Change
     block: Block

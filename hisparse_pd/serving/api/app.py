@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeContext(NodeContext):
-    """What the handlers of a decode node need: a node's context with tokenizer, defaults and tracer."""
+    """The parts that the handlers of a decode node use: a node's context with tokenizer, defaults and
+    tracer."""
 
     settings: DecodeSettings
     codec: TextCodec

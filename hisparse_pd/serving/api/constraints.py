@@ -66,19 +66,19 @@ class FormatKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What the text of an answer has to be."""
+    """The format that the text of an answer must have."""
 
     field: str
     """Path of the field that asks for the format, for errors."""
     kind: FormatKind
     text: str = ""
-    """What ``kind`` says: a schema, a regular expression or a grammar."""
+    """The schema, regular expression or grammar that ``kind`` names."""
     choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer has to be. With both, it either has the format or calls tools."""
+    """The rules for an answer. With both, it either has the format or calls tools."""
 
     answer: AnswerFormat | None = None
     calls: CallRule | None = None

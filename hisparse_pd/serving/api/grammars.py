@@ -127,7 +127,8 @@ class _Thoughts:
 
     @property
     def not_to_begin_with(self) -> list[str]:
-        """What an answer must not begin with: the mark of reasoning, or it would be read as reasoning.
+        """The beginnings that an answer must not have: the mark of reasoning, or it would be read as
+        reasoning.
 
         If the prompt has begun reasoning, that ends before the answer, and the mark has no meaning there.
         """

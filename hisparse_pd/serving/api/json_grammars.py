@@ -330,7 +330,7 @@ class _Writer:
 
 
 class _ArrayForm(NamedTuple):
-    """What a schema says about an array."""
+    """A schema's rules for an array."""
 
     prefix: list[object]
     """Schemas of the first items."""

@@ -55,7 +55,7 @@ _OPERATORS_PATHS = frozenset(("/flush_cache", "/release_quarantine", "/drain"))
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What the handlers of a node of either kind need."""
+    """The parts that the handlers of a node of either kind use."""
 
     role: str
     settings: NodeSettings

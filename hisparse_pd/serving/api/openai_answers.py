@@ -32,7 +32,7 @@ _ABOUT_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
 class _OpenAiDialect(Dialect):
-    """What completions and chats have in common: the envelope, usage and the order of chunks."""
+    """The common part of completions and chats: the envelope, usage and the order of chunks."""
 
     id_prefix: str
     whole_object: str

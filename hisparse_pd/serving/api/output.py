@@ -38,8 +38,8 @@ class PromptToken(NamedTuple):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine message added to sample ``index``: tokens in [first_token, last_token), and text; or
-    ``scored``, the next tokens of its prompt with their logprobs."""
+    """The addition of one engine message to sample ``index``: tokens in [first_token, last_token), and text;
+    or ``scored``, the next tokens of its prompt with their logprobs."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""Reads from a body how the samples of its prompts are drawn, and what of them is shown.
+"""Reads from a request's body how the samples of its prompts are drawn, and what is shown of them.
 
 ``schemas.py`` calls the parser of each endpoint. OpenAI's top-level fields, SGLang's ``sampling_params``, and
 the fields of Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses`` all become ``SampleOptions``.
@@ -47,10 +47,10 @@ class SampleOptions:
     n: int = 1
     """Number of samples."""
     max_new_tokens: int | None = None
-    """The number asked for; None for ``default_new_tokens``."""
+    """The most tokens that the client asks for; None for ``default_new_tokens``."""
     default_new_tokens: int | None = None
-    """The endpoint's default; None for the node's ``default_max_tokens``. Either is cut to what fits; without
-    either, the answer may have all that fits."""
+    """The endpoint's default; None for the node's ``default_max_tokens``. A default is cut to what fits.
+    Without one, the answer may have all that fits."""
     max_new_tokens_field: str = "max_tokens"
     min_new_tokens_field: str = "min_tokens"
     biased_token_ids: tuple[int, ...] = ()
@@ -60,9 +60,9 @@ class SampleOptions:
     text_in_logprobs: bool = False
     """Whether ``/generate`` shows the text of each token beside its logprob."""
     constraint: Constraint | None = None
-    """What the answer has to be; ``requests.py`` puts it into ``sampling`` as a grammar."""
+    """The rules for the answer; ``requests.py`` puts them into ``sampling`` as a grammar."""
     echo: bool = False
-    """Whether the answer begins with the prompt's text, and its logprobs if any are asked for."""
+    """Whether the answer begins with the prompt's text and, if logprobs are asked for, with the prompt's."""
     num_prompt_logprobs: int | None = None
     """Value of vLLM's ``prompt_logprobs``."""
     logprob_start: int | None = None
@@ -183,8 +183,9 @@ def _options(
     n: int | None = None,
     num_logprobs: int | None = None,
 ) -> SampleOptions:
-    """Return the options of one prompt. ``fields`` have the same names on all endpoints; the others, such as
-    ``limit`` and ``minimum`` (most and fewest tokens of an answer), have different ones."""
+    """Return the options of one prompt. ``fields``: those that have the same names on all endpoints.
+    ``limit`` and ``minimum``: the most and the fewest tokens of an answer; their names differ, as those of
+    the others do."""
     min_new_tokens = minimum.value or 0
     if limit.value is not None and min_new_tokens > limit.value:
         raise InvalidField(

@@ -1,8 +1,9 @@
 """Names of tokens in the logprobs of completions, and the offsets of their texts.
 
-A token's name is its text. A token whose bytes are no whole characters has the name ``bytes:\\xe2\\x80``, as
-in OpenAI's API. In a list of likeliest tokens, one with the same name as another is called ``token_id:N``, as
-in vLLM's. ``openai_answers.py`` and ``completion_logprobs.py`` write logprobs with this module.
+A token's name is its text. A token whose bytes are no whole characters has a name such as
+``bytes:\\xe2\\x80``, as in OpenAI's API. In a list of likeliest tokens, one with the same name as another is
+called ``token_id:N``, as in vLLM's. ``openai_answers.py`` and ``completion_logprobs.py`` write logprobs with
+this module.
 """
 
 from __future__ import annotations

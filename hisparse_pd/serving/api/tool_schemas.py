@@ -1,8 +1,8 @@
 """Decides by a tool's JSON schema whether an argument that a call has as bare text is a string or JSON.
 
 A call writes ``5`` for the string "5" as well as for the number. ``call_reader.py`` asks for each argument of
-an answer which one it is. ``call_grammars.py`` asks how texts would be read that a grammar is to admit, so
-that it admits none that would be read wrongly. Arguments are not validated. ``argument_forms.py`` reads a
+an answer which one it is. ``call_grammars.py`` asks how the texts would be read that a grammar is to admit,
+and leaves out those that would be read wrongly. Arguments are not validated. ``argument_forms.py`` reads a
 parameter's schema and sorts the values that it allows into ``Forms``: single strings (``texts``), other
 strings (``strings``), and values that are no strings (``schemas``). Nothing else of the schema counts. A
 parameter whose forms take more than ``_MAX_STEPS`` to read counts as unknown. The result depends on the
@@ -23,12 +23,12 @@ from hisparse_pd.serving.api.argument_forms import ANY_OTHER, ANY_STRING, Forms,
 from hisparse_pd.serving.api.json_schemas import NotWritable, Steps, TooManySteps, as_list, types_of
 
 _MAX_STEPS = 2048
-"""Most parts of a schema that are looked at for a parameter, which is read once: some milliseconds, in which
-the front does nothing else."""
+"""Most parts of a schema that are read for one parameter. Each parameter is read once, in some milliseconds
+in which the front does nothing else."""
 
 
 class _Beginnings(NamedTuple):
-    """How texts begin that are read as JSON: their first characters, or all of them."""
+    """The beginnings of texts that are read as JSON: first characters, and whole words."""
 
     chars: tuple[str, ...]
     words: tuple[str, ...]
@@ -65,8 +65,9 @@ class _Values:
 
     @property
     def json_beginnings(self) -> _Beginnings:
-        """How texts begin that ``to_json`` may take for JSON. With ``any_string`` these are objects, arrays
-        and null if other values are allowed as well, else none. Without it they are all JSON."""
+        """The beginnings of texts that ``to_json`` may leave as JSON. Where any string is allowed, these are
+        objects, arrays and null if other values are allowed, too, and none if not. Elsewhere all JSON is
+        left."""
         if not self.any_string:
             return _Beginnings(tuple('{["-0123456789'), ("null", "true", "false"))
         return _Beginnings(tuple("{["), ("null",)) if self.schemas else _Beginnings((), ())

@@ -36,7 +36,7 @@ def _given_column(rank: int) -> int:
 
 
 class Instruction(IntEnum):
-    """What the first front tells the others to do."""
+    """An order of the first front to the others."""
 
     SERVE = 0
     STOP_ACCEPTING = 1

@@ -303,7 +303,7 @@ class EngineLink:
 
     @property
     def ready(self) -> EngineReady | None:
-        """What the engines reported when they were ready, with the lowest bounds of all; None while one
+        """The engines' reports when they were ready, as one with the lowest bounds of all; None while one
         loads."""
         reports = [rank.reports.ready for rank in self.ranks if rank.reports.ready is not None]
         if len(reports) < len(self.ranks):

@@ -1,4 +1,4 @@
-"""What the engine of one rank last said about itself, and whether it still makes progress.
+"""The last reports of one rank's engine about itself, and whether it still makes progress.
 
 ``RankLink`` has one ``EngineReports``, and ``EngineLink`` notes each report in it. Health checks and status
 pages are answered from it.
@@ -58,7 +58,8 @@ class EngineReports:
 
     @property
     def trouble(self) -> str:
-        """What keeps the engine from serving, by its own report; an empty string if nothing does."""
+        """The reason for which the engine does not serve, by its own report; an empty string if there is
+        none."""
         return "" if self.stats is None else self.stats.trouble
 
     def stall(self, health_timeout_secs: float) -> str | None:

@@ -1,9 +1,9 @@
 """One HTTP connection: how long its client may make the server wait, and how it ends.
 
 ``HttpConnection`` is the protocol that uvicorn makes for each connection (``listening.py``); the application
-runs behind it. A client that says nothing would keep descriptors for as long as it likes. There is therefore
-a time limit for the head of a request, a least speed for its body, and a limit for an answer that is not
-read. ``Connections.sweep`` calls ``expire`` once a second. All times here are those of ``Connections.now``.
+runs behind it. A client that says nothing would keep descriptors for as long as it likes. A request's head
+therefore has a time limit, its body a minimum speed, and an unread answer a time limit, too.
+``Connections.sweep`` calls ``expire`` once a second. All times here are those of ``Connections.now``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hisparse_pd.serving.http.framing import MAX_HEAD_BYTES, Framing
 from hisparse_pd.serving.http.http_errors import ApiError, ErrorShape, cut
 
 HEAD_SECS = 10.0
-"""Limit for the head of a request, from the connection on or, after an earlier request, from its first
-byte."""
+"""Time limit for the head of a request. It begins with the connection or, behind an earlier request, with the
+head's first byte."""
 BODY_WINDOW_SECS = 10.0
 BODY_WINDOW_BYTES = 16 << 10
 """Bytes of a body that must come in each BODY_WINDOW_SECS until it is complete: 1.6 kB/s."""
 UNREAD_SECS = 300.0
-"""Limit for a client that reads nothing of what was sent to it."""
+"""Time limit for a client that reads nothing of what was sent to it."""
 
 _MAX_REASON_CHARS = 200
 """Limit for h11's error text in a message: it quotes the line that could not be read."""
 
 INTERIM_HEADER = b"x-hisparse-pd-interim"
-"""Header of a request, with the value 1, whose client skips interim responses; not every client does."""
+"""Header by which a client says, with the value 1, that it skips interim responses. Not every client does."""
 INTERIM_EXTENSION = "hisparse_pd.interim"
 """Key in the ``extensions`` of a request's scope. Its value is a function without arguments that sends "102
 Processing" if no answer has begun."""
@@ -157,7 +157,7 @@ class HttpConnection(h11_impl.H11Protocol):
         if not (is_body_due and self._body_window.is_too_slow(now)):
             return None
         self._refuse_slow(
-            f"the body of a request must come on by {BODY_WINDOW_BYTES} bytes in {BODY_WINDOW_SECS:g} s"
+            f"at least {BODY_WINDOW_BYTES} bytes of a request's body must come in each {BODY_WINDOW_SECS:g} s"
         )
         return "closed: half a body"
 
@@ -228,7 +228,8 @@ class HttpConnection(h11_impl.H11Protocol):
         self._connections.closed["refused"] += 1
         error = ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            f"this server has its {self._connections.limit} connections, all with a request in flight: send "
-            "the request again later, raise the server's limit of descriptors (ulimit -n), or add servers",
+            f"this server has its limit of {self._connections.limit} connections, each with a request in "
+            "flight: send the request again later, raise the server's limit of descriptors (ulimit -n), or "
+            "add servers",
         )
         await error.response({"connection": "close"}, ErrorShape.of_path(scope["path"]))(scope, receive, send)

@@ -92,7 +92,9 @@ _HELP = {
     "held_hits_total": "delivered requests that began with a held prefix",
     "held_evicted_tokens_total": "tokens of held prefixes that were evicted because others needed the slots",
     "held_moved_down_tokens_total": "tokens of held prefixes whose indexer keys have left the index pool",
-    "held_fetched_tokens_total": "tokens of held prefixes whose indexer keys came back from main memory",
+    "held_fetched_tokens_total": "tokens of held prefixes whose indexer keys, and KV of dense requests, came "
+    "back from main memory",
+    "held_stored_dense_tokens_total": "tokens that dense requests left and the host pool has got",
     "generation_tokens_total": "generated tokens",
     "verifying_steps_total": "times that a step verified drafts of a request",
     "drafted_tokens_total": "tokens of the draft layer that steps verified",

@@ -1,8 +1,8 @@
-"""An index of which rank had a prompt with the same beginning last, and so may still keep its KV.
+"""An index that tells which rank had a prompt with the same beginning last, and so may still have its KV.
 
-A node's front has an index of its ranks (``rank_choice.py``), the router one of the ranks of all nodes of a
-kind (``router/nodes.py``). A prompt's bytes are cut into blocks: in a router the bytes that the client sent,
-in a node's front packed token ids. The blocks' keys are a chain (``prompt_keys.py``), so two prompts have the
+A node's front has an index of its ranks (``rank_choice.py``). The router has one of the ranks of all nodes of
+a kind (``router/nodes.py``). A prompt is cut into blocks of bytes: those that the client sent in a router,
+packed token ids in a node's front. The blocks' keys are a chain (``prompt_keys.py``), so two prompts have the
 same beginning up to the last key that they share. The index forgets the least recently used keys.
 """
 
@@ -19,8 +19,9 @@ BLOCK_BYTES: Final = 512
 MAX_BLOCKS: Final = 512
 """Blocks of a prompt that get keys, from its beginning: 64k tokens."""
 LOAD_BOUND: Final = 1.25
-"""Load up to which a rank is preferred for its prefixes, in multiples of the mean load, as in consistent
-hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016). Both users of an index apply it."""
+"""The most load, as a multiple of the mean, with which a rank is still preferred for its prefixes. This is
+consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016). Both users of an index apply
+it."""
 MAX_KEYS: Final = 1 << 18
 """Limit for the keys in an index: 32 million tokens, 50 MB."""
 

@@ -17,7 +17,10 @@ from starlette.types import Message
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.tracing import Tracer
+from hisparse_pd.base.vocabulary import SamplingParams
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.server import create_decode_app
+from hisparse_pd.engine.messages import Generate, GenerateGroup
 from hisparse_pd.prefill_node.server import create_bootstrap_app, create_prefill_app
 from hisparse_pd.protocol.channels import load_control_keys
 from hisparse_pd.serving.api.app import DecodeContext
@@ -31,6 +34,7 @@ from hisparse_pd.serving.api.text_codec import TextCodec
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState
 from hisparse_pd.serving.http.listening import Listener
 from hisparse_pd.serving.http.metrics import FrontMetrics
+from hisparse_pd.serving.http.queue_limits import QueueLimits
 from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 from tests.waiting import NEVER_SECS, WAIT_SECS, until
@@ -200,3 +204,38 @@ async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: b
 
     await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
     return sent
+
+
+def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> GenerateGroup:
+    """Return samples of one prompt, whose ids are not there."""
+    return GenerateGroup(
+        tuple(
+            Generate(f"{name}-{i}", i, num_prompt_tokens, SamplingParams(1, temperature=0.0), "127.0.0.1", 1)
+            for i in range(num_samples)
+        ),
+        NO_ISOLATION,
+        b"",
+    )
+
+
+def connectionless_link(limits: QueueLimits) -> EngineLink:
+    """Return a link whose engine reads nothing."""
+    link = EngineLink(["unused.ipc"], 5.0, limits=limits)
+    link.ranks[0].reports.ready, link.state = ready(), LinkState.SERVING
+    return link
+
+
+class Turns:
+    """Counts the turns that the event loop takes for everybody else."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._task = asyncio.ensure_future(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+    def stop(self) -> None:
+        self._task.cancel()

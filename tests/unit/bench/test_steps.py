@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tools.bench import decode_step
+from tools.bench.step_kernels import kernels_from
 
 SMALL = "--device cpu --dtype float32 --context 128 --chunk 128 --buffer 96"
 
@@ -25,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 def test_kernels_that_overlap_share_the_time() -> None:
     launches = [("topk", 0.0, 4.0), ("swap_in", 3.0, 9.0), ("swap_in", 5.0, 8.0), ("topk", 10.0, 12.0)]
-    found = decode_step.kernels_from(launches, num_steps=2)
+    found = kernels_from(launches, num_steps=2)
     assert [(kernel.name, kernel.kind, kernel.number) for kernel in found] == [
         ("topk", "top-k", 1.0),
         ("swap_in", "swap-in", 1.0),

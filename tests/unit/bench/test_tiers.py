@@ -55,6 +55,19 @@ def test_a_turn_counts_where_its_whole_prefix_was_in_the_tier(
     assert is_from(tier, 640, record) is expected
 
 
+def test_an_idle_prefix_counts_where_all_of_it_came_back() -> None:
+    assert is_from("idle", 640, found({"device": 640}), 640)
+    assert not is_from("idle", 640, found({"device": 640}), 576)
+    assert not is_from("idle", 640, found({"device": 640}, num_held=576), 640)
+    turns = turns_of(2048, 650)
+    dense, hisparse = (
+        turns.figures(Cell("idle", 650, mode), [found({}), found({})], [640, 0]) for mode in ("false", "true")
+    )
+    assert (dense["astray"], hisparse["astray"]) == (1, 1)
+    with_kv, keys_alone = rows_of([dense, hisparse], token_bytes=1000, link_bytes_per_sec=6.4e6)
+    assert (with_kv["on the link, ms"], keys_alone["on the link, ms"]) == (pytest.approx(100), None)
+
+
 def turns_of(pool_tokens: int, *contexts: int) -> Turns:
     client = Client("http://127.0.0.1:1/v1", WAIT_SECS)
     return Turns(client, PROMPTS, Pair("", "", ""), 10, 64, pool_tokens, contexts)
@@ -63,8 +76,9 @@ def turns_of(pool_tokens: int, *contexts: int) -> Turns:
 def test_the_others_have_no_room_in_the_pool_beside_a_prefix() -> None:
     turns = turns_of(270_336, 65_536, 131_072)
     assert [prefix.number for prefix in turns.prefixes.values()] == [0, 1]
-    assert [prefix.number for prefix in turns.others] == [2, 3, 4]
-    assert sum(prefix.num_tokens for prefix in turns.others) >= turns.pool_tokens
+    others = turns.others(turns.pool_tokens)
+    assert [prefix.number for prefix in others] == [2, 3, 4]
+    assert sum(prefix.num_tokens for prefix in others) >= turns.pool_tokens
 
 
 def test_the_bound_is_that_of_the_bytes_behind_the_ttft_on_the_device() -> None:
@@ -193,7 +207,7 @@ async def test_only_the_tiers_that_are_asked_for_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the tier "host", nothing is sent to fill the prefill node's pool."""
-    monkeypatch.setattr(Turns, "figures", lambda turns, cell, records: {"astray": 0, **cell._asdict()})
+    monkeypatch.setattr(Turns, "figures", lambda turns, cell, *_: {"astray": 0, **cell._asdict()})
     monkeypatch.setattr(tiers.Run, "rows", [{}])
     words = ["--tiers", "device", "--context", "650", "--hisparse", "true", "--repeats", "2"]
     options = tiers.parse(["--model-path", "x", "--out", str(tmp_path / "out"), *words])

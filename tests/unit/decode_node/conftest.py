@@ -11,7 +11,7 @@ import pytest
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
 from tests.unit.decode_node.oracle import Expected
 from tests.unit.decode_node.speculation_support import Calls, harness
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, load_checkpoint
+from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, load_checkpoint
 
 
 @pytest.fixture(scope="module", params=["v32"])
@@ -50,6 +50,33 @@ def shared_node(
     ipc_dir = tmp_path_factory.mktemp("node")
     with closing(EngineHarness(checkpoint, ipc_dir, **request.module.NODE)) as node:
         yield node
+
+
+@pytest.fixture
+def resting_node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    """The shared node, whose prefill node delivers and has forgotten all Bootstraps; after a test no request
+    is live, and all pools are whole without held prefixes."""
+    shared_node.double.bootstraps.clear()
+    shared_node.double.delivers = True
+    yield shared_node
+    shared_node.come_to_rest()
+
+
+@pytest.fixture
+def failing_node(checkpoint: Checkpoint, shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    """The shared node, and another prefill node for each test.
+
+    Whatever a test does, every pool must be whole again soon after it (I2). The prefill node is closed before
+    the check: what it never acknowledged is freed because it is gone.
+    """
+    queue, pools = shared_node.engine.queue_moves, shared_node.engine.requests.pools
+    settings = queue.room_timeout_secs, queue.contact_timeout_secs
+    shared_node.double.close()
+    shared_node.double = PrefillDouble(checkpoint)
+    with closing(shared_node.double):
+        yield shared_node
+    queue.room_timeout_secs, queue.contact_timeout_secs = settings
+    shared_node.turn_until(lambda: pools.free == pools.totals)
 
 
 @pytest.fixture

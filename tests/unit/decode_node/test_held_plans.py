@@ -7,7 +7,7 @@ import pytest
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix import Prefix
-from hisparse_pd.decode_node.held_matches import HeldMatches
+from hisparse_pd.decode_node.held_matches import NO_MATCH, HeldMatches
 from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request
@@ -176,7 +176,7 @@ def test_what_a_plan_has_shared_nobody_counts_on() -> None:
     node.step()
     matches = HeldMatches(node.rooms.held, [], 16)
     newcomer = node.arrive(AUTO, 200, family=1)
-    assert matches.find(newcomer, Mode.DENSE) == (0, (), SlotCounts())
+    assert matches.find(newcomer, Mode.DENSE) == NO_MATCH
     shared = matches.find(newcomer, Mode.HISPARSE)
     assert (shared.num_pages, shared.taken) == (12, SlotCounts())
     assert matches.is_counted_on(shared)

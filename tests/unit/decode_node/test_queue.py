@@ -14,9 +14,9 @@ from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import PromptKeys
 from hisparse_pd.decode_node import plan_draft
 from hisparse_pd.decode_node.end_moves import EndMoves
-from hisparse_pd.decode_node.hot_buffer_sizes import MAX_ONE_BY_ONE
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.making_room import MAX_ONE_BY_ONE
 from hisparse_pd.decode_node.metrics import Metrics
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress

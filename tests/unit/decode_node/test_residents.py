@@ -3,8 +3,9 @@ bytes, tokens and wrong rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.decode_node import hot_buffer_sizes, next_plan, sizing, step_line
+from hisparse_pd.decode_node import free_slots, next_plan, sizing, step_line
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -29,7 +30,7 @@ from tests.unit.decode_node.speculation_support import (
     drafts,
     harness,
 )
-from tests.unit.decode_node.support import Checkpoint, EngineHarness, Prompt, random_prompt
+from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
 
 CHECKPOINT = "drafting"
 LONG = PROMPTS[-2:]
@@ -48,7 +49,7 @@ def automatic(
     patch.setattr(sizing, "DEFAULT_BUFFER", HOT_BUFFER)
     patch.setattr(sizing, "MOST_ENTRIES", largest)
     # Answers are short here.
-    patch.setattr(hot_buffer_sizes, "MIN_SAVED", 0.0)
+    patch.setattr(free_slots, "MIN_SAVED", 0.0)
     patch.setattr(next_plan, "PLANS_BETWEEN", 0)
     settings = {"page_size": 16, "device_buffer_size": 0, **settings}
     return harness(checkpoint, ipc_dir, **settings)
@@ -104,6 +105,28 @@ class Exchanges:
         patch.setattr(requests, "end_fill", counted_end)
 
 
+def dense_tokens(node: EngineHarness, prompts: Sequence[Prompt], num_new: int) -> list[list[int]]:
+    """Return the tokens that dense requests get, and let go of the prefixes that are held of them."""
+    tokens = [node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts]
+    node.engine.requests.held.flush()
+    return tokens
+
+
+def hisparse_answers(node: EngineHarness, prompts: Sequence[Prompt], num_new: int) -> list[Answer]:
+    return [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts]
+
+
+def checked_turns(node: EngineHarness, answers: Sequence[Answer]) -> Iterator[list[Request]]:
+    """Turn until ``answers`` are over. After each turn, yield the residents, whose two copies are equal."""
+    while not all(answer.is_over for answer in answers):
+        node.turn()
+        node.engine.steps.settle()
+        running = residents(node)
+        for request in running:
+            check_both_copies(node, request)
+        yield running
+
+
 def residents(node: EngineHarness) -> list[Request]:
     running = node.engine.requests.select(RequestState.RUNNING)
     return [request for request in running if request.is_resident and not request.is_filling]
@@ -128,14 +151,8 @@ def test_a_resident_has_every_item_in_both_pools(
 ) -> None:
     """Also those of tokens that it has drawn since: with drafts the accepted ones alone."""
     with drafts(node, num_drafts):
-        answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
-        checked = set()
-        while not all(answer.is_over for answer in answers):
-            node.turn()
-            node.engine.steps.settle()
-            for request in residents(node):
-                check_both_copies(node, request)
-                checked.add(request)
+        answers = hisparse_answers(node, LONG, NUM_NEW)
+        checked = set(chain.from_iterable(checked_turns(node, answers)))
         node.finish(answers, expected)
     assert len(checked) == len(LONG)
     for answer in answers:
@@ -164,24 +181,21 @@ def test_pages_of_several_requests_are_filled_beside_their_steps(
     num_new = 40 + 20 * num_drafts
     prompts = [*LONG, random_prompt(77, 300)]
     with drafts(node, num_drafts):
-        expected = {prompt: node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts}
+        expected = dense_tokens(node, prompts, num_new)
         slowly(node, monkeypatch, 400)
-        answers = [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts]
-        num_drawn, most_filling = dict.fromkeys(prompts, 0), 0
-        checked = set()
-        while not all(answer.is_over for answer in answers):
-            before = {request: request.num_kv_tokens for request in filling(node)}
-            node.turn()
-            node.engine.steps.settle()
+        answers = hisparse_answers(node, prompts, num_new)
+        num_drawn, most_filling = {len(prompt): 0 for prompt in prompts}, 0
+        checked: set[Request] = set()
+        before: dict[Request, int] = {}
+        for running in checked_turns(node, answers):
+            checked.update(running)
             for request in filling(node):
                 assert request.hot_capacity > 0
-                prompt = prompts[[len(prompt) for prompt in prompts].index(request.num_prompt_tokens)]
-                num_drawn[prompt] += request.num_kv_tokens - before.get(request, request.num_kv_tokens)
+                num_new_kv = request.num_kv_tokens - before.get(request, request.num_kv_tokens)
+                num_drawn[request.num_prompt_tokens] += num_new_kv
             most_filling = max(most_filling, len(filling(node)))
-            for request in residents(node):
-                check_both_copies(node, request)
-                checked.add(request)
-    assert [answer.token_ids for answer in answers] == list(expected.values())
+            before = {request: request.num_kv_tokens for request in filling(node)}
+    assert [answer.token_ids for answer in answers] == expected
     assert len(checked) == most_filling == len(prompts)
     assert min(num_drawn.values()) > 2, "nobody sits steps out"
     node.engine.requests.check_integrity()
@@ -200,7 +214,7 @@ def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
     node = short_node(2400, num_drafts)
     exchanges = Exchanges(node, monkeypatch)
     slowly(node, monkeypatch, 100)
-    answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+    answers = hisparse_answers(node, LONG, NUM_NEW)
     node.turn_until(lambda: filling(node))
     answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
     node.finish(answers, expected)
@@ -256,22 +270,15 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
         closing(automatic(checkpoint, tmp_path, monkeypatch, disable_prefix_cache=False)) as node,
         drafts(node, num_drafts),
     ):
-        expected = {prompt: node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts}
-        node.engine.requests.held.flush()
-        answers = [node.generate(prompts[0], num_new, HisparseFlag.TRUE)]
-        answers += [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts[1:]]
+        expected = dense_tokens(node, prompts, num_new)
+        answers = hisparse_answers(node, prompts, num_new)
         most_sharing = 0
-        while not all(answer.is_over for answer in answers):
-            node.turn()
-            node.engine.steps.settle()
-            running = residents(node)
-            for request in running:
-                check_both_copies(node, request)
+        for running in checked_turns(node, answers):
             sharing = [request for request in running if request.num_resident_pages]
             most_sharing = max(most_sharing, len(sharing))
             firsts = {int(slots_tensor(request.extents(PoolKind.DEVICE))[0]) for request in sharing}
             assert len(firsts) <= 1
-        assert [answer.token_ids for answer in answers] == list(expected.values())
+        assert [answer.token_ids for answer in answers] == expected
         assert most_sharing == len(prompts)
         node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
         assert node.engine.requests.pools.used(Stage.HELD).device == 0
@@ -288,9 +295,8 @@ def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: 
     holds all positions: then it is filled again."""
     node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 4 * NUM_NEW
     prompts = [(*LONG[1][:240], *random_prompt(50 + n, 60)) for n in range(2)]
-    expected = [node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts]
-    node.engine.requests.held.flush()
-    answers = [node.generate(prompt, num_new, HisparseFlag.TRUE) for prompt in prompts]
+    expected = dense_tokens(node, prompts, num_new)
+    answers = hisparse_answers(node, prompts, num_new)
     node.turn_until(lambda: len([r for r in residents(node) if r.num_resident_pages]) == 2)
     node.engine.steps.settle()
     request = residents(node)[0]
@@ -314,7 +320,7 @@ def test_tokens_equal_the_oracle_while_residents_come_and_go(
     """The device pool has room for few: arrivals take pages from residents."""
     node = short_node(1600, 3, 0, 1, largest=largest)
     exchanges = Exchanges(node, monkeypatch)
-    answers = [node.generate(prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in LONG]
+    answers = hisparse_answers(node, LONG, NUM_NEW)
     node.begin_together(answers)
     node.turn_until(lambda: len(residents(node)) == len(LONG))
     with node.without_steps():

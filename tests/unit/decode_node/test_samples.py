@@ -32,13 +32,11 @@ PROMPT = random_prompt(6, 155)
 
 
 @pytest.fixture
-def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+def node(resting_node: EngineHarness) -> Iterator[EngineHarness]:
     """The shared node; after a test everything is free again."""
-    shared_node.double.bootstraps.clear()
-    shared_node.double.delivers = True
-    yield shared_node
-    shared_node.come_to_rest()
-    pools = shared_node.engine.requests.pools
+    yield resting_node
+    resting_node.come_to_rest()
+    pools = resting_node.engine.requests.pools
     assert pools.free == pools.totals
 
 

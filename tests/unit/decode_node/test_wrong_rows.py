@@ -57,16 +57,14 @@ EACH_MODEL = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+def node(resting_node: EngineHarness) -> Iterator[EngineHarness]:
     """The shared node; after a test all is free but what was set aside, which is then released."""
-    shared_node.double.bootstraps.clear()
-    shared_node.double.delivers = True
-    yield shared_node
-    shared_node.come_to_rest()
-    requests = shared_node.engine.requests
+    yield resting_node
+    resting_node.come_to_rest()
+    requests = resting_node.engine.requests
     for page in requests.set_aside.shown():
-        shared_node.send(ReleasePage(page.pool, page.start))
-    shared_node.turn_until(lambda: not requests.set_aside)
+        resting_node.send(ReleasePage(page.pool, page.start))
+    resting_node.turn_until(lambda: not requests.set_aside)
     assert requests.pools.free == requests.pools.totals
 
 

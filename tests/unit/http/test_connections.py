@@ -326,7 +326,7 @@ async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_boun
         early = await served.connect()
         refused = await served.get()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert f"its {LIMIT} connections" in refused.json()["error"]["message"]
+        assert f"its limit of {LIMIT} connections" in refused.json()["error"]["message"]
         assert "ulimit -n" in refused.json()["error"]["message"]
         assert await early.read() == b"", "it was silent when another one came"
         later = await served.connect()

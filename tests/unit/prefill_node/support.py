@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -452,6 +452,15 @@ class DecodePeer(ControlPeer):
     def _zeros(self, *shape: int) -> torch.Tensor:
         self._pools.append(allocate_host(math.prod(shape), pinned=False, shared=True))
         return self._pools[-1].tensor.view(shape)
+
+    def bootstrap_side_by_side(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, Bootstrap]:
+        """Ask for several prompts, by room, each with a landing zone of its own. Returns their Bootstraps."""
+        slots_of_one = self.NUM_SLOTS // len(prompts) // 16 * 16
+        bootstraps = {}
+        for place, (room, tokens) in enumerate(prompts.items()):
+            landing = (Extent(slots_of_one * place, len(tokens) - 1),)
+            bootstraps[room] = self.bootstrap(room, tokens, kv=landing, index=landing, aux_slot=place)
+        return bootstraps
 
     @property
     def regions(self) -> tuple[Region, ...]:

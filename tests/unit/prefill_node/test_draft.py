@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from hisparse_pd.protocol.messages import Extent, Geometry, RegionKind, RegistrationRefused
+from hisparse_pd.protocol.messages import Geometry, RegionKind, RegistrationRefused
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -118,22 +118,14 @@ def test_prompts_of_one_forward_get_their_own_next_tokens(
     peer = nodes[True]
     peer.forget()
     prompts = {3 * room + number: prompt(10 + number, 20 + 15 * number) for number in range(3)}
-    landings = {
-        number: peer.bootstrap(
-            number,
-            tokens,
-            kv=(Extent(208 * place, len(tokens) - 1),),
-            index=(Extent(208 * place, len(tokens) - 1),),
-            aux_slot=place,
-        )
-        for place, (number, tokens) in enumerate(prompts.items())
-    }
+    bootstraps = peer.bootstrap_side_by_side(prompts)
     assert all_delivered(peer, len(prompts)).keys() == prompts.keys()
-    for place, (number, tokens) in enumerate(prompts.items()):
-        alone, (kv, index) = computed_alone(engine, tokens), landed(peer, len(tokens) - 1, 208 * place)
+    for number, tokens in prompts.items():
+        first_slot = bootstraps[number].index_extents[0].start
+        alone, (kv, index) = computed_alone(engine, tokens), landed(peer, len(tokens) - 1, first_slot)
         assert torch.equal(kv, alone.kv)
         assert torch.equal(index, alone.index)
-        assert_hint(engine, peer, landings[number], tokens)
+        assert_hint(engine, peer, bootstraps[number], tokens)
 
 
 def test_a_node_without_the_layer_refuses_one_that_drafts(

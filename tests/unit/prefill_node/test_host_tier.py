@@ -18,7 +18,6 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
-from hisparse_pd.protocol.messages import Extent
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -115,18 +114,13 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
     evict_from_device(engine, peer, prompts[0])
     before = engine.life.tier.num_fetched_tokens
     with engine.admission_paused():
-        rooms = [next_room() for _ in prompts]
-        messages = [
-            peer.bootstrap(
-                room, tokens, kv=(Extent(160 * n, 149),), index=(Extent(160 * n, 149),), aux_slot=n
-            )
-            for n, (room, tokens) in enumerate(zip(rooms, prompts, strict=True))
-        ]
+        messages = peer.bootstrap_side_by_side({next_room(): tokens for tokens in prompts})
+        rooms = [*messages]
         wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
     done = all_delivered(peer, len(rooms))
     assert [done[room].num_cached_tokens for room in rooms] == [144, 144, 144]
     assert engine.life.tier.num_fetched_tokens >= before + 2 * 144
-    peer.assert_has(messages[-1])
+    peer.assert_has(messages[rooms[-1]])
 
 
 @pytest.mark.I8
@@ -139,17 +133,8 @@ def test_a_fetch_takes_no_pages_that_the_plan_has_given_away(
     deliver(engine, peer, next_room(), behind)
     evict_from_device(engine, peer, behind)
     with engine.admission_paused():
-        rooms = [next_room(), next_room()]
-        messages = {
-            room: peer.bootstrap(
-                room,
-                tokens,
-                kv=(Extent(200 * n, len(tokens) - 1),),
-                index=(Extent(200 * n, len(tokens) - 1),),
-                aux_slot=n,
-            )
-            for n, (room, tokens) in enumerate(zip(rooms, (front, behind), strict=True))
-        }
+        messages = peer.bootstrap_side_by_side({next_room(): tokens for tokens in (front, behind)})
+        rooms = [*messages]
         wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
     done = all_delivered(peer, len(rooms))
     for room in rooms:

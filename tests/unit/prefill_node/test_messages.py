@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -406,13 +406,14 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
     assert room not in engine.computed
 
 
-@pytest.mark.I7
-def test_rooms_that_wait_for_too_long_and_silent_peers_end(
-    tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
-) -> None:
-    impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.5}
+@contextmanager
+def waiting_room(
+    tiny: Path, tmp_path: Path, peer: DecodePeer, **settings: Any
+) -> Iterator[tuple[EngineThread, ControlPeer, int]]:
+    """Yield an engine that takes a silent node for lost after a second, a node that is registered with it by
+    ``peer``'s regions, and a room of that node that is not admitted."""
     with (
-        engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
+        engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.5, **settings) as impatient,
         closing(ControlPeer(impatient)) as other,
         impatient.admission_paused(),
     ):
@@ -420,6 +421,14 @@ def test_rooms_that_wait_for_too_long_and_silent_peers_end(
         other.expect(Registered)
         room = next_room()
         other.bootstrap(room, TOKENS)
+        yield impatient, other, room
+
+
+@pytest.mark.I7
+def test_rooms_that_wait_for_too_long_and_silent_peers_end(
+    tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with waiting_room(tiny, tmp_path, peer, room_timeout_secs=0.3) as (impatient, other, room):
         other.heartbeat()
         assert impatient.has_room(room)
 
@@ -445,16 +454,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(
     tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The node sends nothing for long, but is connected; once the connection is gone, its rooms end."""
-    impatience = {"heartbeat_interval_secs": 0.5}
-    with (
-        engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
-        closing(ControlPeer(impatient)) as other,
-        impatient.admission_paused(),
-    ):
-        other.client.send(peer.registration())
-        other.expect(Registered)
-        room = next_room()
-        other.bootstrap(room, TOKENS)
+    with waiting_room(tiny, tmp_path, peer) as (impatient, other, room):
         (known,) = impatient.engine.peers.silent(math.inf, 0.0)
         long_ago = known.last_heard_secs - 100.0
         known.last_heard_secs = long_ago

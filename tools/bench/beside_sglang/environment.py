@@ -1,8 +1,8 @@
-"""The environment and the place of the guest: SGLang and what it needs, unpacked in a folder of its own.
+"""The folder and the environment variables of the guest: SGLang and the packages that it needs.
 
-``__main__.py``, ``run.py`` and ``prewarm.py`` start the guest's processes by ``guest_command``. SGLang is no
-dependency of this project. Its folder, ``site``, comes before everything else on the guest's import path, and
-no other process sees more of it than its folder ``_ours``.
+SGLang is no dependency of this project, so it is unpacked in a folder of its own, ``site``. That folder comes
+first on the import path of the guest's processes, which ``__main__.py``, ``run.py`` and ``prewarm.py`` start
+with ``guest_command``. Other processes see nothing of it but its folder ``_ours``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.bench.facts import ROOT
 NEEDED: Final = ("sglang", "sgl_kernel", "deep_gemm", "flashinfer", "tvm_ffi", "xgrammar")
 """Packages that the guest's folder must have; ``carry.py`` packs them with what they need."""
 HOST_BYTES: Final = "BESIDE_SGLANG_HOST_BYTES"
-"""Variable with the main memory that the guest may believe to be free (``guest.py``)."""
+"""Environment variable with the bytes of main memory that the guest is told are free (``guest.py``)."""
 
 
 class GuestMissing(Exception):
@@ -27,7 +27,7 @@ class GuestMissing(Exception):
 
 
 def check_guest(site: Path) -> None:
-    """Raises GuestMissing, with the names of what is absent."""
+    """Raise GuestMissing, with the names of what is absent, unless all that the guest needs is there."""
     missing = [name for name in NEEDED if not (site / name).is_dir()]
     if missing:
         raise GuestMissing(
@@ -39,7 +39,7 @@ def check_guest(site: Path) -> None:
 
 
 def guest_environment(site: Path, cache: Path) -> dict[str, str]:
-    """Return the variables of a guest's process; what it compiles stays in ``cache``."""
+    """Return the environment variables of a guest's process, whose compiled kernels go to ``cache``."""
     folders = {
         "TVM_FFI_CACHE_DIR": "tvm_ffi",
         "SGLANG_DG_CACHE_DIR": "deep_gemm",

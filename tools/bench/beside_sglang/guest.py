@@ -50,7 +50,7 @@ _SAMPLE_SECS: Final = 0.02
 
 @dataclass(frozen=True)
 class GuestTurn:
-    """What the guest's process is to do."""
+    """The task of the guest's process."""
 
     model: str
     mode: str

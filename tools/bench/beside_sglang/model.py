@@ -55,8 +55,8 @@ def shape(
 
 
 def tokens_of_step(num_drafts: int, draft_agreement: float | None) -> float:
-    """Return how many tokens of a request a step makes on average, where each draft behind right ones is
-    right with a probability of ``draft_agreement``; None: no draft is ever right."""
+    """Return the mean number of tokens that a step makes of a request. ``draft_agreement``: the probability
+    that a draft behind right ones is right; None: no draft is ever right."""
     return sum((draft_agreement or 0.0) ** number for number in range(num_drafts + 1))
 
 

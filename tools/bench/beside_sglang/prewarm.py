@@ -56,7 +56,7 @@ _DTYPES: Final = ("bfloat16", "float8_e4m3fn", "int32", "int64")
 
 @dataclass(frozen=True)
 class Warming:
-    """What is compiled, by how many processes, and for how long."""
+    """The shapes that are compiled, by how many processes, and for how long."""
 
     model: str
     rows: tuple[int, ...]

@@ -54,7 +54,7 @@ class Run:
     prefill: list[dict[str, Any]] = field(default_factory=list)
     http: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was dropped or not reached, and why."""
+    """The parts that were dropped or not reached, and why."""
     secs: dict[str, float] = field(default_factory=dict)
     """How long each part took, by its name."""
 

@@ -40,7 +40,7 @@ class CellLog:
     prefill: list[tuple[int, float]] = field(default_factory=list)
     """New tokens, and tokens a second, of each prefill line."""
     measured: dict[str, Any] | None = None
-    """What the guest measured itself; None for a cell that did not end."""
+    """The guest's own measurement; None for a cell that did not end."""
 
     @property
     def full_rates(self) -> list[float]:

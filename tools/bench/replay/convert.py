@@ -47,7 +47,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Sessions:
-    """What a source has: the requests of each session in order, and the tokens of their blocks.
+    """The content of a source: the requests of each session in order, and the tokens of their blocks.
 
     ``num_left_out``: requests that say neither when they came nor what they had to read.
     """
@@ -177,7 +177,7 @@ class _Round(Struct):
 
 
 class _Sent(NamedTuple):
-    """What a request of TraceLab is made of; rounds of a session have this order."""
+    """The parts of a request of TraceLab; rounds of a session have this order."""
 
     sent_at: float
     round_index: int

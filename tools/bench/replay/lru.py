@@ -1,4 +1,4 @@
-"""What an LRU of the tiers' size finds of a sequence of prompts: the measure for a prefix cache.
+"""Counts what an LRU of the tiers' size finds of a sequence of prompts: the measure for a prefix cache.
 
 The lower tier has what was copied down when it was computed, so it keeps all that the upper one has while its
 capacity lasts. Only leading pages of a prompt are found: the device's, then those behind them in main memory.

@@ -18,7 +18,8 @@ in every case, so that the turn alone is pushed. The usage says in which tier th
 that found it elsewhere are counted as "astray", and not measured. "outside engines" is the part of the TTFT
 in which the decode engine did not have the request: client, router, HTTP, JSON and token ids. ``--tiers``
 leaves others out. Host and decode need a KV pool that holds two prefixes: a prefill node reads no more than
-half of its pool at a time.
+half of its pool at a time. "idle" is measured if ``--tiers`` names it: the decode node, which
+``--pair-options`` give ``--idle-keys host``, has the prefix in main memory alone.
 
 ``--conversations`` are held with the first two pairs. Each begins with ``--conversation-tokens``, and each
 later turn has all that was said before and ``--turn-tokens`` more. Results are written after every cell.
@@ -58,7 +59,7 @@ STOP_SECS: Final = 10.0
 LEAST_SECS: Final = 20.0
 """A pair that would have less time is not started."""
 TIERS_OF_PAIR: Final[dict[str, tuple[Tier, ...]]] = {
-    "tiers": ("device", "host", "decode"),
+    "tiers": ("device", "host", "decode", "idle"),
     "none": ("computed",),
     "store": ("storage",),
 }
@@ -79,7 +80,7 @@ class Run:
     cells: list[dict[str, Any]] = field(default_factory=list)
     conversations: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """What was not measured, and why."""
+    """The parts that were not measured, and why."""
 
     @property
     def secs_left(self) -> float:
@@ -149,6 +150,7 @@ class Run:
                     page_size=settings["page_size"],
                     pool_tokens=settings["kv_pool_tokens"],
                     contexts=self.options.context,
+                    device_tokens=max(settings[f"{pool}_pool_tokens"] for pool in ("device", "index")),
                 )
                 try:
                     async with asyncio.timeout(self.secs_left):
@@ -159,14 +161,15 @@ class Run:
                 await self._converse(name, client, prompts)
 
     def _look_at(self, name: str, pair: Pair) -> dict[str, Any]:
-        """Note what the nodes say of themselves. Returns the prefill node's settings."""
+        """Note what the nodes say of themselves. Returns the settings of both; where both have one, the
+        prefill node's."""
         nodes = {"prefill": pair.prefill_url, "decode": pair.decode_url}
         said = {
             kind: httpx.get(f"{url}/server_info", timeout=METRICS_TIMEOUT_SECS, trust_env=False).json()
             for kind, url in nodes.items()
         }
         self.found["nodes"][name] = said
-        settings: dict[str, Any] = said["prefill"]["settings"]
+        settings: dict[str, Any] = said["decode"]["settings"] | said["prefill"]["settings"]
         spec = load_spec(
             self.options.model_path,
             settings["dtype"],
@@ -284,7 +287,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--tiers",
         nargs="+",
         choices=ALL_TIERS,
-        default=ALL_TIERS,
+        default=[tier for tier in ALL_TIERS if tier != "idle"],
         help="where prefixes lie that are measured, as far as the pairs are for that",
     )
     add_number("--store-gib", 8, 1, "main memory of the store, in GiB")

@@ -1,4 +1,4 @@
-"""Conversations that go on all at once, each turn with all turns and answers before it."""
+"""Holds conversations, all at once. Each turn's prompt has all turns and answers before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.bench.tiers.prompts import CONVERSATION, Prompts
 
 @dataclass(frozen=True)
 class Plan:
-    """What the conversations are. ``hisparse``: a key of ``serve.HISPARSE``."""
+    """The number and the lengths of the conversations. ``hisparse``: a key of ``serve.HISPARSE``."""
 
     num_conversations: int
     num_turns: int

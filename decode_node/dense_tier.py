@@ -1,0 +1,266 @@
+"""The tier below the device pool: pages that dense requests have left, kept in the host pool, too.
+
+A prefix of dense requests has its KV in the device pool, and one of hisparse requests in the host pool; both
+are in one ``PrefixTree``. When a dense request ends, ``LiveRequests`` calls ``store``, and ``poll`` begins to
+copy down what the host pool lacks of its prefix, beside steps: KV to the host pool, indexer keys and row
+checks to their places in main memory (``KeyPages``). The copy is a prefix of hisparse requests that has moved
+down (``prefix_tree.py``): it takes host slots and nothing on the device. So requests of either mode find what
+a dense one has left, also when the device has given it up.
+
+The other way, a dense request whose prompt the host pool has more of than the device gets device pages for
+the rest: ``fetch`` puts these into the tree at once, as pages that are arriving, and begins to copy. The
+request is FETCHING until they are there. Its rows are verified when it starts, as those of every dense
+request. All that main memory has whole can be fetched (``held_matches.py``), whichever mode left it.
+
+``DenseTier`` owns the copies under way. Each uses the prefix that it reads, and that in front of what it
+writes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.extents import slice_extents
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
+from hisparse_pd.core.paging.prefix_tree import PrefixTree
+from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.decode_node.held_tier import PageCopies
+from hisparse_pd.decode_node.request import KV_POOLS
+from hisparse_pd.protocol.messages import Extent, Room
+
+DENSE: Final = KV_POOLS[Mode.DENSE]
+HISPARSE: Final = KV_POOLS[Mode.HISPARSE]
+MAX_QUEUED: Final = 256
+"""Most ended requests whose pages wait to be copied down. Beyond that, the first are not copied."""
+MOST_TAKEN: Final = 0.5
+"""The largest part of the host slots that requests can get which a copy may take. While it is under way, they
+are nobody's to give up, and requests that run need some to grow."""
+
+
+class _Left(NamedTuple):
+    """Pages that an ended request has left on the device."""
+
+    room: Room
+    keys: Sequence[PageKey]
+    token_ids: bytes | None
+    """See ``PrefixTree.hold``."""
+
+
+@dataclass(eq=False, slots=True)
+class _CopyDown:
+    """A copy of the pages of ``keys`` behind those of ``before``."""
+
+    left: _Left
+    source: Prefix
+    """The device's, in use."""
+    before: Prefix | None
+    """The host pool's; in use, too."""
+    holding: Holding
+    """The host slots that are written."""
+    is_behind: torch.cuda.Event | None
+    """The copy's end; None: it is over."""
+
+
+@dataclass(eq=False, slots=True)
+class _CopyUp:
+    """A copy to the pages of ``prefix`` that are arriving."""
+
+    source: Prefix
+    """The host pool's, in use."""
+    prefix: Prefix
+    """The device's; in use, too."""
+    is_behind: torch.cuda.Event | None
+
+
+class DenseTier:
+    """The copies of held pages between the device pool and the host pool. ``copies``: None if main memory
+    keeps no indexer keys; then nothing is stored or fetched."""
+
+    def __init__(self, prefixes: PrefixTree, pools: Pools, copies: PageCopies | None = None) -> None:
+        self._prefixes = prefixes
+        self._pools = pools
+        self._copies = copies
+        self._queue: deque[_Left] = deque(maxlen=MAX_QUEUED)
+        """What ``poll`` is to copy down."""
+        self._down: list[_CopyDown] = []
+        self._up: list[_CopyUp] = []
+        self.num_stored_tokens = 0
+        """Tokens that were copied down since the start."""
+        self.num_fetched_tokens = 0
+        """Tokens that have begun to move up since the start."""
+
+    @property
+    def num_copies(self) -> int:
+        """Copies under way, and those that wait to begin."""
+        return len(self._down) + len(self._up) + len(self._queue)
+
+    @property
+    def landing(self) -> list[Holding]:
+        """The host slots that copies down write, which are in Stage.LANDING."""
+        return [down.holding for down in self._down]
+
+    def users(self) -> Iterator[Prefix]:
+        """Yield the prefixes that copies use, once for each use."""
+        for down in self._down:
+            yield down.source
+            if down.before is not None:
+                yield down.before
+        for up in self._up:
+            yield up.source
+            yield up.prefix
+
+    # --- down ----------------------------------------------------------------------------------------
+
+    def store(self, room: Room, keys: Sequence[PageKey], token_ids: bytes | None) -> None:
+        """Let ``poll`` copy down what the host pool lacks of the pages of ``keys``, which a request has left.
+        It begins no copy here: a plan may count on the host slots. ``token_ids``: see ``PrefixTree.hold``."""
+        if self._copies is not None and keys:
+            self._queue.append(_Left(room, keys, token_ids))
+
+    def _begin(self, left: _Left) -> bool:
+        """Begin to copy what a request has left. Returns False if it has to wait for another copy of the same
+        pages."""
+        num_here = self._num_found(left.keys, DENSE)
+        keys = left.keys[:num_here]
+        num_stored = self._num_found(keys, HISPARSE)
+        if num_here <= num_stored or not self._prefixes.is_up(keys, DENSE):
+            return True
+        if any(down.left.keys[num_stored : num_stored + 1] == keys[num_stored:][:1] for down in self._down):
+            return False
+        page_size = self._pools.page_size
+        before = self._prefixes.use(keys[:num_stored], HISPARSE) if num_stored else None
+        available = (self._pools.free + self._prefixes.unused).host
+        num_pages = min(num_here - num_stored, int(MOST_TAKEN * available) // page_size)
+        self._prefixes.make_room(SlotCounts(host=num_pages * page_size))
+        num_pages = min(num_pages, self._pools.free.host // page_size)
+        if num_pages == 0:
+            self._let_go(before)
+            return True
+        keys = keys[: num_stored + num_pages]
+        source = self._prefixes.use(keys, DENSE)
+        holding = self._pools.reserve(left.room, SlotCounts(host=num_pages * page_size))
+        assert self._copies is not None, "nothing is queued without"
+        is_behind = self._copies.copy_down(
+            self._behind(source, PoolKind.INDEX, num_stored),
+            holding[PoolKind.HOST],
+            self._behind(source, PoolKind.DEVICE, num_stored),
+        )
+        left = left._replace(keys=keys)
+        self._down.append(_CopyDown(left, source, before, holding, is_behind))
+        return True
+
+    def _keep(self, down: _CopyDown) -> None:
+        """Put the pages of a copy down that is over into the tree, unless one of them, or before them, has
+        been found wrong meanwhile."""
+        _, keys, token_ids = down.left
+        num_before = end_of(down.before)
+        if not (down.source.is_dropped or (down.before is not None and down.before.is_dropped)):
+            num_held = self._prefixes.hold(
+                down.holding,
+                keys,
+                HISPARSE,
+                num_before,
+                token_ids=token_ids,
+                num_prefilled=self._prefixes.num_prefilled(keys, DENSE),
+                is_down=True,
+            )
+            self.num_stored_tokens += (num_held - num_before) * self._pools.page_size
+        self._pools.release(down.holding)
+        self._let_go(down.source)
+        self._let_go(down.before)
+
+    # --- up ------------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        room: Room,
+        keys: Sequence[PageKey],
+        before: Prefix | None,
+        source: Prefix,
+        token_ids: bytes | None,
+    ) -> Prefix:
+        """Begin to bring the pages of ``keys`` to the device behind those of ``before``. The request uses
+        both ``before`` and ``source``, which ends where ``keys`` end; afterwards it uses neither, but what is
+        returned: the device's prefix of all of ``keys``. Raises PoolExhausted."""
+        num_here = self._num_found(keys, DENSE)  # others may fetch the same pages
+        if num_here < len(keys):
+            need = SlotCounts.of(DENSE, (len(keys) - num_here) * self._pools.page_size)
+            self._prefixes.make_room(need)
+            holding = self._pools.reserve(room, need)
+            self._prefixes.hold(
+                holding,
+                keys,
+                DENSE,
+                num_here,
+                token_ids=token_ids,
+                num_prefilled=self._prefixes.num_prefilled(keys, HISPARSE),
+                is_arriving=True,
+            )
+            self._pools.release(holding)
+        prefix = self._prefixes.use(keys, DENSE)
+        self._let_go(before)
+        if num_here == len(keys):
+            self._let_go(source)
+            return prefix
+        self._prefixes.use_run(prefix)
+        assert self._copies is not None, "nothing is stored without"
+        is_behind = self._copies.copy_up(
+            self._behind(source, PoolKind.HOST, num_here),
+            self._behind(prefix, PoolKind.INDEX, num_here),
+            self._behind(prefix, PoolKind.DEVICE, num_here),
+        )
+        self._up.append(_CopyUp(source, prefix, is_behind))
+        self.num_fetched_tokens += (len(keys) - num_here) * self._pools.page_size
+        return prefix
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Note which copies are over, and begin those that wait."""
+        self._finish()
+        for _ in range(len(self._queue)):
+            left = self._queue.popleft()
+            if not self._begin(left):
+                self._queue.append(left)
+        self._finish()  # on a CPU copies are over when they have begun
+
+    def _finish(self) -> None:
+        for down in [down for down in self._down if _is_over(down.is_behind)]:
+            self._down.remove(down)
+            self._keep(down)
+        for up in [up for up in self._up if _is_over(up.is_behind)]:
+            self._up.remove(up)
+            self._prefixes.mark_arrived(up.prefix)
+            self._let_go(up.source)
+            self._let_go(up.prefix)
+
+    def settle(self) -> None:
+        """Wait until all copies are over, and note it. What waits to be copied down is not copied."""
+        self._queue.clear()
+        if self._copies is not None and self.num_copies:
+            self._copies.settle()
+            self._finish()
+
+    def _num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
+        found = self._prefixes.find(keys, kinds)
+        return 0 if found is None else found.num_pages
+
+    def _behind(self, prefix: Prefix, kind: PoolKind, first_page: int) -> tuple[Extent, ...]:
+        """Return the slots of a prefix from page ``first_page`` on."""
+        page_size = self._pools.page_size
+        return slice_extents(prefix.extents(kind), first_page * page_size, prefix.end_page * page_size)
+
+    def _let_go(self, prefix: Prefix | None) -> None:
+        if prefix is not None:
+            self._prefixes.let_go(prefix)
+
+
+def _is_over(is_behind: torch.cuda.Event | None) -> bool:
+    return is_behind is None or is_behind.query()

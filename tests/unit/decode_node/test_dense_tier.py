@@ -1,0 +1,518 @@
+"""Pages of dense requests that move to the host pool and back: books, bytes, an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.decode_node import key_pages
+from hisparse_pd.decode_node.held_matches import HeldMatches, num_shareable_pages
+from hisparse_pd.decode_node.key_pages import KeyPages
+from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
+from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import Admission, StepPlan
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.protocol.messages import Extent
+from tests.books import carry_out, end, enqueue, make_request
+from tests.slow_copies import SlowCopies
+from tests.unit.decode_node.plan_node import LIMITS, Node
+from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
+
+CHECKPOINT = "tied"
+DENSE, HISPARSE = KV_POOLS[Mode.DENSE], KV_POOLS[Mode.HISPARSE]
+PAGE = 16
+NODE = {
+    "disable_prefix_cache": False,
+    "page_size": PAGE,
+    "host_pool_tokens": 2048,
+    "index_pool_tokens": 384,
+    "device_pool_tokens": 384,
+    "device_buffer_size": 48,
+}
+NUM_NEW = 12
+
+
+# --- the books ------------------------------------------------------------------------------------------
+
+
+def _keys(prompt: Prompt) -> Sequence[PageKey]:
+    return PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), 4).keys
+
+
+class Books:
+    """Live requests without an engine, with pages of 4 tokens: 10 in the device pool, 24 in the host pool."""
+
+    def __init__(self, num_host_slots: int = 96) -> None:
+        totals = SlotCounts(host=num_host_slots, device=40, index=64, lookup=96, aux=4, req_row=4)
+        self.copies = SlowCopies()
+        self.rooms = LiveRequests(Pools(totals, 4), quarantine_secs=5.0, copies=self.copies)
+        self._num_rooms = 0
+
+    def land(self, prompt: Prompt, mode: Mode = Mode.DENSE) -> Request:
+        """Admit a request as a plan does, with what it can share, and deliver its KV."""
+        self._num_rooms += 1
+        keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), 4)
+        request = make_request(self._num_rooms, len(prompt), prompt_keys=keys)
+        enqueue(self.rooms, request)
+        match = HeldMatches(self.rooms.held, (), 4).find(request, mode)
+        num_own = len(prompt) + 3 - 4 * match.num_pages
+        need = SlotCounts.of(KV_POOLS[mode], num_own) + SlotCounts(aux=1, req_row=1)
+        hot_capacity = 0
+        if mode is Mode.HISPARSE:
+            hot_capacity, need = 8, need + SlotCounts(device=8, lookup=len(prompt) + 3)
+        free_before = self.rooms.available
+        admission = Admission(request, mode, need, hot_capacity, match.num_pages)
+        carry_out(self.rooms, StepPlan(admissions=(admission,)))
+        taken = self.rooms.pools.rounded(need) + match.taken
+        assert self.rooms.available == free_before - taken, "a plan takes what it says"
+        self.rooms.check_integrity()
+        for kind in KV_POOLS[mode]:
+            slots = extents_to_slots(request.extents(kind)).tolist()
+            for position in range(request.held_prefix_tokens, len(prompt)):
+                self.copies.of(kind)[slots[position]] = prompt[: position + 1]
+        return request
+
+    def run(self, request: Request, prompt: Prompt) -> None:
+        """Start a request, all of whose KV and keys are to be there."""
+        assert not self.rooms.await_fetch(request, 9.0)
+        self.rooms.start(request)
+        for kind in request.kv_pools:
+            slots = extents_to_slots(request.extents(kind)).tolist()
+            for position in range(len(prompt)):
+                assert self.copies.of(kind)[slots[position]] == prompt[: position + 1], kind
+        request.output_token_ids += [7]
+        self.rooms.check_integrity()
+
+    def leave(self, prompt: Prompt, mode: Mode = Mode.DENSE) -> None:
+        """A request runs and ends, and its pages are copied to main memory."""
+        request = self.land(prompt, mode)
+        self.run(request, prompt)
+        end(self.rooms, request, is_sound=True)
+        self.copied()
+
+    def copied(self) -> list[Request]:
+        """Copies that wait begin, and end. Returns the requests that may start."""
+        self.rooms.fetched()
+        self.copies.finish()
+        fetched = self.rooms.fetched()
+        self.rooms.check_integrity()
+        return fetched
+
+    def num_found(self, prompt: Prompt) -> tuple[int, int]:
+        """Pages of a prompt on the device, and in the host pool."""
+        found = (self.rooms.held.find(_keys(prompt), kinds) for kinds in (DENSE, HISPARSE))
+        num_dense, num_hisparse = (0 if each is None else each.num_pages for each in found)
+        return num_dense, num_hisparse
+
+    def run_of(self, prompt: Prompt, kinds: tuple[PoolKind, ...] = HISPARSE) -> Prefix:
+        found = self.rooms.held.find(_keys(prompt), kinds)
+        assert found is not None
+        return found.prefix
+
+    def empty_device(self) -> None:
+        self.rooms.held.make_room(SlotCounts(device=40))
+        self.rooms.check_integrity()
+
+
+FIRST, SECOND, THIRD = ((number,) * 17 for number in (1, 2, 3))
+
+
+@pytest.mark.I2
+def test_what_a_dense_request_leaves_is_copied_down_and_takes_host_slots_alone() -> None:
+    books = Books()
+    books.leave(FIRST)
+    assert books.num_found(FIRST) == (4, 4)
+    below = books.run_of(FIRST)
+    assert below.is_down
+    assert below.is_stored
+    assert books.rooms.pools.free == books.rooms.pools.totals - SlotCounts(host=16, device=16, index=16)
+    assert books.rooms.available == books.rooms.pools.totals
+    slots = extents_to_slots(below.holding[PoolKind.HOST]).tolist()
+    for table in (books.copies.host, books.copies.places):
+        assert [table[slot] for slot in slots] == [FIRST[: position + 1] for position in range(16)]
+    assert books.rooms.dense_tier.num_stored_tokens == 16
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize("mode", Mode)
+def test_requests_of_both_modes_find_what_the_device_has_given_up(mode: Mode) -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.empty_device()
+    assert books.num_found(FIRST) == (0, 4)
+    request = books.land((*FIRST, 8, 9), mode)
+    assert request.held_prefix_tokens == 16
+    assert books.rooms.await_fetch(request, 9.0)
+    assert request.state is RequestState.FETCHING
+    assert books.rooms.fetched() == []
+    assert books.copied() == [request]
+    books.run(request, (*FIRST, 8, 9))
+    assert books.rooms.dense_tier.num_fetched_tokens == (16 if mode is Mode.DENSE else 0)
+
+
+@pytest.mark.I2
+def test_a_dense_request_finds_what_a_hisparse_one_has_left() -> None:
+    """Its keys leave the index pool for that: the copy reads those in main memory."""
+    books = Books()
+    books.leave(FIRST, Mode.HISPARSE)
+    assert books.num_found(FIRST) == (0, 4)
+    assert not books.run_of(FIRST).is_down
+    request = books.land(FIRST)
+    assert books.run_of(FIRST).is_down
+    assert books.rooms.await_fetch(request, 9.0)
+    assert books.copied() == [request]
+    books.run(request, FIRST)
+    end(books.rooms, request, is_sound=True)
+    books.copied()
+    assert books.num_found(FIRST) == (4, 4)
+    assert books.rooms.dense_tier.num_stored_tokens == 0, "main memory has it"
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+def test_only_what_the_device_lacks_is_brought_up_and_only_what_main_memory_lacks_goes_down() -> None:
+    books = Books()
+    longer = (*FIRST[:16], *SECOND)
+    books.leave(FIRST)
+    books.leave(longer)
+    assert books.rooms.dense_tier.num_stored_tokens == 32
+    books.rooms.held.make_room(SlotCounts(device=24))
+    assert books.num_found(longer) == (4, 8)
+    request = books.land(longer)
+    books.copied()
+    books.run(request, longer)
+    end(books.rooms, request, is_sound=True)
+    books.copied()
+    assert books.rooms.dense_tier.num_fetched_tokens == 16
+    assert books.rooms.dense_tier.num_stored_tokens == 32
+    assert books.num_found(longer) == (8, 8)
+
+
+@pytest.mark.I2
+def test_two_requests_share_one_copy_up() -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.empty_device()
+    first = books.land(FIRST)
+    second = books.land((*FIRST[:16], 5, 6))
+    assert len(books.copies.under_way) == 1
+    assert books.rooms.await_fetch(first, 9.0)
+    assert books.rooms.await_fetch(second, 9.0)
+    assert books.copied() == [first, second]
+    books.run(first, FIRST)
+    books.run(second, (*FIRST[:16], 5, 6))
+    assert first.extents(PoolKind.DEVICE)[0].start == second.extents(PoolKind.DEVICE)[0].start
+
+
+@pytest.mark.I2
+def test_admissions_of_one_plan_share_a_copy_up() -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.empty_device()
+    matches = HeldMatches(books.rooms.held, (), 4)
+    admissions = []
+    for room, tail in ((11, (5,)), (12, (6,)), (13, (7,))):
+        prompt = (*FIRST[:16], *tail)
+        keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), 4)
+        request = enqueue(books.rooms, make_request(room, len(prompt), prompt_keys=keys))
+        match = matches.find(request, Mode.DENSE)
+        matches.take(match)
+        need = SlotCounts(device=4, index=4, aux=1, req_row=1)
+        admissions.append(Admission(request, Mode.DENSE, need, 0, match.num_pages))
+    carry_out(books.rooms, StepPlan(admissions=tuple(admissions)))
+    books.rooms.check_integrity()
+    assert len(books.copies.under_way) == 1
+    assert books.rooms.pools.free.device == 40 - 16 - 12
+    requests = [admission.request for admission in admissions]
+    assert all(books.rooms.await_fetch(request, 9.0) for request in requests)
+    assert books.copied() == requests
+
+
+@pytest.mark.I2
+def test_a_hisparse_request_behind_a_dense_one_of_the_same_plan_pays_for_the_keys() -> None:
+    """These leave the index pool for the copy to the device, though they were in it when it was planned."""
+    books = Books()
+    books.leave(FIRST, Mode.HISPARSE)
+    keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(FIRST), 4)
+    request = make_request(9, 17, prompt_keys=keys)
+    matches = HeldMatches(books.rooms.held, (), 4)
+    assert matches.find(request, Mode.HISPARSE).taken == SlotCounts(host=16, index=16)
+    dense = matches.find(request, Mode.DENSE)
+    assert dense.taken == SlotCounts(host=16, device=16, index=16)
+    assert dense.num_copied == 4
+    matches.take(dense)
+    hisparse = matches.find(request, Mode.HISPARSE)
+    assert hisparse.taken == SlotCounts(index=16)
+    matches.take(hisparse)
+    assert matches.find(request, Mode.HISPARSE).taken == SlotCounts()
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+def test_a_request_that_ends_while_its_pages_come_up_leaves_them_whole() -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.empty_device()
+    request = books.land(FIRST)
+    assert books.rooms.await_fetch(request, 9.0)
+    end(books.rooms, request)
+    books.rooms.check_integrity()
+    assert books.run_of(FIRST, DENSE).is_arriving
+    books.rooms.held.flush()
+    assert books.num_found(FIRST) == (4, 4), "the copy uses both"
+    books.copied()
+    books.leave(FIRST)
+    assert books.rooms.dense_tier.num_fetched_tokens == 16
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+def test_pages_that_are_copied_down_are_not_given_up_before() -> None:
+    books = Books()
+    request = books.land(FIRST)
+    books.run(request, FIRST)
+    end(books.rooms, request, is_sound=True)
+    books.rooms.fetched()  # begins the copy
+    books.rooms.check_integrity()
+    books.rooms.held.flush()
+    assert books.num_found(FIRST) == (4, 0)
+    assert books.rooms.available == books.rooms.pools.totals - SlotCounts(host=16, device=16, index=16)
+    books.copied()
+    assert books.num_found(FIRST) == (4, 4)
+
+
+def test_a_longer_turn_that_ends_beside_the_copy_of_the_one_before_is_copied_behind_it() -> None:
+    books = Books()
+    for prompt in (FIRST, (*FIRST[:16], *SECOND)):
+        request = books.land(prompt)
+        books.run(request, prompt)
+        end(books.rooms, request, is_sound=True)
+        books.rooms.fetched()
+    assert len(books.copies.under_way) == 1
+    books.copied()
+    assert books.num_found((*FIRST[:16], *SECOND)) == (8, 4)
+    books.copied()
+    assert books.num_found((*FIRST[:16], *SECOND)) == (8, 8)
+
+
+@pytest.mark.I2
+def test_a_copy_down_takes_half_of_the_host_slots_that_others_can_get() -> None:
+    """What was used longest ago makes room. A host pool in use gets nothing."""
+    books = Books(num_host_slots=24)
+    books.leave(FIRST)
+    assert books.num_found(FIRST) == (4, 3)
+    books.leave(SECOND)
+    assert (books.num_found(FIRST), books.num_found(SECOND)) == ((4, 3), (4, 3))
+    books.leave(THIRD)
+    assert (books.num_found(FIRST)[1], books.num_found(SECOND)[1], books.num_found(THIRD)[1]) == (0, 3, 3)
+    user = books.land((9,) * 21, Mode.HISPARSE)
+    assert books.rooms.available.host == 0
+    books.rooms.held.flush()
+    books.leave(FIRST)
+    assert books.num_found(FIRST) == (4, 0)
+    end(books.rooms, user)
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize("while_copied", [False, True])
+def test_a_wrong_row_drops_the_copies_of_its_page(while_copied: bool) -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.empty_device()
+    request = books.land((*FIRST[:16], *SECOND))
+    if not while_copied:
+        assert books.rooms.await_fetch(request, 9.0)
+        books.copied()
+    books.rooms.held.drop_copies(_keys(FIRST)[1])
+    books.rooms.check_integrity()
+    assert books.num_found(FIRST) == (0, 0)
+    books.copied()
+    end(books.rooms, request)
+    books.rooms.quarantine.quiet(request.room, batch_failed=False, now=0.0)
+    books.rooms.check_integrity()
+    assert len(books.rooms.held) == 0
+
+
+@pytest.mark.I2
+def test_what_is_found_wrong_while_it_goes_down_is_not_kept() -> None:
+    books = Books()
+    request = books.land(FIRST)
+    books.run(request, FIRST)
+    end(books.rooms, request, is_sound=True)
+    books.rooms.fetched()
+    slot = int(extents_to_slots(books.run_of(FIRST, DENSE).holding[PoolKind.DEVICE])[5])
+    books.rooms.held.drop(PoolKind.DEVICE, slot)
+    books.copied()
+    assert len(books.rooms.held) == 0
+    assert books.rooms.pools.free == books.rooms.pools.totals
+
+
+def test_what_main_memory_has_not_whole_is_not_brought_up() -> None:
+    books = Books()
+    request = books.land(FIRST, Mode.HISPARSE)
+    books.run(request, FIRST)
+    end(books.rooms, request, is_sound=True)
+    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 0, "the keys are being copied"
+    books.copied()
+    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 4
+
+
+def test_a_flush_begins_no_copy() -> None:
+    books = Books()
+    request = books.land(FIRST)
+    books.run(request, FIRST)
+    end(books.rooms, request, is_sound=True)
+    books.rooms.dense_tier.settle()
+    books.rooms.held.flush()
+    assert not books.copies.under_way
+    assert books.rooms.pools.free == books.rooms.pools.totals
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "keeps_residents", "mode"),
+    [
+        (HisparseFlag.AUTO, 60, True, Mode.HISPARSE),  # it begins at once, and gets pages beside its steps
+        (HisparseFlag.AUTO, 60, False, Mode.DENSE),
+        (HisparseFlag.AUTO, 95, True, Mode.HISPARSE),
+        (HisparseFlag.AUTO, 96, True, Mode.DENSE),  # more than half is not held
+        (HisparseFlag.FALSE, 60, True, Mode.DENSE),
+        (HisparseFlag.TRUE, 96, True, Mode.HISPARSE),
+    ],
+)
+def test_auto_is_hisparse_behind_what_is_mostly_in_the_host_pool(
+    flag: HisparseFlag, num_prompt_tokens: int, keeps_residents: bool, mode: Mode
+) -> None:
+    copies = SlowCopies()
+    node = Node(replace(LIMITS, keeps_residents=keeps_residents), copies)
+    first = node.arrive(HisparseFlag.FALSE, 60, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    node.rooms.fetched()
+    copies.finish()
+    node.rooms.fetched()
+    node.rooms.held.make_room(SlotCounts(device=node.rooms.pools.totals.device))
+    node.arrive(flag, num_prompt_tokens, family=1)
+    (admission,) = node.plan().admissions
+    assert (admission.mode, admission.num_shared_pages) == (mode, 3)
+
+
+# --- the bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers_at_once", [0, 1, 2, 99])
+def test_kv_goes_down_and_up_with_its_keys(
+    checkpoint: Checkpoint, layers_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To other slots, and from pages that are not adjacent; nothing else changes."""
+    monkeypatch.setattr(key_pages, "COPIES_AT_ONCE", 6 * PAGE * layers_at_once)
+    totals = SlotCounts(host=40 * PAGE, device=24 * PAGE, index=24 * PAGE, aux=1)
+    memory = DecodeMemory(checkpoint.spec, totals, PAGE, torch.device("cpu"))
+    assert memory.row_checks is not None
+    on_device = (memory.k_dev, memory.index, memory.row_checks)
+    for pool in on_device:
+        pool.random_()
+    before = [pool.clone() for pool in on_device]
+    index, device, host, up, up_device = (
+        tuple(Extent(first * PAGE, num * PAGE) for first, num in runs)
+        for runs in (
+            ((5, 3), (0, 2), (11, 1)),
+            ((7, 1), (1, 4), (20, 1)),
+            ((38, 1), (2, 4), (0, 1)),
+            ((14, 6),),
+            ((2, 2), (9, 4)),
+        )
+    )
+    with closing(KeyPages(memory, PAGE)) as pages:
+        pages.copy_down(index, host, device)
+        kv = torch.zeros_like(memory.k_host)
+        kv[:, slots_tensor(host)] = before[0][:, slots_tensor(device)]
+        assert memory.k_host.equal(kv)
+        for pool in on_device:
+            pool.zero_()
+        pages.copy_up(host, up, up_device)
+    wanted = ((up_device, device), (up, index), (up, index))
+    for pool, was, (to, origin) in zip(on_device, before, wanted, strict=True):
+        expected = torch.zeros_like(was)
+        expected[:, slots_tensor(to)] = was[:, slots_tensor(origin)]
+        assert pool.equal(expected)
+
+
+# --- the engine -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    shared_node.flush()
+    yield shared_node
+    shared_node.come_to_rest()
+
+
+@pytest.fixture(scope="module")
+def cold_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    """A node that holds nothing."""
+    with closing(EngineHarness(checkpoint, tmp_path_factory.mktemp("cold"), page_size=PAGE)) as node:
+        yield node
+
+
+def at_rest(node: EngineHarness) -> None:
+    node.turn_until(lambda: node.engine.requests.dense_tier.num_copies == 0)
+    node.turn_until(lambda: node.engine.requests.held_tier.num_copies == 0)
+
+
+def ask(node: EngineHarness, prompt: Prompt, flag: HisparseFlag) -> Answer:
+    answer = node.ask(prompt, NUM_NEW, flag)
+    at_rest(node)
+    return answer
+
+
+@pytest.mark.I5
+def test_turns_in_any_mode_are_computed_once_and_have_the_tokens_of_a_cold_node(
+    node: EngineHarness, cold_node: EngineHarness
+) -> None:
+    """Five conversations of up to 120 tokens, of which the device pool holds three."""
+    conversations = [random_prompt(seed, 60 + seed) for seed in range(5)]
+    flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.FALSE]
+    num_held = [0] * len(conversations)
+    requests = node.engine.requests
+    for turn in range(3):
+        for number, prompt in enumerate(conversations):
+            flag = flags[(number + turn) % len(flags)]
+            answer = ask(node, prompt, flag)
+            assert answer.stats.num_held_tokens == num_held[number], (turn, number)
+            assert answer.token_ids == cold_node.ask(prompt, NUM_NEW, flag).token_ids
+            num_held[number] = (len(prompt) + NUM_NEW - 1) // PAGE * PAGE
+            conversations[number] += (*node.tokens_of(answer), *random_prompt(number, 5))
+    assert sum(num_held) > requests.pools.totals.device
+    assert requests.dense_tier.num_fetched_tokens > 0
+    node.turn_until(lambda: node.stats is not None and node.stats.counters["held_stored_dense_tokens_total"])
+
+
+@pytest.mark.I7
+def test_a_wrong_row_in_main_memory_ends_one_dense_request_and_is_then_computed(
+    node: EngineHarness, cold_node: EngineHarness
+) -> None:
+    prompt = random_prompt(5, 85)
+    ask(node, prompt, HisparseFlag.FALSE)
+    requests, memory = node.engine.requests, node.engine.tables.memory
+    requests.held.make_room(SlotCounts(device=requests.pools.totals.device))
+    (run,) = requests.held
+    slot = int(extents_to_slots(run.holding[PoolKind.HOST])[40])
+    memory.k_host[0, slot, 3] ^= 1
+    wrong = node.generate(prompt, NUM_NEW, HisparseFlag.FALSE)
+    node.failure_of(wrong, status=500, error="is not what was written (landing)")
+    assert node.ask(prompt, NUM_NEW, HisparseFlag.FALSE).token_ids == (
+        cold_node.ask(prompt, NUM_NEW, HisparseFlag.FALSE).token_ids
+    )
+    for page in requests.set_aside.shown():
+        requests.set_aside.give_back(PoolKind(page.pool), page.start)

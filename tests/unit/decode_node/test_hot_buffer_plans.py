@@ -1,0 +1,105 @@
+"""Plans that change the sizes of hot buffers: who shrinks for others, and who grows while slots are free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import StepPlan
+from tests.books import end
+from tests.unit.decode_node.plan_node import (
+    FALSE,
+    RESIDENTS,
+    TRUE,
+    Node,
+    have_missed,
+    request_slots,
+    settled,
+)
+
+
+def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None:
+    """160 device slots are 64 + 64 + 32; the fourth needs 32, which the latest large buffer gives up."""
+    node = Node()
+    requests = [node.arrive(TRUE, 80, max_new_tokens=10) for _ in range(3)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64, 64, 32]
+    fourth = node.arrive(TRUE, 80, max_new_tokens=10)
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == [requests[1]]
+    assert [request.hot_capacity for request in requests] == [64, 21, 32]
+    assert fourth.hot_capacity == 32
+    # 64 of 160 are free again: after an exchange there would be less than a hot buffer for the next one.
+    end(node.rooms, requests[0])
+    assert node.plan() == StepPlan()
+    # With 96 free, the oldest gets its 64 back, the other does not.
+    end(node.rooms, fourth)
+    waiting = node.arrive(TRUE, 300, max_new_tokens=90)
+    assert node.plan().exchanges == (), "not while somebody waits"
+    end(node.rooms, waiting)
+    node.step()
+    assert [request.hot_capacity for request in requests[1:]] == [64, 32]
+    assert [request.num_retractions for request in requests] == [0, 1, 0]
+    assert node.plan() == StepPlan()
+
+
+def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
+    node = Node()
+    *long, short = (node.arrive(TRUE, num_prompt_tokens, 60) for num_prompt_tokens in (80, 80, 30))
+    node.step()
+    assert short.hot_capacity == 32
+    for request in long:
+        end(node.rooms, request)
+    assert node.plan() == StepPlan(), "its 30 tokens are all there"
+    node.run(short, 10)
+    node.step()
+    assert short.hot_capacity == 64
+
+
+AUTOMATIC = replace(RESIDENTS, largest_hot_buffer=128, keeps_residents=False)
+
+
+def test_hot_buffers_get_their_share_of_the_pool_and_shrink_to_it_for_others() -> None:
+    """Three have 128 of 512 slots each. Two more take what is free; a sixth gets what exceeds 96, the share
+    of five, and then a dense one what exceeds the full size."""
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(3)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 3
+    settled(node)
+    assert [request.hot_capacity for request in requests] == [128] * 3
+    later = [node.arrive(TRUE, 100, max_new_tokens=40) for _ in range(3)]
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [
+        (requests[2], 96),
+        (requests[1], 96),
+    ]
+    assert [request.hot_capacity for request in later] == [64] * 3
+    dense = node.arrive(FALSE, 80, max_new_tokens=16)
+    plan = node.step()
+    assert [each.hot_capacity for each in plan.exchanges] == [64] * 3
+    assert dense.state is RequestState.RUNNING
+    assert [request.num_retractions for request in requests] == [1, 2, 2]
+
+
+def test_hot_buffers_grow_to_their_share_if_they_will_miss_enough_to_fill_it() -> None:
+    """In 60 steps 48 of 20 selected positions are missed, fewer than the 64 entries that one would get."""
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 130, max_new_tokens=60) for _ in range(7)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64] * 7
+    for request in requests[4:]:
+        end(node.rooms, request)
+    settled(node, miss_share=0.04)
+    assert [request.hot_capacity for request in requests[:4]] == [64] * 4, "too few misses for that"
+    first_slots = [request_slots(request) for request in requests[:4]]
+    have_missed(requests[:4])
+    assert [exchange.request for exchange in node.step().exchanges] == requests[:3], "all in one plan"
+    assert [request.hot_capacity for request in requests[:4]] == [128, 128, 128, 64]
+    assert node.rooms.pools.free.device == 64
+    assert [request_slots(request)[:64] for request in requests[:4]] == first_slots
+    assert node.plan() == StepPlan()
+    dense = node.arrive(FALSE, 80, max_new_tokens=16)
+    node.step()
+    assert dense.state is RequestState.RUNNING
+    assert [request_slots(request)[:64] for request in requests[:4]] == first_slots
