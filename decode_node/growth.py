@@ -1,7 +1,8 @@
 """Gives running requests slots for their next steps; one that can get none leaves its pages for a hot buffer.
 
-``scheduler.py`` calls ``grow`` first in each plan. Each request grows in its place of the order in which all
-can end: ``Reserve`` calls ``grown`` for one after the other, and keeps the claim that it returns: what the
+``scheduler.py`` calls ``grow`` first in each plan, unless this plan only makes room for it
+(``making_room.make_room_for_growth``). Each request grows in its place of the order in which all can
+end: ``Reserve`` calls ``grown`` for one after the other, and keeps the claim that it returns: what the
 request lacks to end. One that gets nothing sits the step out. Only the plan's draft is changed, never a pool.
 """
 
@@ -51,6 +52,16 @@ def grow(draft: PlanDraft) -> bool:
 
     draft.grow_running(grown)
     return not sits_out
+
+
+def lacks_device_slots(draft: PlanDraft) -> bool:
+    """Return whether dense requests need more device slots for their next step than are free."""
+    limits, num_needed = draft.limits, 0
+    for request in draft.running:
+        if request.mode is Mode.DENSE and not request.has_slots_for_next and request.has_next_step:
+            wanted = limits.slots_for(request, request.next_seq_len)
+            num_needed += _missing(wanted, request.owned_slots).device
+    return num_needed > draft.available.device
 
 
 def _fill_lacks_page(limits: Limits, request: Request) -> bool:

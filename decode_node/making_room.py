@@ -1,12 +1,13 @@
-"""Takes device slots back from running requests for one that waits. Pure.
+"""Takes device slots back from running requests for one that waits, or that grows. Pure.
 
-``mode_choice.py`` asks for room if the next request of the queue lacks nothing but device slots. Requests
-give slots up in this order, and only as many as are needed:
+``mode_choice.py`` asks for room if the next request of the queue lacks nothing but device slots, and
+``scheduler.py`` if dense requests lack slots to grow into. Requests give slots up in this order, and only as
+many as are needed:
 
 - Hot buffers shrink to their share of the device pool (``hot_buffer_sizes.py``), and residents leave their
   pages for a hot buffer of that size.
 - Hot buffers shrink to the full size.
-- Dense requests of ``auto`` leave their pages for hot buffers, where that is allowed and pays.
+- Dense requests of ``auto`` leave their pages for hot buffers, where that is allowed.
 - Hot buffers shrink to their minimum, where that is allowed.
 
 Each time pages that are still being filled are given up first, and then those give that were admitted last.
@@ -22,11 +23,8 @@ from itertools import islice
 from typing import Final
 
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.growth import exchanges_of_pages
+from hisparse_pd.decode_node.growth import exchanges_of_pages, lacks_device_slots
 from hisparse_pd.decode_node.hot_buffer_sizes import share_of
-from hisparse_pd.decode_node.mode_speed import (
-    hisparse_pays,
-)
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange
@@ -41,16 +39,29 @@ def make_room(
 ) -> bool:
     """Make ``num_needed`` device slots spare. Returns whether they are; if not, hot buffers stay as they are.
 
-    ``dense_may_leave``: whether dense requests of ``auto`` may leave their pages, if that pays.
+    ``dense_may_leave``: whether dense requests of ``auto`` may leave their pages.
     ``hot_buffers_may_be_small``: whether hot buffers may shrink to their minimum at last.
     """
     limits, share = draft.limits, share_of(draft)
     return (
         _shrink(draft, share, num_needed)
         or _shrink(draft, limits.device_buffer_size, num_needed)
-        or (dense_may_leave and hisparse_pays(draft) and _let_dense_leave(draft, num_needed))
+        or (dense_may_leave and _let_dense_leave(draft, num_needed))
         or (hot_buffers_may_be_small and _shrink(draft, limits.smallest_hot_buffer, num_needed))
     )
+
+
+def make_room_for_growth(draft: PlanDraft) -> bool:
+    """Let hot buffers, and residents, give up what exceeds the full size if dense requests lack device slots
+    for their next step. Returns whether that makes room for all of them: the next plan gives them the slots.
+
+    Otherwise they would leave their pages, or sit out for as long as others have free slots as cache.
+    """
+    limits = draft.limits
+    if not (limits.keeps_residents or limits.largest_hot_buffer > limits.device_buffer_size):
+        return False
+    # The page is beside one for each dense request that grows.
+    return lacks_device_slots(draft) and make_room(draft, limits.page_size, dense_may_leave=False)
 
 
 def _let_dense_leave(draft: PlanDraft, num_needed: int) -> bool:

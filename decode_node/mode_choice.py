@@ -56,7 +56,8 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
     num_taken = _need(draft.limits, request, Mode.DENSE, num_tokens, held).device + held.taken.device
     use = draft.device_use
     # Where nobody has shown for long what hot buffers miss, the next who lacks room for pages does.
-    is_judged = draft.limits.may_be_dense(request) and not (draft.miss_cost.is_stale and not use.num_hisparse)
+    shows_misses = draft.miss_cost.is_stale and not use.num_hisparse
+    is_judged = draft.limits.may_be_dense(request) and not (shows_misses or draft.is_urgent(request))
     if is_judged and use.num_dense + use.num_hisparse > 0:
         if dense_alone_pays(draft, num_taken):
             return _admit_dense(draft, request)  # or it waits for the end of others
@@ -94,7 +95,7 @@ def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:
         for capacity in (min_capacity, draft.limits.max_capacity(request, most))
     )
     # Dense requests that leave their pages take host slots, which the request may lack then.
-    for dense_may_leave in (True, False) if draft.device_use.leaving else (False,):
+    for dense_may_leave in (True, False) if _dense_may_leave(draft, request) else (False,):
         mark = draft.mark()
         if draft.spare_device() < full_size:
             make_room(draft, full_size, dense_may_leave=dense_may_leave)
@@ -125,12 +126,19 @@ def _admit_dense(draft: PlanDraft, request: Request) -> bool:
     on_device = SlotCounts(device=smallest.need.device)
     if not draft.may_land(replace(smallest, need=smallest.need - on_device), held):
         return False
-    num_needed, must_be_dense = on_device.device + held.taken.device, request.flag is HisparseFlag.FALSE
+    num_needed = on_device.device + held.taken.device
+    dense_may_leave = request.flag is HisparseFlag.FALSE and _dense_may_leave(draft, request)
     mark = draft.mark()
-    if make_room(draft, num_needed, dense_may_leave=must_be_dense) and draft.land(smallest, held):
+    if make_room(draft, num_needed, dense_may_leave=dense_may_leave) and draft.land(smallest, held):
         return True
     draft.undo(mark)
     return False
+
+
+def _dense_may_leave(draft: PlanDraft, request: Request) -> bool:
+    """Return whether dense requests of ``auto`` may leave their pages for ``request``: where that pays, or if
+    it has waited for long."""
+    return bool(draft.device_use.leaving) and (draft.is_urgent(request) or hisparse_pays(draft))
 
 
 def _need(limits: Limits, request: Request, mode: Mode, num_tokens: int, held: HeldMatch) -> SlotCounts:

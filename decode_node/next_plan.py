@@ -15,6 +15,7 @@ from hisparse_pd.decode_node.free_slots import becomes_resident
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
+from hisparse_pd.decode_node.plan_draft import is_urgent
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.scheduler import plan_step
@@ -31,6 +32,8 @@ class _Situation(NamedTuple):
     num_pool_changes: int
     first: Request | None
     """The first request of the queue."""
+    first_is_urgent: bool
+    """Whether it waits for nothing but room."""
     stuck: SlotCounts
     """Slots that may never be free again (``LiveRequests.stuck``)."""
     num_queue_changes: int
@@ -65,7 +68,7 @@ class NextPlan:
             self._num_running, self._plans_until_look = len(running), 0
         looks = self.limits.keeps_residents and self._plans_until_look == 0
         stuck = self._requests.stuck(now)
-        situation = self._situation(stuck)
+        situation = self._situation(stuck, now)
         plan = plan_step(
             self.limits,
             self._requests.available,
@@ -77,6 +80,7 @@ class NextPlan:
             quarantined=[entry.prefix for entry in self._requests.quarantine if entry.prefix is not None],
             may_use_free=looks,
             miss_cost=self.miss_cost,
+            now=now,
         )
         if self._plans_until_look:
             self._plans_until_look -= 1
@@ -86,11 +90,14 @@ class NextPlan:
             self._last_empty = situation
         return plan
 
-    def _situation(self, stuck: SlotCounts) -> _Situation:
+    def _situation(self, stuck: SlotCounts, now: float) -> _Situation:
         requests = self._requests
         first = next(requests.waiting(), None)
         queue_decides = stuck != SlotCounts() or (
             first is not None and (first.first_sample is not None or first.flag is HisparseFlag.AUTO)
         )
         num_queue_changes = requests.num_queue_changes if queue_decides else 0
-        return _Situation(requests.pools.num_changes, first, stuck, num_queue_changes, self.miss_cost)
+        first_is_urgent = first is not None and is_urgent(first, now)
+        return _Situation(
+            requests.pools.num_changes, first, first_is_urgent, stuck, num_queue_changes, self.miss_cost
+        )

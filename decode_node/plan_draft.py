@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
@@ -23,6 +23,15 @@ from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth
+
+PATIENCE: Final = 0.5
+"""The part of the time in which a request must get slots for which it may wait although others could make
+room for it, because that is faster for all."""
+
+
+def is_urgent(request: Request, now: float) -> bool:
+    """Return whether a request that waits for slots has waited for PATIENCE of its time."""
+    return now - request.arrived_at >= PATIENCE * (request.deadline - request.arrived_at)
 
 
 class Wanted(NamedTuple):
@@ -93,6 +102,8 @@ class PlanDraft:
     matches: HeldMatches
     queue: Queue
     miss_cost: MissCost = CHEAP
+    now: float = 0.0
+    """The time of the plan, of ``time.monotonic``."""
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)
     growths: list[Growth] = field(default_factory=list)
@@ -125,6 +136,7 @@ class PlanDraft:
         """Make the reserve. Meanwhile ``grown`` is called for each running request, in the order in which
         they can end: it may give the request slots, and returns its claim (``Reserve``). Nothing else may
         have been given away before."""
+        self._use = None
         self._reserve = self._new_reserve(self.matches.pinned, grown)
 
     def _new_reserve(
@@ -264,6 +276,11 @@ class PlanDraft:
         return max(0, self.available.device - self.matches.unused.device - self._kept_for_growth.device)
 
     # --- admissions -------------------------------------------------------------------------------
+
+    def is_urgent(self, request: Request) -> bool:
+        """Return whether a request of the queue has waited for so long that it is to wait for nothing but
+        room."""
+        return is_urgent(request, self.now)
 
     def may_land(self, admission: Admission, held: HeldMatch) -> bool:
         """Return whether the request may have what ``admission`` reserves. ``held``: the held pages that it

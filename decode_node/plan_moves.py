@@ -61,8 +61,9 @@ class PlanMoves:
             self.requests.begin_fill(fill)
             self._do_or_fail(self.tables.start_pages, fill.request, "made resident", now)
         for growth in plan.growths:
-            self.requests.grow(growth.request, growth.need)
-            self.tables.grow(growth.request)
+            if growth.request.state is RequestState.RUNNING:  # an exchange or a fill may have failed it
+                self.requests.grow(growth.request, growth.need)
+                self.tables.grow(growth.request)
         for admission in plan.admissions:
             self.admit(admission, now)
 

@@ -21,6 +21,7 @@ together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it 
   than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too; where they do so only
   if one more hot buffer makes all of them smaller (``hot_buffers_are_enough``), for the end of others. What
   misses cost is as good as unknown if nobody has had a hot buffer for long: the next who lacks room gets one.
+  Nobody waits for what is faster, and not for room, longer than for half of its time (``is_urgent``).
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
@@ -31,8 +32,8 @@ together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it 
   next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
   and a hisparse request pages for all of its tokens, which are filled beside its steps. It gives up what
-  exceeds the full size when others need the slots, first pages that are still being filled, before any dense
-  request leaves its pages, and its pages when it cannot get the next one.
+  exceeds the full size when others need the slots, be it to grow, first pages that are still being filled,
+  before any dense request leaves its pages, and its pages when it cannot get the next one.
 - One plan admits a few requests; the next one, which comes at once, goes on behind them. The time of a plan
   is bounded however many arrive together.
 - Slots for drafts come with the others if they are free; nobody waits for them.
@@ -53,6 +54,7 @@ from hisparse_pd.decode_node.growth import grow
 from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.local_kv import local_modes, waits_for_landing
+from hisparse_pd.decode_node.making_room import make_room_for_growth
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
@@ -82,6 +84,7 @@ def plan_step(
     quarantined: Iterable[Prefix] = (),
     may_use_free: bool = False,
     miss_cost: MissCost = CHEAP,
+    now: float = 0.0,
 ) -> StepPlan:
     """Return what to do before the next step.
 
@@ -89,14 +92,15 @@ def plan_step(
     requests that ``refusal`` does not refuse, in order of arrival; None if nobody could be admitted last time
     and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
     in quarantine. ``may_use_free``: whether to look for a request that makes use of device slots that are
-    free, or others' pages, which takes a look at all that run.
+    free, or others' pages, which takes a look at all that run. ``now``: a time of ``time.monotonic``.
     """
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     matches = HeldMatches(held, remote, limits.page_size)
-    draft = PlanDraft(limits, free, running, landing, matches, Queue(waiting or (), limits), miss_cost)
+    queue = Queue(waiting or (), limits)
+    draft = PlanDraft(limits, free, running, landing, matches, queue, miss_cost, now)
     no_longer_local: list[Request] = []
-    is_cut = False
-    all_have_slots = grow(draft)
+    is_cut = makes_room = make_room_for_growth(draft)
+    all_have_slots = not makes_room and grow(draft)
     if waiting is not None and all_have_slots:
         usable = replace(limits, totals=limits.totals - stuck) if stuck != SlotCounts() else limits
         outcome = _admit_in_order(draft, usable, no_longer_local)

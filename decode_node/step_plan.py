@@ -78,4 +78,5 @@ class StepPlan:
     growths: tuple[Growth, ...] = ()
     admissions: tuple[Admission, ...] = ()
     is_cut: bool = False
-    """Whether the plan admits as many as a plan may: the next one goes on with the queue at once."""
+    """Whether the next plan comes at once: this one admits as many as a plan may, or has only made room for
+    requests to grow into."""

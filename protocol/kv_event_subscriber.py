@@ -98,20 +98,33 @@ class KvEventSubscriber(Generic[S]):
             self._poller.wait(_POLL_SECS)
             self._wakeup.clear()
             self._carry_out_orders()
-            for source, stream in self._streams.items():
-                for changes in stream.receive():
-                    if changes is None:
-                        self._on_lost(source)
-                    else:
-                        self._on_changes(source, changes.events)
+            for source, stream in tuple(self._streams.items()):
+                self._receive(source, stream)
         self._context.destroy(linger=0)
+
+    def _receive(self, source: S, stream: _Stream) -> None:
+        """Hand on what is new of a source. One whose sockets fail, as without descriptors, is left."""
+        try:
+            found = stream.receive()
+        except zmq.ZMQError as error:
+            log.warning("the KV events at %s are followed no longer: %s", stream.endpoint, error)
+            self._leave(source)
+            return
+        for changes in found:
+            if changes is None:
+                self._on_lost(source)
+            else:
+                self._on_changes(source, changes.events)
+
+    def _leave(self, source: S) -> None:
+        if (stream := self._streams.pop(source, None)) is not None:
+            stream.close()
+            self._on_lost(source)
 
     def _carry_out_orders(self) -> None:
         while not self._orders.empty():
             source, feed = self._orders.get()
-            if (stream := self._streams.pop(source, None)) is not None:
-                stream.close()
-                self._on_lost(source)
+            self._leave(source)
             if feed is None:
                 continue
             try:
@@ -133,11 +146,20 @@ class _Stream:
         self._replay: _Channel | None = None
         self._replay_until = 0.0
         self._sub = self._connect(zmq.SUB, feed.endpoint)
-        self._sub.socket.subscribe(feed.topic.encode())
-        self._ask_again(0)
+        try:
+            self._sub.socket.subscribe(feed.topic.encode())
+            self._ask_again(0)
+        except zmq.ZMQError:
+            self.close()  # what nobody reads would wake the thread again and again
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        return self._feed.endpoint
 
     def receive(self) -> list[BlockChanges | None]:
-        """Return what is new, in order; None where all that was known is lost."""
+        """Return what is new, in order; None where all that was known is lost. Raises ZMQError if it cannot
+        go on."""
         found: list[BlockChanges | None] = []
         replay = self._replay
         if replay is not None:

@@ -12,9 +12,9 @@ equal beginnings of prompts, whatever the node, its rank or its start.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.msgpack import Encoder
 
 from hisparse_pd.protocol.decoding import TypedDecoder
@@ -22,6 +22,10 @@ from hisparse_pd.protocol.decoding import TypedDecoder
 MEDIUM_GPU: Final = "GPU"
 MEDIUM_CPU: Final = "CPU_PINNED"
 """Main memory, as SGLang spells it. vLLM writes CPU; Dynamo takes both."""
+
+MAX_MEDIUM_CHARS: Final = 64
+"""Longest name of a medium that a subscriber takes."""
+_Medium: TypeAlias = Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)]
 
 SEQ_BYTES: Final = 8
 END_OF_REPLAY: Final = b"\xff" * SEQ_BYTES
@@ -50,14 +54,14 @@ class HashesStored(Struct, frozen=True, array_like=True, tag="BlockStored"):
     token_ids: Raw
     block_size: int
     lora_id: int | None = None
-    medium: str | None = None
+    medium: _Medium | None = None
 
 
 class BlockRemoved(Struct, frozen=True, array_like=True, tag=True):
     """Blocks can no longer be found in ``medium``."""
 
     block_hashes: list[int]
-    medium: str | None = None
+    medium: _Medium | None = None
 
 
 class AllBlocksCleared(Struct, frozen=True, array_like=True, tag=True):

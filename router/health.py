@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from hisparse_pd.base.vocabulary import MAX_RANKS
 from hisparse_pd.protocol.decoding import TypedDecoder
@@ -43,7 +45,8 @@ class _Health(msgspec.Struct):
 
 
 class _Load(msgspec.Struct):
-    num_reqs: int
+    num_reqs: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    """Bounded, because no mean can be computed with an integer of any size."""
     dp_rank: int | None = None
 
 

@@ -20,6 +20,9 @@ MAX_PAGES: Final = 1 << 18
 """Most pages of a rank that are known, in all of its tiers: 16 million tokens, some 25 MB. Further ones are
 left out until others go."""
 
+MAX_TIERS: Final = 4
+"""Most tiers in which a rank is known to have one page, more than any node has; further ones are left out."""
+
 N = TypeVar("N", bound=Hashable)
 
 
@@ -72,8 +75,9 @@ class KnownPages(Generic[N]):
             match change:
                 case HashesStored():
                     for name in change.block_hashes:
-                        if name in pages or len(pages) < MAX_PAGES:
-                            pages[name] = pages.get(name, frozenset()) | {change.medium}
+                        tiers = pages.get(name, frozenset())
+                        if (tiers or len(pages) < MAX_PAGES) and len(tiers) < MAX_TIERS:
+                            pages[name] = tiers | {change.medium}
                 case BlockRemoved():
                     for name in change.block_hashes:
                         if tiers := pages.get(name, frozenset()) - {change.medium}:

@@ -58,6 +58,7 @@ class KvFollower:
         try:
             info = await self._calls.get_document(node, "/server_info", INFO_TIMEOUT_SECS, _INFO_DECODER)
             config = KvEventsConfig.from_json(info.settings.kv_events_config)
+            config.check_ranks(info.dp_size)
         except (NodeDocumentError, ValueError) as error:
             log.debug("%s does not say where it publishes KV events: %s", node.name, error)
             return

@@ -51,12 +51,16 @@ def test_several_fronts_serve_as_one(
         (prefill,), (decode,) = started.prefill, started.decode
         got = at_once(lambda number: ask(started.url, number), range(NUM_ANSWERS), 8)
         assert got == [ask(pair.url, number) for number in range(NUM_ANSWERS)]
-        wait_until(lambda: counted(started.router, "router_requests") == NUM_ANSWERS, "all are counted")
+        for service, name in ((started.router, "router_requests"), (decode, "num_requests")):
+            wait_until(lambda of=name, at=service: counted(at, of) == NUM_ANSWERS, name)  # type: ignore[misc]
         for _ in range(4):  # whichever process is asked
             assert counted(started.router, "router_requests") == NUM_ANSWERS
             assert counted(decode, "num_requests") == NUM_ANSWERS
-        tokens = (of for name, of in decode.metrics().items() if name.startswith(GENERATED))
-        assert sum(tokens) == 16 * NUM_ANSWERS
+
+        def num_generated() -> float:
+            return sum(count for name, count in decode.metrics().items() if name.startswith(GENERATED))
+
+        wait_until(lambda: num_generated() == 16 * NUM_ANSWERS, "the engine's report")
         children = engine_pids(decode)  # and what else it has spawned: its other front
         assert (len(children), len(engine_pids(prefill))) == (2, 1)
         *_, front = children

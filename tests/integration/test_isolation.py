@@ -72,13 +72,13 @@ def test_a_client_that_leaves_frees_everything(pair: Deployment) -> None:
     decode = pair.decode[0]
     aborted = "hisparse_pd:aborted_requests_total"
     for hisparse in (True, False):
-        num_aborted = decode.metrics()[aborted]
         body = generate_body(stream=True, params={"max_new_tokens": 4000}, hisparse=hisparse)
         with httpx.stream("POST", f"{pair.url}/generate", json=body, timeout=60) as answer:
             lines = answer.iter_lines()  # kept: closing it would close the answer
             next(lines)
             wait_until(lambda: decode.metrics()["hisparse_pd:num_running_reqs"] == 1, "the request runs")
             assert pool_usage(decode) > 0
+            num_aborted = decode.metrics()[aborted]  # all earlier requests have ended, and are counted
         wait_until(
             lambda before=num_aborted: decode.metrics()[aborted] == before + 1,  # type: ignore[misc]
             "the abort",

@@ -100,7 +100,7 @@ def test_a_prompt_is_answered_and_its_numbers_are_shown(page: Page, flag: str, m
     assert re.search(r"tokens a step\s+\d", usage), usage
     page.wait_for("document.getElementById('requests').textContent !== '0'")
     page.wait_for("document.getElementById('draft-note').textContent.endsWith(' accepted')")
-    assert float(page.text("accept-length")) > 1
+    page.wait_for("parseFloat(document.getElementById('accept-length').textContent) > 1")
 
 
 def test_an_error_of_the_service_is_shown(page: Page) -> None:

@@ -18,6 +18,8 @@ PAGE = 16
 NUM_SAID, NUM_NEW_TOKENS = 300, 40
 READ = "hisparse_pd:held_read_tokens_total"
 COMPUTED = {"device": 0, "host": 0, "storage": 0, "decode": 0}
+PATIENT = {"PATIENT_READS": "1"}
+"""By its clock alone a prefill node computes what is soon computed, or is late."""
 
 
 def flush(node: Service) -> None:
@@ -87,6 +89,7 @@ def pair_of(
         log_dir,
         prefill_options=[*common, *prefill_options],
         decode_options=[*common, *decode_options],
+        prefill_faults=PATIENT,
     ) as nodes:
         yield nodes
 

@@ -22,7 +22,7 @@ PAGES_HEADER: Final = b"x-hisparse-pd-pages"
 MAX_NAMED_TOKENS: Final = 65_536
 """Tokens from a prompt's beginning whose pages are hashed for names: 1.2 ms."""
 
-_Count = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=1, lt=1 << 32)]
 
 
 class PageNames(Struct, frozen=True, array_like=True):

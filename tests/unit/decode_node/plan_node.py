@@ -88,6 +88,7 @@ class Node:
             self.rooms.held,
             may_use_free=True,
             miss_cost=self.miss_cost,
+            now=now,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:

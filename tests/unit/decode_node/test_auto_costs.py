@@ -8,6 +8,7 @@ import pytest
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.decode_node.miss_cost import MissCost
+from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import StepPlan
 from tests.books import end
@@ -207,3 +208,48 @@ def test_dense_requests_of_auto_leave_their_pages_where_hot_buffers_are_small() 
     assert node.plan().exchanges == (), "one at a time sits out"
     dense[-1].is_filling = False
     assert node.plan().exchanges == ()
+
+
+IN_HALF_OF_ITS_TIME = 4.4
+AFTER_HALF_OF_ITS_TIME = 4.5
+"""Requests arrive at 0.0, and have 9 seconds to get slots."""
+
+
+@pytest.mark.parametrize("flag", [AUTO, TRUE, FALSE])
+def test_who_has_waited_for_long_gets_room_that_others_can_make_though_it_does_not_pay(
+    flag: HisparseFlag,
+) -> None:
+    node, _ = filled_by_auto()
+    node.miss_cost = cost_of(0.06)
+    late = node.arrive(flag, 100, 10)
+    assert node.plan(IN_HALF_OF_ITS_TIME) == StepPlan()
+    assert node.step(AFTER_HALF_OF_ITS_TIME).exchanges
+    assert late.mode is (Mode.DENSE if flag is FALSE else Mode.HISPARSE)
+
+
+@pytest.mark.parametrize(
+    ("cost", "fastest"), [(SLOW, Mode.DENSE), (replace(STEPS, missed_entries=5000.0), Mode.HISPARSE)]
+)
+def test_auto_waits_for_what_is_faster_for_half_of_its_time(cost: MissCost, fastest: Mode) -> None:
+    """For pages, where dense requests alone make more tokens, or for the end of others."""
+    node = Node(replace(MANY, totals=replace(MANY.totals, req_row=72, aux=288)))
+    node.miss_cost = cost
+    requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(60)]
+    node.step()
+    running = [request for request in requests if request.state is RequestState.RUNNING]
+    assert {request.mode for request in running[1:]} == {fastest}
+    assert len(running) < len(requests)
+    assert node.plan(IN_HALF_OF_ITS_TIME) == StepPlan()
+    node.step(AFTER_HALF_OF_ITS_TIME)
+    assert {request.state for request in requests} == {RequestState.RUNNING}
+    assert {request.mode for request in requests[len(running) :]} == {Mode.HISPARSE}
+
+
+def test_the_queue_is_looked_at_again_when_its_first_request_has_waited_for_long() -> None:
+    node, _ = filled_by_auto()
+    plans = NextPlan(node.limits, node.rooms)
+    plans.miss_cost = cost_of(0.06)
+    late = node.arrive(AUTO, 260, max_new_tokens=10)
+    for now in (0.0, IN_HALF_OF_ITS_TIME):
+        assert plans.make(now) == StepPlan()
+    assert [each.request for each in plans.make(AFTER_HALF_OF_ITS_TIME).admissions] == [late]

@@ -18,7 +18,7 @@ import hisparse_pd.engine.loop
 from hisparse_pd.base.vocabulary import FinishReason, HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.request import Request
-from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, Fill, Growth, StepPlan
 from hisparse_pd.engine.messages import Abort
 from hisparse_pd.kernels.hot_state import HotBufferError
 from hisparse_pd.kernels.swap_in import RowStart
@@ -210,6 +210,30 @@ def test_a_retraction_that_fails_ends_its_request_only(
         node.engine.plan_moves.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     check_one_fails(node, doomed, spared, "cannot be retracted: 150 MiB wanted")
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("name", ["resize", "start_pages"])
+def test_what_fails_before_its_growth_ends_its_request_only(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A plan may give a request slots for its next step, and another hot buffer or pages, too."""
+    doomed, spared = (node.generate(PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 120))
+    node.begin_together([doomed, spared])
+    running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
+    plan = StepPlan(
+        exchanges=(Exchange(running[100], 80),) if name == "resize" else (),
+        fills=(Fill(running[100], 192, 0),) if name == "start_pages" else (),
+        growths=tuple(
+            Growth(request, SlotCounts(host=64, index=64, lookup=64)) for request in running.values()
+        ),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.tables, name, raising(torch.OutOfMemoryError("150 MiB wanted")))
+        node.engine.plan_moves.carry_out(plan, 0.0)
+    node.engine.requests.check_integrity()
+    node.failure_of(doomed, status=500, error="150 MiB wanted")
+    assert len(node.tokens_of(spared)) == 40
 
 
 @pytest.mark.I7

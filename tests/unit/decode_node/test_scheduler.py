@@ -12,7 +12,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
-from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Exchange, Fill, StepPlan
 from tests.books import end, make_request
 from tests.unit.decode_node.plan_node import (
     AUTO,
@@ -186,3 +186,35 @@ def test_a_page_for_everybody_who_will_grow_is_kept_from_those_behind_it() -> No
     plan = node.step()
     assert [admission.request for admission in plan.admissions[1:]] == growing
     assert node.rooms.pools.free.device == 2 * node.limits.page_size
+
+
+@pytest.mark.parametrize("is_resident", [False, True])
+@pytest.mark.parametrize("shares_pages", [False, True])
+def test_what_is_cache_gives_way_to_a_dense_request_that_grows(is_resident: bool, shares_pages: bool) -> None:
+    """It would leave its pages otherwise or, since it cannot where it shares some, sit out until the other
+    request ends."""
+    limits = replace(STEP_BY_STEP, device_buffer_size=32, largest_hot_buffer=96, keeps_residents=is_resident)
+    node = Node(limits)
+    if shares_pages:
+        first = node.arrive(FALSE, 33, family=1)
+        node.step()
+        end(node.rooms, first, is_sound=True)
+    dense = node.arrive(FALSE, 33, max_new_tokens=80, family=1 if shares_pages else None)
+    other = node.arrive(TRUE, 50, max_new_tokens=10)
+    node.step()
+    assert (dense.num_shared_pages, other.hot_capacity) == (2 * shares_pages, 32)
+    if is_resident:
+        node.rooms.begin_fill(Fill(other, num_page_slots=64, num_resident_pages=0))
+        node.rooms.end_fill(other)
+    else:
+        node.rooms.replace_device_slots(Exchange(other, 64))
+    exchanges: list[Exchange] = []
+    while dense.has_next_step:
+        plan = node.one_step()
+        exchanges += plan.exchanges
+        if plan.is_cut:
+            node.step()
+        assert dense.has_slots_for_next, "it never sits out"
+        node.run(dense, 1)
+    assert [(each.request, each.hot_capacity) for each in exchanges] == [(other, 32)]
+    assert dense.mode is Mode.DENSE

@@ -61,6 +61,7 @@ def test_the_last_name_within_a_beginning(num_tokens: float, count: int | None) 
     [
         *(b"", b"1", b"{}", b"[0,5,[]]", b"[4,0,[]]", b'[4,5,[["1",2]]]', b"[4,5,[[0,1]]]"),
         *(b"[4,5," + b"[" * 9000, b"[4,5,[" + b",".join([b"[1,1]"] * 65) + b"]]"),
+        b"[4,1%b,[[1,1]]]" % (400 * b"0"),
     ],
 )
 def test_malformed_names_are_none(value: bytes) -> None:

@@ -91,7 +91,7 @@ def test_what_is_read_from_a_decode_node_is_published(
     engine.wait_until_idle()
     engine.flush()
     held, landing = (Extent(0, 96),), (Extent(512, 21),)
-    with patch.object(decode_tier, "LEAST_SECS", 0.0):
+    with patch.multiple(decode_tier, LEAST_SECS=0.0, LEAST_WAIT_SECS=decode_tier.LONGEST_WAIT_SECS):
         done = deliver(
             engine,
             peer,

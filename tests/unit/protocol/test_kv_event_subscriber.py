@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,6 +170,47 @@ def test_a_replay_that_does_not_come_is_given_up(
         subscriber.follow("rank", nobody)
         numbers = iter(range(10_000))
         wait_until(lambda: rank.publish(next(numbers)) or log.of.get("rank"))
+
+
+def test_an_address_that_cannot_be_used_leaves_nothing_behind(
+    tmp_path: Path, subscriber: KvEventSubscriber[str], log: Log
+) -> None:
+    """Its other socket would be readable for ever, and the thread would never wait again."""
+    config = config_in(tmp_path)
+    with closing(Rank(config)) as rank:
+        subscriber.follow("unusable", feed(config)._replace(replay_endpoint="tcp://127.0.0.1:none"))
+        subscriber.follow("rank", feed(config))
+        numbers = iter(range(10_000))
+        wait_until(lambda: rank.publish(next(numbers)) or log.of.get("rank"))
+        subscriber.leave("rank")
+        wait_until(lambda: log.of["rank"][-1] == "lost")
+        assert [*subscriber._poller._poller.sockets] == [(subscriber._wakeup.fileno(), zmq.POLLIN)]
+    assert "unusable" not in log.of
+
+
+def test_a_source_whose_sockets_fail_is_left_alone(
+    tmp_path: Path, subscriber: KvEventSubscriber[str], log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    configs = {name: config_in(tmp_path / name) for name in "ab"}
+    with closing(Rank(configs["a"])) as a, closing(Rank(configs["b"])) as b:
+        numbers = iter(range(10_000))
+        for name, rank in (("a", a), ("b", b)):
+            subscriber.follow(name, feed(configs[name]))
+            wait_until(lambda rank=rank, name=name: rank.publish(next(numbers)) or log.of.get(name))  # type: ignore[misc]
+
+        def connect(*_: object) -> None:
+            raise zmq.ZMQError(errno.EMFILE)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_event_subscriber._Stream, "_connect", connect)
+            a.skip()  # the gap needs another socket
+            wait_until(lambda: a.publish(next(numbers)) or log.of["a"][-1] == "lost")
+        num_known = len(log.of["b"])
+        wait_until(lambda: b.publish(next(numbers)) or len(log.of["b"]) > num_known)
+        subscriber.follow("a", feed(configs["a"]))
+        wait_until(lambda: a.publish(next(numbers)) or log.of["a"][-1] != "lost")
 
 
 def test_bytes_that_are_no_events_are_dropped(

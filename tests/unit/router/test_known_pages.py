@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from hisparse_pd.protocol.kv_events import (
@@ -68,6 +69,17 @@ def test_a_page_is_there_until_its_last_tier_lets_go(known: KnownPages[str]) -> 
     assert holders(known, 1) == [("a", 0)]
     known.change(Place("a", 0), removed(1, medium=CPU))
     assert holders(known, 1) == []
+
+
+def test_a_node_that_invents_tiers_costs_little(known: KnownPages[str]) -> None:
+    known.change(Place("a", 0), [event for n in range(1000) for event in stored(1, medium=f"{n}")])
+    assert len(known._pages[Place("a", 0)][1]) == known_pages.MAX_TIERS
+    for medium in ("0", "1", "2", "3"):
+        assert holders(known, 1) == [("a", 0)]
+        known.change(Place("a", 0), removed(1, medium=medium))
+    assert holders(known, 1) == []
+    with pytest.raises(msgspec.ValidationError, match=r"length <= 64"):
+        stored(1, medium="x" * 65)
 
 
 def test_what_a_node_says_late_is_nothing(known: KnownPages[str]) -> None:

@@ -149,10 +149,13 @@ async def test_a_node_that_is_gone_is_known_for_nothing_and_followed_anew(
         b'{"settings": {"kv_events_config": "{"}}',
         b'{"settings": {"kv_events_config": "{\\"publisher\\": \\"null\\"}"}}',
         b'{"settings": {"kv_events_config": "{\\"publisher\\": \\"zmq\\", \\"endpoint\\": \\"tcp://a:1\\"}"}}',
+        json.dumps(
+            {"dp_size": 2, "settings": {"kv_events_config": '{"publisher": "zmq", "endpoint": "ipc:///a"}'}}
+        ).encode(),
     ],
 )
 async def test_other_nodes_are_guessed_at(text: bytes) -> None:
-    """Among them one whose socket connects to a subscriber elsewhere."""
+    """Among them one whose socket connects to a subscriber elsewhere, and one whose ranks share a socket."""
     async with cluster([computes] * 2, named, prefill_says=[text] * 2, policy="cache_aware") as pair:
         first = await ask(pair, PROMPT)
         assert PAGES_HEADER.decode() not in pair.decode[0].requests[-1][1]

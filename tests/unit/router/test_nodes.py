@@ -138,8 +138,12 @@ def load(num_reqs: int, **more: Any) -> dict[str, Any]:
         ([], [0]),
         ([load(3, dp_rank="x")], [0]),
         ({"loads": 3}, [0]),
+        ([load(10**400, dp_rank=0)], [0]),
     ],
-    ids=["one", "two", "no list", "no ranks", "twice", "a hole", "too many", "none", "no number", "no load"],
+    ids=[
+        *("one", "two", "no list", "no ranks", "twice", "a hole", "too many", "none", "no number", "no load"),
+        "beyond floats",
+    ],
 )
 async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[int]) -> None:
     """A load whose ranks make no sense counts as one rank's; an unreadable one is ignored."""
