@@ -308,6 +308,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
             assert self._new_plans().make(self.now) == plan, "somebody who fits is forgotten"
+        # Those that turn out not to be local leave the queue before anything else is done.
+        waiting = [request for request in waiting if request not in plan.no_longer_local]
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
@@ -341,7 +343,6 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if request in admitted:
                 is_copied = sources[request] is not None
                 assert is_copied or request.held_prefix_tokens == request.num_landing_tokens
-        waiting = [request for request in waiting if request not in plan.no_longer_local]
         in_order = [r for r in waiting if r in admitted or not self._waits_for_first(r)]
         assert admitted == in_order[: len(admitted)]
         self._check_nothing_is_lost(before)
