@@ -6,7 +6,8 @@ PROTOCOL, Mooncake is told to use IB_DEVICE unchecked, as if the checks had miss
 
 Then it answers each line of JSON with one. ``{"register": true}`` registers memory, and tells its address;
 ``{"poison": true}`` overwrites it; ``{"check": NAME}`` compares it with what the pattern must have left;
-``{"write": NAME, "session": ..., "base_addr": ...}`` writes the pattern to another endpoint.
+``{"write": NAME, "session": ..., "base_addr": ...}`` writes the pattern to another endpoint, and ``"read"``
+instead of ``"write"`` reads it from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ import torch
 
 from hisparse_pd.base.settings import TransportSettings
 from hisparse_pd.transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
+from hisparse_pd.transfer.plan import Descriptors
 from hisparse_pd.transfer.transport import Transport, choose_transport
 from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, POISON, Pattern, source_content
 
@@ -79,6 +81,10 @@ class Endpoint:
         """Write a pattern. Returns the error, or an empty string."""
         return str(self._ask(write=pattern.name, session=session, base_addr=base_addr)["error"])
 
+    def read(self, pattern: Pattern, session: str, base_addr: int) -> str:
+        """Read a pattern. Returns the error, or an empty string."""
+        return str(self._ask(read=pattern.name, session=session, base_addr=base_addr)["error"])
+
     def poison(self) -> None:
         self._ask(poison=True)
 
@@ -132,15 +138,24 @@ def main() -> None:
             case {"check": name}:
                 answer = {"fault": _difference(memory, patterns[name].expected(content))}
             case {"write": name, "session": session, "base_addr": dst_base_addr}:
-                answer = {"error": ""}
-                try:
-                    engine.write(session, patterns[name].writes(base_addr, dst_base_addr))
-                except TransferError as error:
-                    answer = {"error": str(error)}
+                writes = patterns[name].writes(base_addr, dst_base_addr)
+                answer = {"error": _error(engine.write, session, writes)}
+            case {"read": name, "session": session, "base_addr": src_base_addr}:
+                reads = patterns[name].writes(src_base_addr, base_addr)
+                answer = {"error": _error(engine.read, session, reads)}
             case other:
                 raise ValueError(f"unknown question {other}")
         print(json.dumps(answer), flush=True)
     os._exit(0)  # without Mooncake's shutdown, which no test waits for
+
+
+def _error(move: Callable[[str, Descriptors], None], session: str, descriptors: Descriptors) -> str:
+    """Write or read. Returns the error, or an empty string."""
+    try:
+        move(session, descriptors)
+    except TransferError as error:
+        return str(error)
+    return ""
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:

@@ -43,7 +43,8 @@ _SIZES = {
     ),
     "decode": (
         *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "4096"),
-        *("--device-pool-tokens", "4096"),
+        # A prefill node computes the model's draft layer, and reads only from a node that has its KV.
+        *("--device-pool-tokens", "4096", "--speculative-num-steps", "1"),
     ),
 }
 
@@ -83,6 +84,10 @@ class Service:
                 raise CommandError(f"{self.url}: {name} is {metrics[f'hisparse_pd:{name}']}, not {value}")
             time.sleep(_POLL_SECS)
         return metrics
+
+    def flush(self) -> None:
+        """Drop the prefixes that no request uses."""
+        httpx.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
 
     def _is_healthy(self) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Writes from pool to pool as nodes plan them, and what must lie in the destination afterwards.
+"""Writes and reads from pool to pool as nodes plan them, and what must lie in the destination afterwards.
 
 The expectation comes from token slots by plain indexing, without runs, pieces or batches.
 """
@@ -65,7 +65,7 @@ class Pattern:
 
 
 def source_content() -> Bytes:
-    """Return the writing side's memory, uint8 [MEMORY_BYTES]: the same in every process, without POISON."""
+    """Return the source's memory, uint8 [MEMORY_BYTES]: the same in every process, without POISON."""
     return np.random.default_rng(20261121).integers(0, POISON, MEMORY_BYTES, np.uint8)
 
 

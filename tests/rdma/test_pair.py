@@ -21,7 +21,7 @@ PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retriev
 """Prompts of which one fits its hot buffer and one does not."""
 NUM_NEW_TOKENS = 16
 TURN = [40 + position * position % 80 for position in range(20)]
-"""Tokens that the next turn of a conversation adds."""
+"""Tokens that each further turn of a conversation adds."""
 PAGE_SIZE = 64
 """Page size of both nodes, their default."""
 NO_HELD = ("--disable-prefix-cache",)
@@ -33,15 +33,20 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(7200)]
 
 @dataclass
 class Run:
-    """What one pair did. ``answers``: by prompt and flag. ``*_packets``: counted by the RDMA devices.
+    """What one pair did. ``answers``: by prompt and flag.
 
     ``turns``: answers to the next turns, each of a conversation whose last request had the same flag.
+    ``later_turns``: the same after these, when the prefill node has lost its prefixes.
+    ``sent_packets``, ``received_packets``: packets to the decode node, counted by the RDMA devices.
+    ``read_packets``: the packets that came back from it in the later turns, by both counts.
     """
 
     answers: dict[tuple[int, bool], dict[str, Any]]
     turns: dict[tuple[int, bool], dict[str, Any]]
+    later_turns: dict[tuple[int, bool], dict[str, Any]]
     sent_packets: int
     received_packets: int
+    read_packets: tuple[int, int]
     infos: list[dict[str, Any]]
     metrics: list[dict[str, float]]
 
@@ -51,32 +56,51 @@ class Run:
 
     @property
     def num_held(self) -> int:
-        answers = (*self.answers.values(), *self.turns.values())
-        return sum(answer["meta_info"]["held_tokens"] for answer in answers)
+        return sum(answer["meta_info"]["held_tokens"] for answer in self.all_answers)
+
+    @property
+    def num_read(self) -> int:
+        return sum(num_read(answer) for answer in self.all_answers)
+
+    @property
+    def all_answers(self) -> list[dict[str, Any]]:
+        return [*self.answers.values(), *self.turns.values(), *self.later_turns.values()]
 
 
 def run_pair(machines: tuple[Machine, Machine], *options: str, decode_options: Sequence[str] = ()) -> Run:
-    def packets() -> list[int]:
-        first, second = (machine.counters() for machine in machines)
-        return [first["sent_pkts"], second["rcvd_pkts"]]
+    first, second = machines
 
-    before = packets()
+    def packets(source: Machine, target: Machine) -> tuple[int, int]:
+        return source.counters()["sent_pkts"], target.counters()["rcvd_pkts"]
+
+    def since(before: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
+        return now[0] - before[0], now[1] - before[1]
+
+    before = packets(first, second)
     with running_pair(machines, *options, decode_options=decode_options) as pair:
-        answers, turns = {}, {}
+        answers, turns, later_turns = {}, {}, {}
+        so_far = {}
         for number, prompt in enumerate(PROMPTS):
             last = bool(number % 2)
             for hisparse in (not last, last):
                 answers[number, hisparse] = pair.generate(prompt, NUM_NEW_TOKENS, hisparse)
-            so_far = [*prompt, *answers[number, last]["output_ids"]]
-            turns[number, last] = pair.generate([*so_far, *TURN], NUM_NEW_TOKENS, last)
-        sent, received = (now - then for now, then in zip(packets(), before, strict=True))
-        num_tokens = sum(
-            answer["meta_info"]["prompt_tokens"] for answer in (*answers.values(), *turns.values())
-        )
+            which = number, last
+            said = [*prompt, *answers[which]["output_ids"], *TURN]
+            turns[which] = pair.generate(said, NUM_NEW_TOKENS, last)
+            so_far[which] = [*said, *turns[which]["output_ids"]]
+        pair.prefill.flush()
+        before_reads = packets(second, first)
+        for which, tokens in so_far.items():
+            later_turns[which] = pair.generate([*tokens, *TURN], NUM_NEW_TOKENS, which[1])
+        read = since(before_reads, packets(second, first))
+        sent, received = since(before, packets(first, second))
+        run = Run(answers, turns, later_turns, sent, received, read, infos=[], metrics=[])
+        num_tokens = sum(answer["meta_info"]["prompt_tokens"] for answer in run.all_answers)
         of_decode = pair.decode.wait_counted("prompt_tokens_total", num_tokens)
-        infos = [node.server_info() for node in (pair.prefill, pair.decode)]
-        metrics = [pair.prefill.metrics(), of_decode]
-    return Run(answers, turns, sent, received, infos, metrics)
+        of_prefill = pair.prefill.wait_counted("held_read_tokens_total", run.num_read)
+        run.infos += [node.server_info() for node in (pair.prefill, pair.decode)]
+        run.metrics += [of_prefill, of_decode]
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +160,55 @@ def test_turns_go_on_from_what_is_held_with_the_tokens_of_all_sent(over_rdma: Ru
     assert {hisparse for _, hisparse in over_rdma.turns} == {True, False}
     for (number, hisparse), turn in over_rdma.turns.items():
         so_far = len(PROMPTS[number]) + NUM_NEW_TOKENS
-        assert turn["meta_info"]["prompt_tokens"] == so_far + len(TURN)
-        # The last token of an answer has no KV, because it was never a step's input.
-        assert turn["meta_info"]["held_tokens"] == (so_far - 1) // PAGE_SIZE * PAGE_SIZE
+        assert turn["meta_info"]["held_tokens"] == num_held(turn, so_far)
         usage = turn["meta_info"]["hisparse"]
         assert usage["mode"] == ("hisparse" if hisparse else "dense")
         assert turn["output_ids"] == over_tcp.turns[number, hisparse]["output_ids"]
     assert over_tcp.num_held == 0
+    landed, without = (run.metrics[1]["hisparse_pd:kv_transfer_bytes_total"] for run in (over_rdma, over_tcp))
+    assert without - landed == over_rdma.num_held * token_bytes()
+    assert over_rdma.metrics[1]["hisparse_pd:held_tokens_total"] == over_rdma.num_held
+
+
+@pytest.mark.I5
+def test_what_the_prefill_node_lost_is_read_by_verbs_with_the_tokens_of_all_computed(
+    over_rdma: Run, over_tcp: Run
+) -> None:
+    assert over_rdma.later_turns.keys() == over_rdma.turns.keys()
+    for which, turn in over_rdma.later_turns.items():
+        so_far = over_rdma.turns[which]["meta_info"]["prompt_tokens"] + NUM_NEW_TOKENS
+        assert num_read(turn) == turn["meta_info"]["cached_tokens"] == num_held(turn, so_far)
+        others = over_tcp.later_turns[which]
+        assert turn["output_ids"] == others["output_ids"]
+        assert others["meta_info"]["cached_tokens"] == 0
+    num_later_tokens = sum(num_read(turn) for turn in over_rdma.later_turns.values())
+    assert min(over_rdma.read_packets) >= num_later_tokens * token_bytes() / MAX_PAYLOAD_BYTES
+    metrics = over_rdma.metrics[0]
+    assert metrics["hisparse_pd:held_read_tokens_total"] == over_rdma.num_read
+    assert metrics["hisparse_pd:held_read_bytes_total"] == over_rdma.num_read * token_bytes()
+    assert metrics["hisparse_pd:held_read_failures_total"] == 0
+    assert over_tcp.num_read == 0
+
+
+def num_held(turn: dict[str, Any], so_far: int) -> int:
+    """Return how many tokens of a turn's prompt the decode node holds. ``so_far``: tokens before the turn."""
+    assert turn["meta_info"]["prompt_tokens"] == so_far + len(TURN)
+    # The last token of an answer has no KV, because it was never a step's input.
+    return (so_far - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def num_read(answer: dict[str, Any]) -> int:
+    """Return how many tokens of a prompt the prefill node read from the decode node."""
+    count = answer["meta_info"]["cached_tokens_details"]["decode"]
+    assert isinstance(count, int)
+    return count
+
+
+def token_bytes() -> int:
+    """Return the bytes of one token's KV, indexer keys and row checks in all layers, the draft layer too."""
     spec = load_spec(RETRIEVAL_MODEL, "float32")
     item_bytes = spec.item_bytes + ROW_CHECK_BYTES
-    token_bytes = spec.num_layers * item_bytes + spec.num_index_layers * spec.index_item_bytes
-    landed, without = (run.metrics[1]["hisparse_pd:kv_transfer_bytes_total"] for run in (over_rdma, over_tcp))
-    assert without - landed == over_rdma.num_held * token_bytes
-    assert over_rdma.metrics[1]["hisparse_pd:held_tokens_total"] == over_rdma.num_held
+    return spec.num_kv_layers * item_bytes + spec.num_index_groups * spec.index_item_bytes
 
 
 def test_tcp_is_tcp_where_there_are_rdma_devices(over_tcp: Run) -> None:

@@ -15,18 +15,29 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def endpoints(machines: tuple[Machine, Machine]) -> Iterator[tuple[Endpoint, Endpoint]]:
-    with endpoint(machines[0]) as writer, endpoint(machines[1]) as target:
-        yield writer, target
+    """The memory of the first is copied into the second's."""
+    with endpoint(machines[0]) as source, endpoint(machines[1]) as target:
+        yield source, target
 
 
+def moved(verb: str, pattern: Pattern, source: Endpoint, target: Endpoint, offset: int = 0) -> str:
+    """Copy a pattern, which the source writes or the target reads. Returns the error, or an empty string.
+    ``offset``: added to the address of the peer's memory."""
+    if verb == "write":
+        return source.write(pattern, target.session, target.base_addr + offset)
+    return target.read(pattern, source.session, source.base_addr + offset)
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 def test_every_byte_lands_and_no_other_changes(
-    machines: tuple[Machine, Machine], endpoints: tuple[Endpoint, Endpoint], pattern: Pattern
+    machines: tuple[Machine, Machine], endpoints: tuple[Endpoint, Endpoint], pattern: Pattern, verb: str
 ) -> None:
-    writer, target = endpoints
+    """The bytes go the same way whichever end moves them."""
+    source, target = endpoints
     target.poison()
     before = [machine.counters() for machine in machines]
-    assert writer.write(pattern, target.session, target.base_addr) == ""
+    assert moved(verb, pattern, source, target) == ""
     assert target.check(pattern) == ""
     sent, received = (
         machine.counters()[name] - counted[name]
@@ -35,14 +46,15 @@ def test_every_byte_lands_and_no_other_changes(
     assert min(sent, received) >= pattern.num_bytes / MAX_PAYLOAD_BYTES, "verbs carried it"
 
 
-def test_a_write_outside_registered_memory_fails_and_the_next_one_does_not(
-    endpoints: tuple[Endpoint, Endpoint],
+@pytest.mark.parametrize(("verb", "what"), [("write", "destination"), ("read", "source")])
+def test_what_is_outside_registered_memory_fails_and_the_next_one_does_not(
+    endpoints: tuple[Endpoint, Endpoint], verb: str, what: str
 ) -> None:
-    writer, target = endpoints
+    source, target = endpoints
     target.poison()
-    error = writer.write(PATTERNS[0], target.session, target.base_addr + MEMORY_BYTES)
-    assert "has not registered the destination" in error
-    assert writer.write(PATTERNS[0], target.session, target.base_addr) == ""
+    error = moved(verb, PATTERNS[0], source, target, offset=MEMORY_BYTES)
+    assert f"has not registered the {what}" in error
+    assert moved(verb, PATTERNS[0], source, target) == ""
     assert target.check(PATTERNS[0]) == ""
 
 
