@@ -37,7 +37,7 @@ NODE = {
     "page_size": PAGE,
     "host_pool_tokens": 2048,
     "index_pool_tokens": 384,
-    "device_pool_tokens": 384,
+    "device_pool_tokens": 256,
     "device_buffer_size": 48,
 }
 NUM_NEW = 12
@@ -479,12 +479,12 @@ def ask(node: EngineHarness, prompt: Prompt, flag: HisparseFlag) -> Answer:
 def test_turns_in_any_mode_are_computed_once_and_have_the_tokens_of_a_cold_node(
     node: EngineHarness, cold_node: EngineHarness
 ) -> None:
-    """Five conversations of up to 120 tokens, of which the device pool holds three."""
-    conversations = [random_prompt(seed, 60 + seed) for seed in range(5)]
+    """Four conversations of up to 100 tokens, of which the device pool holds two."""
+    conversations = [random_prompt(seed, 60 + seed) for seed in range(4)]
     flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.FALSE]
     num_held = [0] * len(conversations)
     requests = node.engine.requests
-    for turn in range(3):
+    for turn in range(2):
         for number, prompt in enumerate(conversations):
             flag = flags[(number + turn) % len(flags)]
             answer = ask(node, prompt, flag)
