@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.side_stream import is_over
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
@@ -232,10 +233,10 @@ class DenseTier:
         self._finish()  # on a CPU copies are over when they have begun
 
     def _finish(self) -> None:
-        for down in [down for down in self._down if _is_over(down.is_behind)]:
+        for down in [down for down in self._down if is_over(down.is_behind)]:
             self._down.remove(down)
             self._keep(down)
-        for up in [up for up in self._up if _is_over(up.is_behind)]:
+        for up in [up for up in self._up if is_over(up.is_behind)]:
             self._up.remove(up)
             self._prefixes.mark_arrived(up.prefix)
             self._let_go(up.source)
@@ -260,7 +261,3 @@ class DenseTier:
     def _let_go(self, prefix: Prefix | None) -> None:
         if prefix is not None:
             self._prefixes.let_go(prefix)
-
-
-def _is_over(is_behind: torch.cuda.Event | None) -> bool:
-    return is_behind is None or is_behind.query()

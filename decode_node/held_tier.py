@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from hisparse_pd.core.model.side_stream import is_over
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
@@ -54,10 +55,6 @@ class _Copy:
     """The first page that is copied; pages between may stay where they are."""
     is_behind: torch.cuda.Event | None
     """The copy's end; None: it is over."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_behind is None or self.is_behind.query()
 
 
 class HeldTier:
@@ -114,11 +111,11 @@ class HeldTier:
 
     def poll(self) -> None:
         """Note which copies are over."""
-        for copy in [copy for copy in self._down if copy.is_over]:
+        for copy in [copy for copy in self._down if is_over(copy.is_behind)]:
             self._down.remove(copy)
             self._prefixes.mark_stored(copy.prefix, copy.first_page)
             self._prefixes.let_go(copy.prefix)
-        for copy in [copy for copy in self._up if copy.is_over]:
+        for copy in [copy for copy in self._up if is_over(copy.is_behind)]:
             self._up.remove(copy)
             self._prefixes.mark_arrived(copy.prefix)
             self._prefixes.let_go(copy.prefix)

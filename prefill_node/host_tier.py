@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 
+from hisparse_pd.core.model.side_stream import is_over
 from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
@@ -60,10 +61,6 @@ class _Copy:
     """The copy's end; None: it is over."""
     token_ids: bytes | None
     """See ``PrefixTree.hold``."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_behind is None or self.is_behind.query()
 
     @property
     def num_pages(self) -> int:
@@ -235,7 +232,7 @@ class HostTier:
         """Put the pages of copies that are over into the tree, and those that the store has read."""
         if self.store_tier is not None:
             self.store_tier.poll()
-        for copy in [copy for copy in self._copies if copy.is_over]:
+        for copy in [copy for copy in self._copies if is_over(copy.is_behind)]:
             self._copies.remove(copy)
             if copy.kinds == HOST_POOLS:
                 # What was found wrong on the device may have been copied before or after it changed.

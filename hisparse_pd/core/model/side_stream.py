@@ -48,3 +48,8 @@ def wait_for(event: torch.cuda.Event | None) -> None:
     """Let the current stream wait for an ``event``; None: for nothing."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
+
+
+def is_over(event: torch.cuda.Event | None) -> bool:
+    """Return whether the work before an ``event`` is done; None: it is."""
+    return event is None or event.query()
