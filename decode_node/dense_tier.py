@@ -29,7 +29,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.side_stream import is_over
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
-from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
+from hisparse_pd.core.paging.prefix import Prefix, end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.held_tier import PageCopies
@@ -128,9 +128,9 @@ class DenseTier:
     def _begin(self, left: _Left) -> bool:
         """Begin to copy what a request has left. Returns False if it has to wait for another copy of the same
         pages."""
-        num_here = self._num_found(left.keys, DENSE)
+        num_here = self._prefixes.num_found(left.keys, DENSE)
         keys = left.keys[:num_here]
-        num_stored = self._num_found(keys, HISPARSE)
+        num_stored = self._prefixes.num_found(keys, HISPARSE)
         if num_here <= num_stored or not self._prefixes.is_up(keys, DENSE):
             return True
         if any(down.left.keys[num_stored : num_stored + 1] == keys[num_stored:][:1] for down in self._down):
@@ -190,7 +190,7 @@ class DenseTier:
         """Begin to bring the pages of ``keys`` to the device behind those of ``before``. The request uses
         both ``before`` and ``source``, which ends where ``keys`` end; afterwards it uses neither, but what is
         returned: the device's prefix of all of ``keys``. Raises PoolExhausted."""
-        num_here = self._num_found(keys, DENSE)  # others may fetch the same pages
+        num_here = self._prefixes.num_found(keys, DENSE)  # others may fetch the same pages
         if num_here < len(keys):
             need = SlotCounts.of(DENSE, (len(keys) - num_here) * self._pools.page_size)
             self._prefixes.make_room(need)
@@ -248,10 +248,6 @@ class DenseTier:
         if self._copies is not None and self.num_copies:
             self._copies.settle()
             self._finish()
-
-    def _num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
-        found = self._prefixes.find(keys, kinds)
-        return 0 if found is None else found.num_pages
 
     def _behind(self, prefix: Prefix, kind: PoolKind, first_page: int) -> tuple[Extent, ...]:
         """Return the slots of a prefix from page ``first_page`` on."""

@@ -57,8 +57,7 @@ def stored_beginning(held: PrefixTree, keys: Sequence[PageKey], num_pages: int) 
 
 def num_shareable_pages(held: PrefixTree, keys: Sequence[PageKey], mode: Mode) -> int:
     """Return how many pages of ``keys`` a request of ``mode`` can share."""
-    found = held.find(keys, KV_POOLS[mode])
-    num_pages = 0 if found is None else found.num_pages
+    num_pages = held.num_found(keys, KV_POOLS[mode])
     if mode is Mode.DENSE and (stored := stored_beginning(held, keys, num_pages)) is not None:
         return stored.num_pages
     return num_pages

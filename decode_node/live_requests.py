@@ -185,17 +185,11 @@ class LiveRequests:
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
             kinds = KV_POOLS[admission.mode]
-            found = self.held.find(keys, kinds)
-            num_here = 0 if found is None else found.num_pages
-            num_prefilled = self.held.num_prefilled(keys[:num_here], kinds)
+            num_here = self.held.num_found(keys, kinds)
             if num_here:
                 request.prefix = self.held.use(keys[:num_here], kinds)
             if num_here < len(keys):  # ``reserve`` brings the others to the device
                 request.source_prefix = self.held.use_stored(keys, KV_POOLS[Mode.HISPARSE])
-                if num_prefilled == num_here:
-                    stored = self.held.num_prefilled(keys, KV_POOLS[Mode.HISPARSE])
-                    num_prefilled = max(num_here, stored)
-            request.num_prefilled_tokens = num_prefilled * self.pools.page_size
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
     def give_back_held(self, request: Request) -> None:
@@ -220,6 +214,8 @@ class LiveRequests:
             token_ids = request.prompt if self.publishes(request) else None
             request.prefix = self.dense_tier.fetch(request.room, keys, request.prefix, source, token_ids)
             request.source_prefix = None
+        keys, kinds = request.usable_keys[: request.num_shared_pages], KV_POOLS[admission.mode]
+        request.num_prefilled_tokens = self.held.num_prefilled(keys, kinds) * self.pools.page_size
         self._move(request, RequestState.LANDING, deadline)
         request.holding = holding
         request.mode = admission.mode
@@ -353,8 +349,7 @@ class LiveRequests:
         num_pages = num_before + max(0, request.num_device_slots - min_own_slots) // page_size
         keys = request.usable_keys[:num_pages]
         # Pages that others have added since it began would take the place of its own, which steps read.
-        found = self.held.find(keys, RESIDENT_POOLS)
-        num_found = 0 if found is None else found.num_pages
+        num_found = self.held.num_found(keys, RESIDENT_POOLS)
         if len(keys) > num_before == num_found and not request.num_tail_tokens:
             prefix = self.held.share(request.owned, keys, RESIDENT_POOLS, request.resident_prefix)
             request.resident_prefix = prefix

@@ -230,7 +230,7 @@ class DecodeTier:
         plan = ReadPlan(request.bootstrap, held, request.peer, self._memory.regions, page_size)
         num_tokens = held.num_prefilled_tokens if self._which == "prompts" else total_length(held.kv_extents)
         keys = request.reusable_keys(page_size)[: num_tokens // page_size if plan.has_all else 0]
-        num_cached = self._num_found(keys)
+        num_cached = self._prefixes.num_found(keys, CACHE_POOLS)
         num_missing = len(keys) - num_cached
         secs = self._pace.secs_for(num_missing * page_size)
         if num_missing <= 0 or (secs is not None and secs < LEAST_SECS):
@@ -364,10 +364,6 @@ class DecodeTier:
         holdings = [read.holding for read in self._under_way.values()]
         holdings += [holding for _, holding in self._quarantined]
         return sum(holding.num_slots(PoolKind.DEVICE) for holding in holdings) // self._pools.page_size
-
-    def _num_found(self, keys: Sequence[PageKey]) -> int:
-        found = self._prefixes.find(keys, CACHE_POOLS)
-        return 0 if found is None else found.num_pages
 
 
 def _brings(read: _Read, keys: Sequence[PageKey], number: int) -> bool:

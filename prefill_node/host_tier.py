@@ -141,8 +141,8 @@ class HostTier:
         can make room for. ``token_ids``: see ``PrefixTree.hold``."""
         if self._pages is None:
             return
-        num_cached = self._num_found(keys, CACHE_POOLS)
-        num_stored = self._num_found(keys[:num_cached], HOST_POOLS)
+        num_cached = self._prefixes.num_found(keys, CACHE_POOLS)
+        num_stored = self._prefixes.num_found(keys[:num_cached], HOST_POOLS)
         page_size = self._pools.page_size
         most = self._num_usable(PoolKind.HOST) - num_stored
         num_pages = min(num_cached - num_stored, most)
@@ -174,10 +174,10 @@ class HostTier:
             return False
         if (fetch := self._fetches.get(room)) is not None:
             return not fetch.has_arrived
-        num_cached = self._num_found(keys, CACHE_POOLS)
+        num_cached = self._prefixes.num_found(keys, CACHE_POOLS)
         if self.store_tier is not None and self.store_tier.fetch(room, keys, num_cached, token_ids):
             return True
-        num_stored = self._num_found(keys, HOST_POOLS)
+        num_stored = self._prefixes.num_found(keys, HOST_POOLS)
         if num_stored <= num_cached:
             return False
         if self._is_coming(keys, num_cached, CACHE_POOLS):
@@ -313,7 +313,7 @@ class HostTier:
         if (fetch := self._fetches.get(copy.room)) is not None:
             fetch.has_arrived = True
             fetch.num_arrived_pages = num_kept
-            found = copy.keys[: self._num_found(copy.keys, CACHE_POOLS)]
+            found = copy.keys[: self._prefixes.num_found(copy.keys, CACHE_POOLS)]
             self.pins.keep(copy.room, self._use(found, CACHE_POOLS))
 
     def _is_coming(self, keys: Sequence[PageKey], number: int, kinds: Kinds) -> bool:
@@ -326,10 +326,6 @@ class HostTier:
         )
 
     # --- the tree ------------------------------------------------------------------------------------
-
-    def _num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
-        found = self._prefixes.find(keys, kinds)
-        return 0 if found is None else found.num_pages
 
     def _use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix | None:
         return self._prefixes.use(keys, kinds) if keys else None

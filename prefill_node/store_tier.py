@@ -269,7 +269,7 @@ class StoreTier:
     ) -> _Wait | None:
         if self._is_paused or self._num_waits >= MAX_WAITS:
             return None
-        num_stored = self._num_stored(keys)
+        num_stored = self._prefixes.num_found(keys, HOST_POOLS)
         num_missing = len(keys) - max(num_cached, num_stored)
         wait_secs = self._wait_secs(num_missing)
         if num_missing <= 0 or wait_secs < LEAST_WAIT_SECS:
@@ -331,7 +331,7 @@ class StoreTier:
         """Begin to read what the store has of a waiting request's prompt, as far as main memory has room.
         Returns whether the request waits for that, or for another one's pages."""
         keys, page_size = wait.keys, self._pools.page_size
-        num_stored, end = self._num_stored(keys), wait.num_before + num_found
+        num_stored, end = self._prefixes.num_found(keys, HOST_POOLS), wait.num_before + num_found
         if num_stored < wait.num_before or end <= max(num_stored, wait.num_cached):
             return False
         wait.deadline_secs = self._clock() + self._wait_secs(end - num_stored)
@@ -452,10 +452,6 @@ class StoreTier:
         """Pages of main memory that are not set aside."""
         num_pages = self._pools.totals.host // self._pools.page_size
         return num_pages - self._set_aside.num_pages(PoolKind.HOST)
-
-    def _num_stored(self, keys: Sequence[PageKey]) -> int:
-        found = self._prefixes.find(keys, HOST_POOLS)
-        return 0 if found is None else found.num_pages
 
     def _page_ids(self, extents: Sequence[Extent], start: int, stop: int) -> list[int]:
         """Return the pages of the slots ``extents`` from page ``start`` to page ``stop``."""

@@ -50,8 +50,7 @@ def enqueue(
 
 def admission_of(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> Admission:
     """Make an admission with ``num_slots`` for KV, those of held pages of its prompt included."""
-    found = rooms.held.find(request.usable_keys, KV_POOLS[mode])
-    num_pages = found.num_pages if found else 0
+    num_pages = rooms.held.num_found(request.usable_keys, KV_POOLS[mode])
     num_own = num_slots - num_pages * rooms.pools.page_size
     need = SlotCounts(index=num_own, aux=1, req_row=1)
     if mode is Mode.DENSE:

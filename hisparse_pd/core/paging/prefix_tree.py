@@ -105,6 +105,11 @@ class PrefixTree:
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
 
+    def num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
+        """Return how many pages the longest beginning of ``keys`` has that is held in ``kinds``."""
+        found = self.find(keys, kinds)
+        return 0 if found is None else found.num_pages
+
     def num_prefilled(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
         """Return how many of the pages of ``keys``, which are all held, come before the first stepped one."""
         stepped = self._stepped.get(kinds, ())

@@ -111,9 +111,8 @@ class Books:
 
     def num_found(self, prompt: Prompt) -> tuple[int, int]:
         """Pages of a prompt on the device, and in the host pool."""
-        found = (self.rooms.held.find(_keys(prompt), kinds) for kinds in (DENSE, HISPARSE))
-        num_dense, num_hisparse = (0 if each is None else each.num_pages for each in found)
-        return num_dense, num_hisparse
+        held, keys = self.rooms.held, _keys(prompt)
+        return held.num_found(keys, DENSE), held.num_found(keys, HISPARSE)
 
     def run_of(self, prompt: Prompt, kinds: tuple[PoolKind, ...] = HISPARSE) -> Prefix:
         found = self.rooms.held.find(_keys(prompt), kinds)

@@ -18,9 +18,25 @@ from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 NUM_GROUPS, PAGE_SIZE = 61, 64
 
 
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let kernels be launched as on an H200, and do nothing. Returns a list of their names and parameters."""
+    launches: list[Any] = []
+
+    def launch(kernel: Any, device: Any, blocks: int, threads: int, parameters: Any, **_: Any) -> None:
+        launches.append((kernel.name, parameters.copy()))
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(
+        cuda, "compiled", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
+    )
+    monkeypatch.setattr(cuda_params, "mapped_address", lambda name, host: host.data_ptr())
+    monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    return launches
+
+
 def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> tuple[list[Any], list[Any]]:
     """Start a row in one slice. Returns the launches and the staged numbers."""
-    launches: list[Any] = []
     staged: list[Any] = []
     empty = torch.empty
 
@@ -30,17 +46,8 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
             staged.append(tensor)
         return tensor
 
-    def launch(kernel: Any, device: Any, blocks: int, threads: int, parameters: Any, **_: Any) -> None:
-        launches.append((kernel.name, parameters.copy()))
-
     monkeypatch.setattr(torch, "empty", pinned)
-    monkeypatch.setattr(cuda, "launch", launch)
-    monkeypatch.setattr(
-        cuda, "compiled", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
-    )
-    monkeypatch.setattr(cuda_params, "mapped_address", lambda name, host: host.data_ptr())
-    monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    launches = record_launches(monkeypatch)
     state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048)
     pool = torch.zeros((NUM_GROUPS, 2048, 8), dtype=torch.uint8)
     hints = [np.arange(group, group + 100, dtype=np.int32) for group in range(NUM_GROUPS)]
@@ -62,18 +69,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
 def test_a_plan_is_copied_back_by_the_same_kernel_with_the_pools_in_each_others_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launches: list[Any] = []
-
-    def launch(kernel: Any, device: Any, blocks: int, threads: int, parameters: Any, **_: Any) -> None:
-        launches.append((kernel.name, parameters.copy()))
-
-    monkeypatch.setattr(cuda, "launch", launch)
-    monkeypatch.setattr(
-        cuda, "compiled", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
-    )
-    monkeypatch.setattr(cuda_params, "mapped_address", lambda name, host: host.data_ptr())
-    monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    launches = record_launches(monkeypatch)
     plan = MissPlan.of_slots(np.array([5, 3, 9]), np.array([0, 1, 2]), torch.device("cpu"))
     pools = Pools(*(torch.zeros((2, num_slots, 16), dtype=torch.uint8) for num_slots in (10, 4)))
     cuda.replay_misses(plan, 1, pools, 12, None)
