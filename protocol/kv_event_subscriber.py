@@ -1,11 +1,12 @@
 """A subscriber of KV events (``kv_events.py``): what ranks publish, in order and without gaps.
 
 A router has one ``KvEventSubscriber``. Its thread follows any number of ranks; a ``_Stream`` has one rank's
-sockets, and an ``Order`` what comes next. It asks for a replay when it begins to follow a rank and when it
-sees a gap, and keeps what is published meanwhile. What cannot be replayed is lost: then the owner is told to
-forget all that it knows of the rank, and the stream goes on with what comes. A rank that starts again counts
-from 0. That is noticed by a number lower than the one that comes next; one that has published as much again
-before it is heard looks as if it had gone on, so whoever knows that a rank has started again follows it anew.
+sockets, and an ``Order`` what comes next. It asks for a replay when it begins to follow a rank, when it sees a
+gap, and when it has heard nothing for a while, as a gap shows only in what is published behind it. What is
+published meanwhile it keeps. What cannot be replayed is lost: then the owner is told to forget all that it
+knows of the rank, and the stream goes on with what comes. A rank that starts again counts from 0. That is
+noticed by a number lower than the one that comes next; one that has published as much again before it is
+heard looks as if it had gone on, so whoever knows that a rank has started again follows it anew.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 REPLAY_SECS: Final = 10.0
 """Time without a batch after which a replay is given up."""
+SILENCE_SECS: Final = 10.0
+"""Time without a batch after which a rank is asked for those that its subscriber has missed: they were
+published before the subscription had reached the rank, or were the last ones before a pause."""
 _MAX_BATCH_BYTES: Final = 8 << 20
 _MAX_WAITING: Final = 1_000
 """Most batches that ZMQ keeps of a rank, and most that wait for the end of a replay."""
@@ -145,6 +149,7 @@ class _Stream:
         self._logged = LogLimiter()
         self._replay: _Channel | None = None
         self._replay_until = 0.0
+        self._silent_at = 0.0
         self._sub = self._connect(zmq.SUB, feed.endpoint)
         try:
             self._sub.socket.subscribe(feed.topic.encode())
@@ -174,8 +179,11 @@ class _Stream:
                 if time.monotonic() > self._replay_until:
                     found += self._end_replay()
         for frames in burst(self._sub.socket):
+            self._silent_at = time.monotonic() + SILENCE_SECS
             if len(frames) == 3 and (batch := self._decoded(*frames[1:])):
                 found += self._order.published(*batch)
+        if self._replay is None and time.monotonic() > self._silent_at:
+            self._order.suspect_gap()
         if (first := self._order.take_gap()) is not None:
             found += self._ask_again(first)
         return found
@@ -188,7 +196,7 @@ class _Stream:
     def _ask_again(self, first: int) -> list[BlockChanges | None]:
         """Ask for what was published from ``first`` on. Returns what is new if nobody can be asked."""
         if self._feed.replay_endpoint is None:
-            return self._order.end_replay()
+            return self._end_replay()
         # A socket of its own for each replay: what comes late of an earlier one is nobody's.
         self._replay = self._connect(zmq.DEALER, self._feed.replay_endpoint)
         self._replay.socket.send_multipart([b"", encode_seq(first)], zmq.NOBLOCK)
@@ -199,6 +207,7 @@ class _Stream:
         if self._replay is not None:
             self._disconnect(self._replay)
             self._replay = None
+        self._silent_at = time.monotonic() + SILENCE_SECS
         return self._order.end_replay()
 
     def _decoded(self, seq: bytes, payload: bytes) -> tuple[int, BlockChanges] | None:
@@ -257,6 +266,10 @@ class Order:
         """Return the first number to ask for again, once for each gap."""
         gap, self._gap = self._gap, None
         return gap
+
+    def suspect_gap(self) -> None:
+        """Begin a replay of what may have been missed. Nothing is lost if it brings nothing."""
+        self._is_replaying, self._gap = True, self._next
 
     def published(self, seq: int, changes: BlockChanges) -> list[BlockChanges | None]:
         """Take in what the rank publishes."""

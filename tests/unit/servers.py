@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import textwrap
@@ -33,12 +34,28 @@ def of_clients(connections: Connections) -> list[HttpConnection | Handshake]:
     return [each for each in connections.live if isinstance(each, HttpConnection | Handshake)]
 
 
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a port of loopback that is nobody else's until the end, whether a server listens on it or not.
+
+    While none does, connections to it are refused. Only who names the port can listen on it: the socket that
+    holds it does not listen, and both set SO_REUSEADDR.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, certificate: Certificate | None = None, lifespan: Literal["on", "off"] = "off"
+    app: ASGIApp,
+    certificate: Certificate | None = None,
+    lifespan: Literal["on", "off"] = "off",
+    port: int = 0,
 ) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serve ``app``; yield the started server and its port."""
-    listener = Listener("127.0.0.1", 0, certificate)
+    """Serve ``app`` on ``port``, or on any free one; yield the started server and its port."""
+    listener = Listener("127.0.0.1", port, certificate)
     server = listener.server(app, lifespan)
     task = asyncio.create_task(server.serve(sockets=[listener.socket]))
     try:

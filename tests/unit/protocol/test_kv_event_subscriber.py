@@ -78,6 +78,14 @@ class Rank:
         """Give a number to a batch that nobody gets."""
         self.publisher._next_seq += 1
 
+    def publish_unheard(self, number: int) -> None:
+        """Publish a number that can be had by a replay alone, as one that ZMQ dropped."""
+        wait_until(lambda: not self.publisher._batches.qsize())
+        topic, self.publisher._topic = self.publisher._topic, b"nobody's"
+        self.publish(number)
+        wait_until(lambda: self.publisher._history._batches[-1][0] == self.publisher.num_published - 1)
+        self.publisher._topic = topic
+
     def close(self) -> None:
         self.publisher.close()
 
@@ -136,6 +144,19 @@ def test_a_rank_that_starts_again_is_forgotten(
         assert "lost" in log.of["rank"]
         again = log.of["rank"][log.of["rank"].index("lost") + 1 :]
         assert again[:3] == ["7000", "7001", "7002"]
+
+
+def test_what_went_missing_before_a_pause_is_asked_for(
+    tmp_path: Path, subscriber: KvEventSubscriber[str], log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_event_subscriber, "SILENCE_SECS", 0.01)
+    config = config_in(tmp_path)
+    with closing(Rank(config)) as rank:
+        subscriber.follow("rank", feed(config))
+        rank.publish(0)
+        wait_until(lambda: log.of.get("rank") == ["0"])
+        rank.publish_unheard(1)
+        wait_until(lambda: log.of["rank"] == ["0", "1"])
 
 
 def test_sources_are_followed_apart_and_left(
@@ -283,16 +304,20 @@ class Reader:
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("change"), st.integers(0, 5), st.booleans()),
-        st.tuples(st.sampled_from(["answer", "give up", "restart"]), st.just(0), st.just(True)),
+        st.tuples(st.sampled_from(["answer", "give up", "restart", "silence"]), st.just(0), st.just(True)),
     ),
     max_size=60,
 )
 
 
-@given(steps=steps, max_replayed=st.sampled_from([2, 100]))
+@given(
+    steps=steps,
+    last=st.sampled_from([("change", 6, True), ("silence", 0, True)]),
+    max_replayed=st.sampled_from([2, 100]),
+)
 @settings(derandomize=True, max_examples=300)
 def test_a_subscriber_knows_what_the_rank_has_or_less(
-    steps: list[tuple[str, int, bool]], max_replayed: int
+    steps: list[tuple[str, int, bool]], last: tuple[str, int, bool], max_replayed: int
 ) -> None:
     """Whatever gets lost, and whenever replays come: in the end it knows no block that is gone, and all of
     them if every batch could be replayed and no replay was given up."""
@@ -308,7 +333,7 @@ def test_a_subscriber_knows_what_the_rank_has_or_less(
             reader.read(order.end_replay())
             asked = order.take_gap()
 
-    for step, block, arrives in [*steps, ("change", 6, True)]:
+    for step, block, arrives in [*steps, last]:
         match step:
             case "change":
                 sent = source.change(block)
@@ -324,6 +349,8 @@ def test_a_subscriber_knows_what_the_rank_has_or_less(
             case "give up" if asked is not None:
                 reader.read(order.end_replay())
                 asked, is_complete = order.take_gap(), False
+            case "silence" if asked is None:
+                order.suspect_gap()
         gap = order.take_gap()
         asked = gap if gap is not None else asked
     while asked is not None:

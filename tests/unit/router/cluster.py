@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from starlette.applications import Starlette
@@ -25,9 +25,10 @@ Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application. Yields its URL."""
-    async with servers.serving(app, lifespan="on" if isinstance(app, Starlette) else "off") as (_, port):
+async def serving(app: Any, port: int = 0) -> AsyncIterator[str]:
+    """Serve an ASGI application on ``port``, or on any free one. Yields its URL."""
+    lifespan: Literal["on", "off"] = "on" if isinstance(app, Starlette) else "off"
+    async with servers.serving(app, lifespan=lifespan, port=port) as (_, port):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -240,10 +241,12 @@ async def cluster(
     for node, text in zip(nodes[NodeKind.PREFILL], prefill_says, strict=False):
         node.says = text
     all_nodes = [node for of_kind in nodes.values() for node in of_kind]
-    servers = [AsyncExitStack() for _ in all_nodes]
+    running = [AsyncExitStack() for _ in all_nodes]
+    ports = ExitStack()  # a node that is closed is missed, and no server of another test answers for it
     try:
-        for node, server in zip(all_nodes, servers, strict=True):
-            node.url = await server.enter_async_context(serving(node))
+        for node, server in zip(all_nodes, running, strict=True):
+            port = ports.enter_context(servers.held_port())
+            node.url = await server.enter_async_context(serving(node, port))
             node.close = server.aclose
         fixed = {
             "health_interval_secs": NEVER_SECS,
@@ -266,7 +269,8 @@ async def cluster(
             assert [path for path, _, _ in sent if path != "/status"] == []
             assert not any(body for _, _, body in sent)
     finally:
-        await asyncio.gather(*(server.aclose() for server in servers))
+        await asyncio.gather(*(server.aclose() for server in running))
+        ports.close()
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
