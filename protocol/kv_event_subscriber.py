@@ -1,8 +1,8 @@
 """A subscriber of KV events (``kv_events.py``): what ranks publish, in order and without gaps.
 
 A router has one ``KvEventSubscriber``. Its thread follows any number of ranks; a ``_Stream`` has one rank's
-sockets, and an ``Order`` what comes next. It asks for a replay when it begins to follow a rank, when it sees a
-gap, and when it has heard nothing for a while, as a gap shows only in what is published behind it. What is
+sockets, and an ``Order`` what comes next. It asks for a replay when it begins to follow a rank, when it sees
+a gap, and when it has heard nothing for a while, as a gap shows only in what is published behind it. What is
 published meanwhile it keeps. What cannot be replayed is lost: then the owner is told to forget all that it
 knows of the rank, and the stream goes on with what comes. A rank that starts again counts from 0. That is
 noticed by a number lower than the one that comes next; one that has published as much again before it is
