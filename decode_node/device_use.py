@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Admission, Exchange
@@ -48,17 +49,17 @@ class DeviceUse:
         running: Iterable[Request],
         landing: Sequence[Request],
         exchanges: Mapping[Request, Exchange],
-        may_leave: Callable[[Request], bool],
+        num_left: Callable[[Request], int],
     ) -> None:
-        """``exchanges``: those of the plan so far. ``may_leave``: says which running requests may leave their
-        pages to make room for others."""
+        """``exchanges``: those of the plan so far. ``num_left``: returns the device slots that a running
+        request gives up if it leaves its pages to make room for others; 0 if it may not."""
         self._limits = limits
         self.hisparse: dict[Request, HotSlots] = {}
         """The running requests that are hisparse, those admitted last first; behind them those that leave
         their pages in this plan."""
         self.leaving: dict[Request, int] = {}
         """The dense ones that may leave pages of more slots than a hot buffer of the full size has, with the
-        number of their slots, those admitted last first."""
+        number of these slots, those admitted last first."""
         self.num_hisparse = 0
         """The hisparse requests, those that land or are admitted included, as in the next four."""
         self.hisparse_slots = 0
@@ -67,7 +68,10 @@ class DeviceUse:
         """The hisparse requests that could not be dense."""
         self.num_dense = 0
         self.dense_slots = 0
-        """The device slots of the dense ones."""
+        """The device slots of the dense ones, those of pages that several share counted once. What this plan
+        lets them share is left out."""
+        self._dense_prefixes: set[Prefix] = set()
+        """The prefixes whose slots are counted there."""
         self._coming: list[HotSlots] = []
         """The slots of hisparse requests that land or are admitted."""
         self._beyond: dict[int, int] = {}
@@ -84,9 +88,9 @@ class DeviceUse:
                     request, HotSlots(num_slots, life_slots, request.is_resident, request.num_page_slots)
                 )
             else:
-                self._note_dense(num_slots)
-                if num_slots > min(limits.life_slots(request), full_size) and may_leave(request):
-                    self.leaving[request] = num_slots
+                self._note_dense(request, num_slots)
+                if (slots := num_left(request)) > min(limits.life_slots(request), full_size):
+                    self.leaving[request] = slots
         for request in landing:
             self._note_coming(request, request.mode, request.num_device_slots)
 
@@ -104,13 +108,18 @@ class DeviceUse:
         self.hisparse_slots += self._limits.life_slots(request)
         self.num_never_dense += not self._limits.may_be_dense(request)
 
-    def _note_dense(self, num_slots: int) -> None:
+    def _note_dense(self, request: Request, num_slots: int) -> None:
         self.num_dense += 1
         self.dense_slots += num_slots
+        for part in request.prefix.chain() if request.prefix is not None else ():
+            if part in self._dense_prefixes:
+                break  # those before it are counted, too
+            self._dense_prefixes.add(part)
+            self.dense_slots += len(part.keys) * self._limits.page_size
 
     def _note_coming(self, request: Request, mode: Mode, num_slots: int) -> None:
         if mode is Mode.DENSE:
-            self._note_dense(num_slots)
+            self._note_dense(request, num_slots)
             return
         self._coming.append(HotSlots(num_slots, self._limits.life_slots(request)))
         self._count_hisparse(request)
@@ -129,8 +138,7 @@ class DeviceUse:
             self.num_never_dense -= not self._limits.may_be_dense(request)
         else:
             self.num_dense -= 1
-            self.dense_slots -= request.num_device_slots
-            self.leaving.pop(request, None)
+            self.dense_slots -= self.leaving.pop(request)
         self._note_exchange(exchange)
 
     def num_lacked(self, most_slots: int) -> int:

@@ -101,12 +101,12 @@ def share_pages(draft: PlanDraft) -> None:
         return
     if any(r.is_filling or becomes_resident(r) for r in draft.running):
         return
-    request = next(iter(draft.device_use.leaving), None)
+    request, num_left = next(iter(draft.device_use.leaving.items()), (None, 0))
     if request is None:
         return
     num_steps = request.sampling.max_new_tokens - request.next_index
-    num_saved = num_steps * num_saved_positions(draft, 1, request.num_device_slots)
-    capacity = share_of(draft, 1, request.num_device_slots)
+    num_saved = num_steps * num_saved_positions(draft, 1, num_left)
+    capacity = share_of(draft, 1, num_left)
     if 0 < num_saved >= MIN_SAVED * (request.num_kv_tokens + capacity):
         leave_safely(draft, request, capacity)
 

@@ -103,10 +103,12 @@ def exchanges_of_pages(
     limits: Limits, request: Request, capacity: int
 ) -> Iterator[tuple[Exchange, SlotCounts]]:
     """Yield exchanges of a request's pages for a hot buffer of ``capacity`` entries, first choice first, each
-    with the slots that it takes; those that it gives back count as negative."""
+    with the slots that it takes; those that it gives back count as negative. A dense request that shares
+    pages takes index slots for copies of their keys."""
     owned = request.owned_slots
+    num_shared_pages = 0 if request.mode is Mode.DENSE else request.num_shared_pages
     for num_tokens in _grown_lengths(limits, request):
-        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, request.num_shared_pages), owned)
+        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, num_shared_pages), owned)
         device = limits.in_pages(capacity) - owned.device
         yield Exchange(request, capacity, need), need + SlotCounts(device=device)
 

@@ -82,11 +82,13 @@ class HeldMatches:
         """For each prefix, how many of its first pages hisparse requests share that the plan admits."""
         self._sources: set[Prefix] = set()
         """Prefixes without users that admitted dense requests copy pages from, for which they move down."""
+        self.left: frozenset[Prefix] = frozenset()
+        """Prefixes that their only user, a dense request, leaves in this plan: their slots count as free."""
 
     @property
     def unused(self) -> SlotCounts:
         """Slots of held pages without users, as long as the plan lets no request share any."""
-        return self._held.unused
+        return self._held.unused + self._slots_of(self.left)
 
     def find(self, request: Request, mode: Mode) -> HeldMatch:
         """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
@@ -104,6 +106,25 @@ class HeldMatches:
         taken = match.taken + SlotCounts.of(KV_POOLS[Mode.DENSE], num_more * self._page_size)
         taken += SlotCounts(host=self._unused_of(sources).host)
         return HeldMatch(stored.num_pages, match.parts, taken, num_more, sources)
+
+    def freed_without(self, request: Request) -> SlotCounts:
+        """Return the slots of the pages that nobody uses if a dense request leaves those that it shares."""
+        return self._slots_of(self._without_users_but(request))
+
+    def leave(self, request: Request) -> None:
+        """Note that a dense request leaves the pages that it shares."""
+        self.left |= self._without_users_but(request)
+
+    def _without_users_but(self, request: Request) -> frozenset[Prefix]:
+        """Return the prefixes that ``request`` alone uses, now and once the plan is carried out."""
+        if request.prefix is None:
+            return frozenset()
+        parts = request.prefix.chain()
+        return frozenset(part for part in parts if part.num_users == 1 and not self.pinned.get(part))
+
+    def _slots_of(self, prefixes: Iterable[Prefix]) -> SlotCounts:
+        slots = (SlotCounts.of(each.pools, len(each.keys) * self._page_size) for each in prefixes)
+        return sum(slots, SlotCounts())
 
     def find_resident(self, request: Request) -> HeldMatch:
         """Return the device pages that ``request`` can share if it becomes resident; others use all of them.
@@ -126,7 +147,7 @@ class HeldMatches:
         """Return the slots that the pages of ``parts`` have and that count as free."""
         taken = SlotCounts()
         for part, num in parts:
-            if not part.num_users:
+            if not part.num_users or part in self.left:
                 num_pages = max(0, num - self.pinned.get(part, 0))
                 taken += SlotCounts.of(part.pools, num_pages * self._page_size)
         return taken

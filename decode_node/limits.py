@@ -97,7 +97,7 @@ class Limits:
         """Return the first position, at the beginning of a page, whose item can stay on the device where it
         is, with all behind it, if a request leaves its pages for a hot buffer of ``capacity`` entries. None:
         the hot buffer holds all positions, in order, and the first of them are in pages that it shares."""
-        num_tokens, num_shared = request.num_kv_tokens, request.num_resident_pages * self.page_size
+        num_tokens, num_shared = request.num_kv_tokens, request.num_shared_device_pages * self.page_size
         num_beyond = num_tokens - (capacity - self.max_drafts - 1)
         if num_beyond <= 0:
             return None if num_shared else 0
@@ -137,21 +137,20 @@ class Limits:
         """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
 
         By the claims of all requests ``reserve.py`` sees that each can still end. A dense request can end in
-        its pages, or in the smallest hot buffer unless it shares pages.
+        its pages, or in the smallest hot buffer. For that it shares no pages any more: it needs slots in the
+        host pool and the index pool for its whole life, before those of the shared pages are free.
         """
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
-        lacks_host, lacks_index = max(0, own - owned.host), max(0, own - owned.index)
-        lacks_lookup = max(0, life - owned.lookup)
+        lacks_index, lacks_lookup = max(0, own - owned.index), max(0, life - owned.lookup)
         # A way to end is what the request lacks for it: host, device, index and lookup slots, in this order.
         if mode is Mode.HISPARSE:  # its hot buffer is complete, or its pages suffice for the smallest
+            lacks_host = max(0, own - owned.host)
             return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefixes)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
-        if num_shared_pages:
-            return Claim(slots_of(owned), (in_pages,), request.prefixes)
         lacks_device = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
-        in_hot_buffer = lacks_host, lacks_device, lacks_index, lacks_lookup
-        return Claim(slots_of(owned), (in_pages, in_hot_buffer))
+        in_hot_buffer = life, lacks_device, max(0, life - owned.index), lacks_lookup
+        return Claim(slots_of(owned), (in_pages, in_hot_buffer), request.prefixes)
 
 
 def refusal(limits: Limits, request: Request) -> str:

@@ -286,8 +286,22 @@ class LiveRequests:
             request.num_page_slots += need.device
         self._note_reserved(request)
 
+    def grow_for_exchange(self, exchange: Exchange) -> None:
+        """Give a running request the slots that it needs beside its hot buffer. A dense one gets index slots
+        in front of its own for the pages that it shares. Raises PoolExhausted."""
+        request, copies = exchange.request, SlotCounts()
+        if request.mode is Mode.DENSE:
+            copies = SlotCounts(index=request.num_shared_pages * self.pools.page_size)
+        self.grow(request, exchange.need - copies)
+        if copies.index:
+            self.held.make_room(copies)
+            in_front = self.pools.reserve(request.room, copies, request.owned.stage)
+            self.pools.join(in_front, request.owned)
+            self._note_reserved(request)
+
     def replace_device_slots(self, exchange: Exchange, first_kept: int | None = None) -> None:
-        """Give a request a hot buffer for its device slots. A dense request becomes hisparse.
+        """Give a request a hot buffer for its device slots, after ``grow_for_exchange``. A dense request
+        becomes hisparse, and lets go of the pages that it shares, of which it has copies.
 
         A hot buffer that it has already keeps its first slots, as many as both sizes have, and pages that are
         being filled are given up. Of pages that it leaves, those of its own from the position ``first_kept``
@@ -295,12 +309,13 @@ class LiveRequests:
         Raises PoolExhausted.
         """
         request, page_size = exchange.request, self.pools.page_size
+        num_shared = request.num_shared_device_pages * page_size
         was_dense, request.mode = request.mode is Mode.DENSE, Mode.HISPARSE
         num_before = request.num_device_slots - request.num_page_slots
         num_after = round_up(exchange.hot_capacity, page_size)
         num_first = 0 if request.hot_capacity else num_before
         if not request.hot_capacity and first_kept is not None:
-            num_first = first_kept - request.num_resident_pages * page_size
+            num_first = first_kept - num_shared
         if num_first:
             self.pools.release(self.pools.split(request.owned, [PoolKind.DEVICE], num_first))
         num_kept = min(num_before - num_first, num_after)
@@ -309,6 +324,8 @@ class LiveRequests:
         if kept is not None:
             self.pools.join(kept, request.owned)
         self._leave_residents(request)
+        if was_dense:
+            self._leave_prefix(request)
         if num_after > num_kept:
             self.held.make_room(SlotCounts(device=num_after - num_kept))
             self.pools.grow(request.owned, PoolKind.DEVICE, num_after - num_kept)
@@ -362,6 +379,15 @@ class LiveRequests:
         request.shares_from, request.num_page_slots = None, 0
         if prefix is not None:
             self.held.let_go(prefix, keeps=False)
+
+    def _leave_prefix(self, request: Request) -> None:
+        """Let go of the pages that a request shares, and has copies of. Where one of them is wrong, so is a
+        copy, and nobody is to find it."""
+        prefix, request.prefix = request.prefix, None
+        if prefix is not None:
+            if prefix.is_dropped:
+                request.prompt_keys = None
+            self.held.let_go(prefix)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
         """Move a request from RUNNING to ENDING: it keeps its slots until nothing on the device uses them.

@@ -113,9 +113,9 @@ def leave_safely(draft: PlanDraft, request: Request, capacity: int) -> bool:
 
 def _exchanges(draft: PlanDraft, request: Request, capacity: int) -> Iterator[tuple[Exchange, SlotCounts]]:
     """Yield exchanges of a request's pages for a hot buffer of at most ``capacity`` entries and fewer slots
-    than the pages have, each with the slots that it takes."""
+    than the pages have that it gives up, each with the slots that it takes."""
     limits = draft.limits
-    capacity = limits.max_capacity(request, min(capacity, request.num_device_slots - limits.page_size))
+    capacity = limits.max_capacity(request, min(capacity, draft.num_left(request) - limits.page_size))
     return exchanges_of_pages(limits, request, capacity)
 
 

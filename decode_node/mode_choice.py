@@ -129,8 +129,10 @@ def _admit_dense(draft: PlanDraft, request: Request) -> bool:
     num_needed = on_device.device + held.taken.device
     dense_may_leave = request.flag is HisparseFlag.FALSE and _dense_may_leave(draft, request)
     mark = draft.mark()
-    if make_room(draft, num_needed, dense_may_leave=dense_may_leave) and draft.land(smallest, held):
-        return True
+    if make_room(draft, num_needed, dense_may_leave=dense_may_leave):
+        # One that leaves its pages may have been the only user of those that this request shares.
+        if draft.land(smallest, draft.matches.find(request, Mode.DENSE)):
+            return True
     draft.undo(mark)
     return False
 

@@ -84,6 +84,7 @@ class Mark(NamedTuple):
     changed: dict[Request, _Changed]
     reserve: Reserve | None
     reserve_is_strict: bool
+    left: frozenset[Prefix]
 
 
 @dataclass
@@ -154,6 +155,8 @@ class PlanDraft:
         changed = self._changed.get(request)
         if changed is None:
             return self._unchanged_claims[request]
+        if request.mode is not changed.mode:  # it shares no pages any more
+            return self.limits.claim(request, changed.mode, changed.owned)._replace(prefixes=())
         return self.limits.claim(request, changed.mode, changed.owned, request.num_shared_pages)
 
     @cached_property
@@ -184,7 +187,11 @@ class PlanDraft:
         """The device slots of all requests once the plan is carried out. Growth must be decided before."""
         if self._use is None:
             self._use = DeviceUse(
-                self.limits, self.running, self.landing, self.exchanges, self._may_leave_pages
+                self.limits,
+                self.running,
+                self.landing,
+                self.exchanges,
+                lambda request: self.num_left(request) if self._may_leave_pages(request) else 0,
             )
             for admission in self.admissions.values():
                 self._use.admit(admission)
@@ -225,24 +232,32 @@ class PlanDraft:
         return (
             request.mode is Mode.DENSE
             and request.flag is HisparseFlag.AUTO
-            and request.may_leave_pages
             and not request.has_further_samples
             and request.has_next_step
             and request not in self._changed
         )
 
+    def num_left(self, request: Request) -> int:
+        """Return the device slots that a dense request gives up if it leaves its pages: its own, and those of
+        pages that nobody else uses."""
+        return request.num_device_slots + self.matches.freed_without(request).device
+
     def leave_pages(self, exchange: Exchange, given: SlotCounts) -> bool:
         """Exchange a dense request's pages for a hot buffer, to make room for others, if the slots for that
-        are free. Returns whether they are. ``given``: the slots that the exchange takes; device slots are
-        negative.
+        are free. Returns whether they are. ``given``: the slots that the exchange takes; those of its own
+        that it gives back count as negative. Pages that nobody else uses are free then, but their index slots
+        only after it has got some for the copies.
 
         One of the request's two ways to end is closed then. The caller asks ``all_can_end`` once everybody
         has left who is to leave, and calls ``undo`` if not.
         """
         request = exchange.request
-        if not (given + self._kept_for_growth).fits_in(self.available):
+        freed = self.matches.freed_without(request)
+        before_copies = self.available + SlotCounts(device=freed.device)
+        if not (given + self._kept_for_growth).fits_in(before_copies):
             return False
-        self.available -= given
+        self.available += freed - given
+        self.matches.leave(request)
         self.device_use.exchange(exchange)
         self.note_change(request, Mode.HISPARSE, request.owned_slots + given)
         self.exchanges[request] = exchange
@@ -257,13 +272,14 @@ class PlanDraft:
     def mark(self) -> Mark:
         """Return what ``undo`` needs."""
         exchanges, changed = dict(self.exchanges), dict(self._changed)
-        return Mark(self.available, exchanges, changed, self._reserve, self._reserve_is_strict)
+        left = self.matches.left
+        return Mark(self.available, exchanges, changed, self._reserve, self._reserve_is_strict, left)
 
     def undo(self, mark: Mark) -> None:
         """Undo all exchanges since ``mark``. Nothing may have been given away or admitted meanwhile."""
         if len(self.exchanges) != len(mark.exchanges):
             self._use = None
-        self.available, exchanges, changed, self._reserve, self._reserve_is_strict = mark
+        self.available, exchanges, changed, self._reserve, self._reserve_is_strict, self.matches.left = mark
         self.exchanges, self._changed = dict(exchanges), dict(changed)  # the mark may be used again
 
     def spare_device(self) -> int:

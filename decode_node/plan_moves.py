@@ -145,7 +145,7 @@ class PlanMoves:
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions  # a larger hot buffer is no retraction
-        self.requests.grow(request, exchange.need)
+        self.requests.grow_for_exchange(exchange)
         change = self._resize if request.hot_capacity else self._leave_pages
         if change(exchange, now):
             self.metrics.add("retractions_total", request.num_retractions - num_before)

@@ -337,6 +337,11 @@ class Request:
         return self.resident_prefix.end_page if self.resident_prefix else 0
 
     @property
+    def num_shared_device_pages(self) -> int:
+        """The number of device pages before those of its own, which it shares if it is dense or resident."""
+        return self.num_shared_pages if self.mode is Mode.DENSE else self.num_resident_pages
+
+    @property
     def will_share(self) -> bool:
         """Whether it has become resident and its next step lets others share its pages."""
         return self.shares_from is not None and self.run_stage is RunStage.READY
@@ -382,10 +387,10 @@ class Request:
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether it may give its device pages up for a hot buffer: if it is or becomes resident, or is dense
-        and shares none."""
+        """Whether it may give its device pages up for a hot buffer: if it is dense, or is or becomes
+        resident."""
         becomes_resident = self.num_page_slots > 0
-        return self.is_resident or becomes_resident or (self.mode is Mode.DENSE and self.prefix is None)
+        return self.mode is Mode.DENSE or self.is_resident or becomes_resident
 
     @property
     def is_resident(self) -> bool:
@@ -396,8 +401,9 @@ class Request:
     @property
     def may_share(self) -> bool:
         """Whether others may use its prompt's pages while it runs. A dense request shares none that it may
-        have to give up: without pages for its whole life, or to make room for others (``auto``), unless
-        further samples wait for them."""
+        have to give up, as it could not leave them without slots for copies of their indexer keys: without
+        pages for its whole life, or to make room for others (``auto``), unless further samples wait for
+        them."""
         if self.mode is Mode.HISPARSE:
             return True
         keeps_pages = self.flag is HisparseFlag.FALSE or self.has_further_samples

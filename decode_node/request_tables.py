@@ -27,7 +27,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.extents import slice_extents
+from hisparse_pd.core.paging.extents import slice_extents, total_length
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
@@ -382,14 +382,19 @@ class RequestTables:
             torch.cuda.current_stream(self.device).synchronize()
 
     def retract(self, request: Request) -> None:
-        """Bring all KV of a dense or resident request, which is to leave its pages, to the host. Waits for
-        the device."""
+        """Bring all KV of a dense or resident request, which is to leave its pages, to the host, and copy the
+        indexer keys of the pages that a dense one shares to slots of its own. Waits for the device."""
         self.fill_at_once(request)
         self._wait_until_filled(request.req_row)
         # If it is resident, the host is up to date: every step ends with the backup of its newest tokens.
         if request.mode is Mode.DENSE:
-            holding = request.owned
-            self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
+            if request.prefix is not None:
+                shared = request.prefix.extents(PoolKind.INDEX)
+                copies = slice_extents(request.owned[PoolKind.INDEX], 0, total_length(shared))
+                self.memory.copy_rows(PoolKind.INDEX, shared, copies)
+            # It waits for the copies above, too: whoever gets the shared pages next may write there at once.
+            on_device = request.extents(PoolKind.DEVICE)
+            self.memory.spill(on_device, request.owned[PoolKind.HOST], request.num_kv_tokens)
 
     def enter_hot_buffer(self, request: Request, first_position: int) -> None:
         """Let steps find the items of a request in its hot buffer, and no more in pages. The first device

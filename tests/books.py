@@ -78,7 +78,7 @@ def carry_out(
         rooms.use_held(admission)
     for exchange in plan.exchanges:
         request = exchange.request
-        rooms.grow(request, exchange.need)
+        rooms.grow_for_exchange(exchange)
         first_kept = None
         if limits is not None and not request.hot_capacity:
             first_kept = limits.first_kept(request, exchange.hot_capacity)

@@ -310,7 +310,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert self._new_plans().make(self.now) == plan, "somebody who fits is forgotten"
         # Those that turn out not to be local leave the queue before anything else is done.
         waiting = [request for request in waiting if request not in plan.no_longer_local]
-        before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
+        before = {
+            r.room: (r.mode, r.num_shared_pages * PAGE_SIZE, slots_of(r))
+            for r in self.rooms.select(RequestState.RUNNING)
+        }
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             if exchange.request.mode is Mode.DENSE and exchange.request.has_slots_for_next:
@@ -366,7 +369,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             return slots[: min(most, request.num_device_slots - request.num_page_slots)]
         first = self.limits.first_kept(request, capacity)
         if first is None:
-            assert request.num_resident_pages
+            assert request.num_shared_device_pages
             return []
         assert request.num_kv_tokens - first <= capacity - self.limits.max_drafts - 1
         slots = extents_to_slots(request.extents(PoolKind.DEVICE)).tolist()
@@ -392,12 +395,18 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             written = [extents_to_slots(slots.get(kind, ())).tolist() for slots in self.writable.values()]
             assert not {*src, *dst} & {*chain(*written)}
 
-    def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, dict[PoolKind, list[int]]]]) -> None:
+    def _check_nothing_is_lost(
+        self, before: dict[Room, tuple[Mode, int, dict[PoolKind, list[int]]]]
+    ) -> None:
         for request in self.rooms.select(RequestState.RUNNING):
-            mode, slots = before[request.room]
+            mode, num_shared, slots = before[request.room]
             for kind, now in slots_of(request).items():
                 if kind in slots and (request.mode is mode or kind is PoolKind.INDEX):
-                    assert now[: len(slots[kind])] == slots[kind], "a position has lost its slot"
+                    # One that has left its pages has slots of its own for copies of the keys that it shared.
+                    first = 0 if request.mode is mode else num_shared
+                    assert now[first : len(slots[kind])] == slots[kind][first:], "a position has lost its slot"
+                    is_copied = not set(now[:first]) & set(slots[kind])
+                    assert is_copied, "keys are copied to slots that have some"
 
     def _check_hot_buffers_are_large(self) -> None:
         """As far as a hot buffer's slots stay free, and no page is wanted by dense requests."""

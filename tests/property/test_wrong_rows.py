@@ -208,10 +208,13 @@ class WrongRowsMachine(RuleBasedStateMachine):
             return
         request, limits = self.random.choice(running), self.node.limits
         capacity = (limits.max_capacity if is_large else limits.min_capacity)(request)
-        num_slots = request.owned.num_slots(PoolKind.INDEX)
-        need = SlotCounts(host=num_slots, lookup=num_slots) if request.mode is Mode.DENSE else SlotCounts()
+        need = SlotCounts()
+        if request.mode is Mode.DENSE:
+            num_shared = request.num_shared_pages * limits.page_size
+            num_slots = num_shared + request.owned.num_slots(PoolKind.INDEX)
+            need = SlotCounts(host=num_slots, index=num_shared, lookup=num_slots)
         room = self.requests.pools.rounded(need + SlotCounts(device=capacity))
-        if room.fits_in(self.requests.available) and (request.may_leave_pages or need == SlotCounts()):
+        if room.fits_in(self.requests.available):
             self.node.plan_moves.carry_out(StepPlan(exchanges=(Exchange(request, capacity, need),)), 0.0)
         self.turn()
 

@@ -74,22 +74,62 @@ def test_hot_buffers_do_not_become_small_while_dense_requests_of_auto_may_leave(
     assert all(each.hot_capacity >= 128 for each in plan.exchanges[:1])
 
 
-def test_who_must_be_dense_or_shares_pages_or_lacks_host_slots_keeps_its_pages() -> None:
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=3 * 272, host=400)))
-    first = node.arrive(AUTO, 250, 10, family=1)
+def test_who_must_be_dense_or_lacks_host_slots_keeps_its_pages() -> None:
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=2 * 272, host=400)))
+    of_auto, must_be_dense = node.arrive(AUTO, 250, 10), node.arrive(FALSE, 250, 10)
     node.step()
-    end(node.rooms, first, is_sound=True)
-    sharing = node.arrive(AUTO, 250, 10, family=1)
-    must_be_dense, of_auto = node.arrive(FALSE, 250, 10), node.arrive(AUTO, 250, 10)
-    node.step()
-    assert [r.mode for r in (sharing, must_be_dense, of_auto)] == [Mode.DENSE] * 3
-    assert sharing.held_prefix_tokens > 0
+    assert [r.mode for r in (must_be_dense, of_auto)] == [Mode.DENSE] * 2
     late = node.arrive(TRUE, 100, 10)
     (exchange,) = node.plan().exchanges
     assert exchange.request is of_auto
     end(node.rooms, late)
     node.arrive(TRUE, 200, 10)  # 208 of 400 host slots, of which the request of auto would take 272
     assert node.plan() == StepPlan()
+
+
+def behind_a_prefix(num_sharing: int) -> tuple[Node, list[Request]]:
+    """Return a node with requests of ``auto`` behind a held prefix of 240 tokens; 16 device slots are free."""
+    num_slots = 240 + 32 * num_sharing + 16
+    node = Node(replace(MANY, totals=replace(MANY.totals, device=num_slots)))
+    first = node.arrive(AUTO, 250, 10, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharing = []
+    for _ in range(num_sharing):
+        sharing.append(node.arrive(AUTO, 250, 10, family=1))
+        node.step()
+    assert [(each.mode, each.num_shared_pages) for each in sharing] == [(Mode.DENSE, 15)] * num_sharing
+    assert node.rooms.available.device == 16
+    return node, sharing
+
+
+@pytest.mark.I2
+def test_the_only_user_of_a_held_prefix_leaves_its_pages_for_who_waits() -> None:
+    """The pages of the prefix are free then, too. The two hot buffers take 128 and 32 slots, for which the
+    prefix gives some of its own up."""
+    node, (sharing,) = behind_a_prefix(1)
+    late = node.arrive(TRUE, 260, 10)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(sharing, 128)]
+    assert (late.state, late.hot_capacity) == (RequestState.RUNNING, 32)
+    assert (sharing.mode, sharing.prefix, sharing.has_slots_for_next) == (Mode.HISPARSE, None, True)
+    assert node.rooms.held.unused.device == node.rooms.available.device == 288 - 128 - 32
+
+
+def test_who_shares_a_prefix_with_others_keeps_its_pages() -> None:
+    """The few of its own would not be enough for a hot buffer."""
+    node, _ = behind_a_prefix(2)
+    node.arrive(TRUE, 260, 10)
+    assert node.plan() == StepPlan()
+
+
+@pytest.mark.I2
+def test_pages_that_one_leaves_are_not_free_for_who_shares_them_next() -> None:
+    """Both would have 240 slots of the prefix and 32 of their own; 16 are free beside these."""
+    node, (sharing,) = behind_a_prefix(1)
+    node.arrive(FALSE, 250, 10, family=1)
+    plan = node.step()
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] in ([], [(sharing, 16)])
 
 
 def test_a_request_of_auto_does_not_leave_its_pages_for_another_that_could_be_dense() -> None:

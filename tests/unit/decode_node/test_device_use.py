@@ -44,8 +44,8 @@ def contents(use: DeviceUse) -> dict[str, Any]:
 
 
 def counted_anew(draft: PlanDraft) -> dict[str, Any]:
-    is_leaving = draft.device_use.leaving.__contains__
-    use = DeviceUse(LIMITS, draft.running, draft.landing, draft.exchanges, is_leaving)
+    leaving = draft.device_use.leaving
+    use = DeviceUse(LIMITS, draft.running, draft.landing, draft.exchanges, lambda r: leaving.get(r, 0))
     for admission in draft.admissions.values():
         use.admit(admission)
     return contents(use)

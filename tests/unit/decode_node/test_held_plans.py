@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import Holding, PoolKind, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.decode_node.growth import exchanges_of_pages
 from hisparse_pd.decode_node.held_matches import NO_MATCH, HeldMatches
 from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
@@ -201,15 +205,68 @@ def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
     assert not order_ends(SlotCounts(), zip(requests, claims, strict=True), pinned, 16).is_safe
 
 
-def test_a_dense_request_that_shares_pages_keeps_them() -> None:
-    """Others may use its pages, so it sits out where one that owns its pages goes on as hisparse."""
-    node = Node(STEP_BY_STEP)
+def test_a_dense_request_can_end_in_a_hot_buffer_with_copies_of_the_pages_that_it_shares() -> None:
+    node = Node(replace(STEP_BY_STEP, growth_tokens=1))
     first = node.arrive(FALSE, 64, 1, family=1)
     node.step()
     end(node.rooms, first, is_sound=True)
     sharer = node.arrive(FALSE, 66, 70, family=1)
     node.step()
     assert (sharer.mode, sharer.held_prefix_tokens) == (Mode.DENSE, 64)
-    assert not sharer.may_leave_pages
-    claim = node.limits.claim(sharer, Mode.DENSE, sharer.owned_slots, 4)
-    assert claim.ways == ((0, 144 - 64 - sharer.owned_slots.device, 144 - 64 - sharer.owned_slots.index, 0),)
+    owned = sharer.owned_slots
+    assert owned.device == owned.index < 32 == node.limits.in_pages(node.limits.min_capacity(sharer))
+    claim = node.limits.claim(sharer, Mode.DENSE, owned, sharer.num_shared_pages)
+    assert claim.ways == (
+        (0, 144 - 64 - owned.device, 144 - 64 - owned.index, 0),
+        (144, 32 - owned.device, 144 - owned.index, 144),
+    )
+    assert claim.prefixes == (sharer.prefix,)
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+def test_a_dense_request_that_shares_pages_leaves_them_when_it_cannot_grow() -> None:
+    """It gets host slots for all of its tokens, and keeps its index slots behind those for the copies."""
+    node = Node(replace(STEP_BY_STEP, totals=replace(STEP_BY_STEP.totals, device=128)))
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharer = node.arrive(FALSE, 66, 60, family=1)
+    node.step()
+    shared, other = sharer.prefix, node.arrive(FALSE, 15, 1)
+    node.step()
+    node.run(sharer, 31)  # a page is left for it
+    node.step()
+    assert (shared, other.mode, node.rooms.available.device) == (sharer.prefix, Mode.DENSE, 0)
+    own_index = extents_to_slots(sharer.owned[PoolKind.INDEX]).tolist()
+    node.run(sharer, 15)
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == [sharer]
+    assert (sharer.mode, sharer.prefix, sharer.num_retractions) == (Mode.HISPARSE, None, 1)
+    assert sharer.has_slots_for_next
+    index = extents_to_slots(sharer.owned[PoolKind.INDEX]).tolist()
+    assert index[64 : 64 + len(own_index)] == own_index
+    assert sharer.owned_slots.host == sharer.owned_slots.lookup == len(index) == 128
+    assert shared is not None and shared.num_users == 0
+    assert node.rooms.held.num_tokens_in(KV_POOLS[Mode.DENSE]) == 64
+    end(node.rooms, sharer, is_sound=True)
+    assert node.rooms.held.num_tokens_in(KV_POOLS[Mode.HISPARSE]) == 112
+    assert node.rooms.available.host == node.limits.totals.host
+
+
+@pytest.mark.I2
+def test_who_leaves_pages_that_were_found_wrong_leaves_none_behind() -> None:
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharer = node.arrive(FALSE, 66, 70, family=1)
+    node.step()
+    assert sharer.prefix is not None
+    node.rooms.held.drop(PoolKind.DEVICE, extents_to_slots(sharer.prefix.holding[PoolKind.DEVICE])[0])
+    exchange, _ = next(exchanges_of_pages(node.limits, sharer, 32))
+    carry_out(node.rooms, StepPlan(exchanges=(exchange,)), limits=node.limits)
+    node.rooms.check_integrity()
+    end(node.rooms, sharer, is_sound=True)
+    assert len(node.rooms.held) == 0
+    assert node.rooms.pools.free == node.limits.totals

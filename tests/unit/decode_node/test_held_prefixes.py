@@ -9,15 +9,19 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
+from hisparse_pd.decode_node.growth import exchanges_of_pages
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.plan_moves import bootstrap_of
 from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from tests.books import end, land, make_request
 from tests.unit.decode_node.support import (
@@ -196,7 +200,6 @@ def test_a_prompt_is_not_shared_while_its_request_may_leave_its_pages() -> None:
     books.end(short)
     whole = books.run(books.land((*PROMPT, 3), Mode.DENSE, 16))
     assert whole.prefix is not None
-    assert not whole.may_leave_pages
 
 
 def test_what_a_failed_step_left_is_not_held() -> None:
@@ -252,6 +255,53 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     index_slots = slots_tensor(prefix.extents(PoolKind.INDEX))
     assert memory.index[:, index_slots].equal(alone.index[:, :num_held])
     assert memory.row_checks is not None
+    assert memory.row_checks[:, index_slots].equal(alone.row_checks[:, :num_held])
+
+
+@pytest.mark.I1
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.parametrize("num_prompt_tokens", [85, 25])
+def test_a_dense_request_that_leaves_shared_pages_needs_them_no_more(
+    node: EngineHarness, checkpoint: Checkpoint, num_prompt_tokens: int
+) -> None:
+    """Whoever gets them next may write there at once. Of 25 tokens and the answer, the hot buffer has all."""
+    prompt, engine = random_prompt(6, num_prompt_tokens), node.engine
+    num_shared, num_held = num_prompt_tokens // 16 * 16, (num_prompt_tokens + 11) // 16 * 16
+    first = node.ask(prompt, 12, HisparseFlag.FALSE)
+    again = node.generate(prompt, 12, HisparseFlag.FALSE)
+    node.turn_until(lambda: len(again.token_ids) > 3)
+    engine.steps.settle()
+    (request,) = engine.requests.select(RequestState.RUNNING)
+    prefix, limits = request.prefix, engine.limits
+    assert prefix is not None
+    assert prefix.end_page * 16 == num_shared
+    shared = {kind: slots_tensor(prefix.extents(kind)) for kind in prefix.kinds}
+    exchange, _ = next(exchanges_of_pages(limits, request, limits.max_capacity(request)))
+    assert (limits.first_kept(request, exchange.hot_capacity) is None) == (num_prompt_tokens == 25)
+    engine.plan_moves.carry_out(StepPlan(exchanges=(exchange,)), 0.0)
+    engine.requests.check_integrity()
+    engine.requests.held.flush()
+    memory = engine.tables.memory
+    assert memory.row_checks is not None
+    free = ~torch.isin(shared[PoolKind.DEVICE], slots_tensor(request.owned[PoolKind.DEVICE]))
+    memory.k_dev[:, shared[PoolKind.DEVICE][free]] = 0xFF  # the hot buffer may have got some of them
+    assert not set(shared[PoolKind.INDEX].tolist()) & set(
+        slots_tensor(request.owned[PoolKind.INDEX]).tolist()
+    )
+    for pool in (memory.index, memory.row_checks):
+        pool[:, shared[PoolKind.INDEX]] = 0xFF
+    node.turn_until(lambda: again.is_over)
+    assert (again.token_ids, again.stats.mode) == (first.token_ids, Mode.HISPARSE)
+    node.turn_until(lambda: not engine.requests)
+    keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *again.token_ids)), 16).keys
+    found = engine.requests.held.find(keys, KV_POOLS[Mode.HISPARSE])
+    assert found is not None
+    assert found.num_pages * 16 == num_held
+    alone = computed(checkpoint, (*prompt, *again.token_ids)[: num_held + 1], 16)
+    assert memory.k_host[:, slots_tensor(found.prefix.extents(PoolKind.HOST))].equal(alone.kv[:, :num_held])
+    index_slots = slots_tensor(found.prefix.extents(PoolKind.INDEX))
+    assert memory.index[:, index_slots].equal(alone.index[:, :num_held])
     assert memory.row_checks[:, index_slots].equal(alone.row_checks[:, :num_held])
 
 
