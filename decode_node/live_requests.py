@@ -254,16 +254,15 @@ class LiveRequests:
     def start(self, request: Request) -> None:
         """Move a request from LANDING or FETCHING to RUNNING: all bytes are here, and the aux record is read.
 
-        The whole pages of its prompt that no step writes to are held from now on, unless the request may have
-        to give them up (``may_share``). Where equal pages are held already, the request uses those, and its
-        own are free.
+        The whole pages of its prompt that no step writes to are held from now on. Where equal pages are held
+        already, the request uses those, and its own are free.
         """
         self._move(request, RequestState.RUNNING)
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
         # A prefix is dropped when one of its rows is wrong: nothing behind it may be found.
         is_dropped = request.prefix is not None and request.prefix.is_dropped
-        if not request.may_share or is_dropped:
+        if is_dropped:
             return
         # This comes before the tables are filled, since it may change which pages the request uses. Pages
         # that others left meanwhile are of no use to it if they are not on the device.

@@ -131,7 +131,8 @@ def _admit_dense(draft: PlanDraft, request: Request) -> bool:
     mark = draft.mark()
     if make_room(draft, num_needed, dense_may_leave=dense_may_leave):
         # One that leaves its pages may have been the only user of those that this request shares.
-        if draft.land(smallest, draft.matches.find(request, Mode.DENSE)):
+        held = draft.matches.find(request, Mode.DENSE)
+        if draft.land(smallest, held):
             return True
     draft.undo(mark)
     return False

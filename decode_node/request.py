@@ -399,17 +399,6 @@ class Request:
         return self.mode is Mode.HISPARSE and self.hot_capacity == 0
 
     @property
-    def may_share(self) -> bool:
-        """Whether others may use its prompt's pages while it runs. A dense request shares none that it may
-        have to give up, as it could not leave them without slots for copies of their indexer keys: without
-        pages for its whole life, or to make room for others (``auto``), unless further samples wait for
-        them."""
-        if self.mode is Mode.HISPARSE:
-            return True
-        keeps_pages = self.flag is HisparseFlag.FALSE or self.has_further_samples
-        return keeps_pages and self.reserved_tokens >= self.life_tokens
-
-    @property
     def usable_keys(self) -> tuple[PageKey, ...]:
         """Keys of the prompt pages that may come from a held prefix: those before ``first_stepped``."""
         return () if self.prompt_keys is None else self.prompt_keys.keys[: self.num_usable_pages]

@@ -13,7 +13,7 @@ B then has 10 + 30 = 40. Up to 5 slots can be given to a third request: A still 
 - The first request in the order never sits out. When it ends, the next one is the first. Nobody is admitted
   while a request sits out, so each request becomes the first in time.
 - A dense request can end in two ways: in device pages, or in a hot buffer with host slots for its whole life.
-  A dense request that shares pages ends in device pages.
+  For the second it needs copies of what it shares, too, before the shared pages are free.
 - Shared pages are free when the last of their users has ended. Held pages without users count as free until a
   plan lets a request share them (``held_matches.py``).
 - Requests whose KV is on its way come last, and no other request counts on their slots: if the prefill node

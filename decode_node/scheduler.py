@@ -24,9 +24,9 @@ together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it 
   Nobody waits for what is faster, and not for room, longer than for half of its time (``is_urgent``).
 - A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
   it.
-- While the first in the queue lacks only device slots, dense requests of ``auto`` that share no pages give
-  theirs up for a hot buffer, if that pays, those admitted last first, unless another of ``auto`` wants to be
-  dense. When nobody waits, they do so where hot buffers are small (``share_pages``).
+- While the first in the queue lacks only device slots, dense requests of ``auto`` give their pages up for a
+  hot buffer, if that pays, those admitted last first, unless another of ``auto`` wants to be dense. When
+  nobody waits, they do so where hot buffers are small (``share_pages``).
 - If the first in the queue lacks device slots for a hot buffer, and that is not enough, hot buffers shrink to
   their minimum. They get their full size back when nobody waits and one of the full size stays free for the
   next arrival.

@@ -395,18 +395,15 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             written = [extents_to_slots(slots.get(kind, ())).tolist() for slots in self.writable.values()]
             assert not {*src, *dst} & {*chain(*written)}
 
-    def _check_nothing_is_lost(
-        self, before: dict[Room, tuple[Mode, int, dict[PoolKind, list[int]]]]
-    ) -> None:
+    def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, int, dict[PoolKind, list[int]]]]) -> None:
         for request in self.rooms.select(RequestState.RUNNING):
             mode, num_shared, slots = before[request.room]
             for kind, now in slots_of(request).items():
                 if kind in slots and (request.mode is mode or kind is PoolKind.INDEX):
-                    # One that has left its pages has slots of its own for copies of the keys that it shared.
-                    first = 0 if request.mode is mode else num_shared
-                    assert now[first : len(slots[kind])] == slots[kind][first:], "a position has lost its slot"
-                    is_copied = not set(now[:first]) & set(slots[kind])
-                    assert is_copied, "keys are copied to slots that have some"
+                    # One that has left its pages has slots of its own for copies of the shared ones' keys.
+                    first, before_it = 0 if request.mode is mode else num_shared, slots[kind]
+                    assert now[first : len(before_it)] == before_it[first:], "a position has lost its slot"
+                    assert not set(now[:first]) & set(before_it), "keys are copied to slots that have some"
 
     def _check_hot_buffers_are_large(self) -> None:
         """As far as a hot buffer's slots stay free, and no page is wanted by dense requests."""

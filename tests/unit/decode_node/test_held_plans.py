@@ -74,8 +74,8 @@ def test_nobody_waits_for_a_first_sample_of_which_nothing_lands() -> None:
     assert [admission.num_shared_pages for admission in node.plan().admissions] == [2, 2]
 
 
-def test_samples_copy_from_a_dense_one_that_may_have_to_leave_its_pages() -> None:
-    """They share none of its pages, so that it may leave them."""
+def test_samples_share_the_pages_of_a_dense_one_and_copy_the_rest() -> None:
+    """It may have to leave its pages, and they do not notice."""
     node = Node(STEP_BY_STEP)
     first, second = (node.arrive(FALSE, 40, 60, family=1) for _ in range(2))
     second.first_sample = first
@@ -84,8 +84,8 @@ def test_samples_copy_from_a_dense_one_that_may_have_to_leave_its_pages() -> Non
     assert plan.admissions[0].need.device < first.life_tokens
     assert first.may_leave_pages
     (admission,) = node.plan().admissions
-    assert (admission.request, admission.num_shared_pages) == (second, 0)
-    assert copy_source(second, admission.mode, 0, node.limits.page_size) is first
+    assert (admission.request, admission.num_shared_pages) == (second, 2)
+    assert copy_source(second, admission.mode, 32, node.limits.page_size) is first
 
 
 def test_nothing_is_copied_from_a_sample_that_is_over_or_in_another_mode_or_damaged() -> None:
@@ -247,7 +247,8 @@ def test_a_dense_request_that_shares_pages_leaves_them_when_it_cannot_grow() -> 
     index = extents_to_slots(sharer.owned[PoolKind.INDEX]).tolist()
     assert index[64 : 64 + len(own_index)] == own_index
     assert sharer.owned_slots.host == sharer.owned_slots.lookup == len(index) == 128
-    assert shared is not None and shared.num_users == 0
+    assert shared is not None
+    assert shared.num_users == 0
     assert node.rooms.held.num_tokens_in(KV_POOLS[Mode.DENSE]) == 64
     end(node.rooms, sharer, is_sound=True)
     assert node.rooms.held.num_tokens_in(KV_POOLS[Mode.HISPARSE]) == 112

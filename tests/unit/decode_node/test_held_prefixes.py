@@ -54,7 +54,7 @@ class Books:
     """Live requests without an engine."""
 
     def __init__(self) -> None:
-        totals = SlotCounts(host=48, device=32, index=64, lookup=96, aux=3, req_row=3)
+        totals = SlotCounts(host=48, device=48, index=64, lookup=96, aux=3, req_row=3)
         self.rooms = LiveRequests(Pools(totals, PAGE), quarantine_secs=5.0)
         self._num_rooms = 0
 
@@ -166,12 +166,13 @@ def test_resumed_tokens_are_the_requests_own_until_it_ends(mode: Mode) -> None:
 
 @pytest.mark.I1
 @pytest.mark.I2
-def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
-    books = Books()
-    first, late = (books.land(PROMPT, Mode.HISPARSE) for _ in range(2))
+@pytest.mark.parametrize("mode", Mode)
+def test_a_prompt_is_shared_as_soon_as_it_has_landed(mode: Mode) -> None:
+    books, kind = Books(), KV_POOLS[mode][0]
+    first, late = (books.land(PROMPT, mode) for _ in range(2))
     assert first.prefix is late.prefix is None, "not while it lands"
     books.run(first)
-    second = books.land(PROMPT, Mode.HISPARSE)
+    second = books.land(PROMPT, mode)
     assert second.held_prefix_tokens == 8
     assert second.prefix is first.prefix
     # Equal pages are kept once: the later request goes on with those of the first.
@@ -179,27 +180,13 @@ def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
     books.run(late)
     books.rooms.check_integrity()
     assert late.prefix is first.prefix
-    assert books.rooms.pools.free - num_free == SlotCounts(host=8, index=8, aux=1)
+    assert books.rooms.pools.free - num_free == SlotCounts.of(KV_POOLS[mode], 8) + SlotCounts(aux=1)
     assert late.reserved_tokens == 16
     books.end(first, is_sound=False)
     books.end(second)
     assert books.rooms.held.num_tokens == 8
-    assert books.rooms.pools.used(Stage.QUARANTINED).host == books.rooms.pools.used(Stage.HELD).host == 8
+    assert books.rooms.pools.used(Stage.QUARANTINED)[kind] == books.rooms.pools.used(Stage.HELD)[kind] == 8
     books.end(late)
-
-
-@pytest.mark.I1
-def test_a_prompt_is_not_shared_while_its_request_may_leave_its_pages() -> None:
-    books = Books()
-    short = books.run(books.land(PROMPT, Mode.DENSE, 12))
-    assert short.prefix is None
-    assert books.rooms.held.num_tokens == 0
-    assert short.may_leave_pages
-    assert books.run(books.land((7, *PROMPT), Mode.HISPARSE, 12)).prefix is not None, "it stays in its own"
-    books.rooms.grow(short, SlotCounts(device=4, index=4))
-    books.end(short)
-    whole = books.run(books.land((*PROMPT, 3), Mode.DENSE, 16))
-    assert whole.prefix is not None
 
 
 def test_what_a_failed_step_left_is_not_held() -> None:
@@ -207,8 +194,8 @@ def test_what_a_failed_step_left_is_not_held() -> None:
     books = Books()
     books.end(books.run(books.land(PROMPT, Mode.HISPARSE, 20), 7), is_sound=False)
     assert books.rooms.held.num_tokens == 8
-    books.end(books.run(books.land((5, *PROMPT), Mode.DENSE, 12), 2), is_sound=False)
-    assert books.rooms.held.num_tokens == 8
+    books.end(books.run(books.land((5, *PROMPT), Mode.DENSE, 16), 4), is_sound=False)
+    assert books.rooms.held.num_tokens == 16
     assert books.rooms.available == books.rooms.pools.totals
 
 
