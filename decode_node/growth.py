@@ -87,14 +87,16 @@ def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
     """Exchange the pages of a dense or resident request for a hot buffer; one whose pages are being filled
     keeps that which it has. Returns whether there are slots for that."""
     limits, owned = draft.limits, request.owned_slots
+    freed = SlotCounts(device=draft.matches.freed_without(request).device)
     # The hot buffer takes no more than the request's own pages, unless its minimum is larger.
     own = min(limits.max_capacity(request), owned.device)
     capacity = request.hot_capacity or max(own, limits.min_capacity(request))
     for exchange, given in exchanges_of_pages(limits, request, capacity):
-        if draft.may_give(given, reserve):
+        if draft.may_give(given - freed, reserve):
             draft.exchanges[request] = exchange
             draft.note_change(request, Mode.HISPARSE, owned + given)
-            draft.give(given, reserve)
+            draft.give(given - freed, reserve)
+            draft.matches.leave(request)
             return True
     return False
 

@@ -108,7 +108,8 @@ class HeldMatches:
         return HeldMatch(stored.num_pages, match.parts, taken, num_more, sources)
 
     def freed_without(self, request: Request) -> SlotCounts:
-        """Return the slots of the pages that nobody uses if a dense request leaves those that it shares."""
+        """Return the slots of pages that nobody uses any more once a dense request has left those that it
+        shares. A hisparse one leaves none: it shares pages in the host pool."""
         return self._slots_of(self._without_users_but(request))
 
     def leave(self, request: Request) -> None:
@@ -117,7 +118,7 @@ class HeldMatches:
 
     def _without_users_but(self, request: Request) -> frozenset[Prefix]:
         """Return the prefixes that ``request`` alone uses, now and once the plan is carried out."""
-        if request.prefix is None:
+        if request.prefix is None or request.mode is Mode.HISPARSE:
             return frozenset()
         parts = request.prefix.chain()
         return frozenset(part for part in parts if part.num_users == 1 and not self.pinned.get(part))

@@ -20,7 +20,7 @@ from hisparse_pd.decode_node.step_plan import StepPlan
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from tests.books import carry_out, end
-from tests.unit.decode_node.plan_node import AUTO, FALSE, STEP_BY_STEP, TRUE, Node
+from tests.unit.decode_node.plan_node import AUTO, FALSE, STEP_BY_STEP, TRUE, Node, request_slots
 
 
 def test_further_samples_wait_for_the_pages_of_the_first_and_let_others_ahead() -> None:
@@ -253,6 +253,26 @@ def test_a_dense_request_that_shares_pages_leaves_them_when_it_cannot_grow() -> 
     end(node.rooms, sharer, is_sound=True)
     assert node.rooms.held.num_tokens_in(KV_POOLS[Mode.HISPARSE]) == 112
     assert node.rooms.available.host == node.limits.totals.host
+
+
+@pytest.mark.I2
+def test_a_hot_buffer_may_take_the_shared_pages_that_its_request_leaves() -> None:
+    """Its own page has 16 of the 32 slots, and none is free."""
+    node = Node(replace(STEP_BY_STEP, growth_tokens=1, totals=replace(STEP_BY_STEP.totals, device=96)))
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    node.arrive(FALSE, 15, 2)
+    node.step()
+    sharer = node.arrive(FALSE, 66, 30, family=1)
+    node.step()
+    assert (sharer.num_shared_pages, sharer.num_device_slots, node.rooms.available.device) == (4, 16, 0)
+    kept = request_slots(sharer)
+    node.run(sharer, 14)
+    (exchange,) = node.step().exchanges
+    assert (exchange.request, exchange.hot_capacity, sharer.num_device_slots) == (sharer, 21, 32)
+    assert request_slots(sharer)[:16] == kept
+    assert node.rooms.available.device == 48
 
 
 @pytest.mark.I2
