@@ -1,21 +1,16 @@
 """Owns the books: which requests are live, the state of each, and the slots that it owns.
 
-The books are pure, so that every order of moves is tested without memory, tables or sockets. Only
-``queue_moves.py``, ``plan_moves.py`` and ``end_moves.py`` make moves, and do the rest of each around the
-call. Every way out ends in ``release``, which decides whether slots are free at once or quarantined.
-
-Thousands may wait: requests are found by state, prefill node and deadline without a look at all of them.
+``request_index.py`` finds them. The books are pure, so that every order of moves is tested without memory,
+tables or sockets. Only ``queue_moves.py``, ``plan_moves.py`` and ``end_moves.py`` make moves, and do the rest
+of each around the call. Every way out ends in ``release``, which decides whether slots are free at once or
+quarantined.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Collection, Iterator
 from itertools import chain
-from typing import Final
 
-from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import (
     TOKEN_POOLS,
     Holding,
@@ -32,117 +27,30 @@ from hisparse_pd.decode_node.held_tier import HeldTier, PageCopies
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
+from hisparse_pd.decode_node.request_index import DuplicateRoom, RequestIndex
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.protocol.messages import Room
-
-_NO_PEER: Final = PeerAddress("", 0)
-"""Stands for the prefill node of local requests, which wait in one queue."""
 
 
-class DuplicateRoom(Exception):
-    """The room or the request id belongs to a live request, or the room is in quarantine."""
-
-
-class LiveRequests:
-    """All requests between their arrival and their end. Times are those of ``time.monotonic``.
+class LiveRequests(RequestIndex):
+    """All requests between their arrival and their end, and their slots. Times are those of
+    ``time.monotonic``.
 
     ``copies``: see ``HeldTier`` and ``DenseTier``.
     """
 
     def __init__(self, pools: Pools, quarantine_secs: float, copies: PageCopies | None = None) -> None:
+        super().__init__()
         self.pools = pools
         self.held = PrefixTree(pools)
         self.held_tier = HeldTier(self.held, pools.page_size, copies)
         self.dense_tier = DenseTier(self.held, pools, copies)
         self.set_aside = SetAside(pools, self.held, "decode")
         self.quarantine = Quarantine(quarantine_secs, self._release_quarantined)
-        self.num_queue_changes = 0
-        """How often a request has entered or left WAITING."""
-        self._by_room: dict[Room, Request] = {}
-        self._by_request_id: dict[str, Request] = {}
-        self._queues: dict[RequestState, dict[PeerAddress, dict[Request, None]]] = {
-            RequestState.CONNECTING: {},
-            RequestState.WAITING: {},
-        }
-        """Requests that own nothing yet, by state and prefill node; local ones are under ``_NO_PEER``. No
-        queue is empty; those in ``_unsorted`` are out of order, the others are in order of arrival."""
-        self._unsorted: set[tuple[RequestState, PeerAddress]] = set()
-        """State and prefill node of queues that are sorted when they are next read."""
-        self._admitted: dict[RequestState, dict[Request, None]] = {
-            RequestState.LANDING: {},
-            RequestState.FETCHING: {},
-            RequestState.RUNNING: {},
-            RequestState.ENDING: {},
-        }
-        self._next_deadline = float("inf")
-        """A time before which no live request's deadline is over. It may be too early: it stays when the
-        request that had this deadline gets a later one, or ends."""
-        self._num_opened = 0
-        """The next ``Request.arrived_seq``."""
         self._num_admitted = 0
         """The next ``Request.admitted_seq``."""
-
-    def __len__(self) -> int:
-        # Requests that are ENDING have given up their rooms: they are not in ``_by_room``.
-        return len(self._by_room) + len(self._admitted[RequestState.ENDING])
-
-    def get(self, room: int) -> Request | None:
-        return self._by_room.get(Room(room))
-
-    def get_by_id(self, request_id: str) -> Request | None:
-        return self._by_request_id.get(request_id)
-
-    def all(self) -> list[Request]:
-        return list(self._by_room.values())
-
-    def select(self, *states: RequestState) -> list[Request]:
-        """Return live requests, state by state; those that wait are in order of arrival."""
-        found: list[Request] = []
-        for state in states:
-            found += self._admitted[state] if state in self._admitted else self._in_order(state)
-        return found
-
-    def waiting(self) -> Iterator[Request]:
-        """Iterate over the admission queue in order of arrival. It must not change meanwhile."""
-        return self._in_order(RequestState.WAITING)
-
-    def _in_order(self, state: RequestState) -> Iterator[Request]:
-        return heapq.merge(*(self.queued(state, peer) for peer in self._queues[state]), key=_arrival)
-
-    def queued_at(self, state: RequestState) -> list[PeerAddress]:
-        """Return the prefill nodes for which requests are in ``state``: CONNECTING or WAITING."""
-        return [peer for peer in self._queues[state] if peer != _NO_PEER]
-
-    def queued(self, state: RequestState, peer: PeerAddress) -> Collection[Request]:
-        """Return the requests of one prefill node that are CONNECTING or WAITING, in order of arrival."""
-        queues = self._queues[state]
-        if (state, peer) in self._unsorted and peer in queues:
-            queues[peer] = dict.fromkeys(sorted(queues[peer], key=_arrival))
-        self._unsorted.discard((state, peer))
-        return queues.get(peer, {}).keys()
-
-    def num_queued(self) -> Counter[HisparseFlag]:
-        """Count the requests that own nothing yet, by the mode that they ask for."""
-        queues = [queue for queues in self._queues.values() for queue in queues.values()]
-        return Counter(request.flag for queue in queues for request in queue)
-
-    def of_peer(self, peer: PeerAddress) -> list[Request]:
-        """Return the requests of a prefill node, without local ones."""
-        queued = [request for state in self._queues for request in self.queued(state, peer)]
-        admitted = self.select(RequestState.LANDING, RequestState.RUNNING)
-        return queued + [request for request in admitted if request.peer == peer]
-
-    def expired(self, now: float) -> list[Request]:
-        """Return live requests whose deadline is over. The caller ends them or sets a new deadline."""
-        if now < self._next_deadline:
-            return []
-        requests = self._by_room.values()
-        later = (request.deadline for request in requests if request.deadline > now)
-        self._next_deadline = min(later, default=float("inf"))
-        return [request for request in requests if request.deadline <= now]
 
     @property
     def available(self) -> SlotCounts:
@@ -153,32 +61,12 @@ class LiveRequests:
 
     def open(self, request: Request) -> None:
         """Take a new request in. Raises DuplicateRoom, and then the request that has the room stays."""
-        if request.room in self._by_room or request.room in self.quarantine:
-            where = "quarantined after a failed transfer" if request.room in self.quarantine else "in use"
-            raise DuplicateRoom(f"bootstrap_room {request.room} is {where} on this node; send another room")
-        if request.request_id in self._by_request_id:
-            raise DuplicateRoom(f"request id {request.request_id} is in use on this node")
-        self._by_room[request.room] = request
-        self._by_request_id[request.request_id] = request
-        request.arrived_seq = self._num_opened
-        self._num_opened += 1
-        self._enter(request, request.deadline)
-
-    def queue(
-        self,
-        request: Request,
-        state: RequestState,
-        deadline: float,
-        peer: PeerAddress | None = None,
-        *,
-        is_local: bool = False,
-    ) -> None:
-        """Move a request to CONNECTING or WAITING. ``peer``: its new rank of the prefill node, if any.
-        ``is_local``: see ``Request``."""
-        self._leave(request)
-        request.peer, request.is_local = peer or request.peer, is_local
-        request.move(state)
-        self._enter(request, deadline)
+        if request.room in self.quarantine:
+            raise DuplicateRoom(
+                f"bootstrap_room {request.room} is quarantined after a failed transfer on this node; send "
+                "another room"
+            )
+        self._add(request)
 
     def use_held(self, admission: Admission) -> None:
         """Let a request use the held pages of its prompt, so that they are not evicted."""
@@ -398,11 +286,6 @@ class LiveRequests:
         self._forget(request)
         request.is_sound = is_sound
 
-    def _forget(self, request: Request) -> None:
-        """Free the request's room and id for other requests."""
-        del self._by_room[request.room]
-        del self._by_request_id[request.request_id]
-
     def release(self, request: Request, now: float) -> None:
         """Move a request from any state but RUNNING to ENDED: the one release path.
 
@@ -501,36 +384,6 @@ class LiveRequests:
             "and pages that are good"
         )
 
-    # --- the indexes ------------------------------------------------------------------------------
-
-    def _move(self, request: Request, state: RequestState, deadline: float = float("inf")) -> None:
-        self._leave(request)
-        request.move(state)
-        self._enter(request, deadline)
-
-    def _leave(self, request: Request) -> None:
-        if (queues := self._queues.get(request.state)) is None:
-            del self._admitted[request.state][request]
-            return
-        self.num_queue_changes += request.state is RequestState.WAITING
-        peer = _queue_of(request)
-        del queues[peer][request]
-        if not queues[peer]:
-            del queues[peer]
-
-    def _enter(self, request: Request, deadline: float) -> None:
-        if (queues := self._queues.get(request.state)) is not None:
-            peer = _queue_of(request)
-            queue = queues.setdefault(peer, {})
-            if queue and _arrival(next(reversed(queue))) > _arrival(request):
-                self._unsorted.add((request.state, peer))
-            queue[request] = None
-            self.num_queue_changes += request.state is RequestState.WAITING
-        elif request.state is not RequestState.ENDED:
-            self._admitted[request.state][request] = None
-        request.deadline = deadline
-        self._next_deadline = min(self._next_deadline, deadline)
-
     def _note_reserved(self, request: Request) -> None:
         """Update what the request says of its slots, after these have changed.
 
@@ -568,11 +421,3 @@ class LiveRequests:
         using = [prefix for request in self.select(*admitted) for prefix in request.prefixes]
         using += [entry.prefix for entry in self.quarantine if entry.prefix is not None]
         self.held.check_integrity(chain(using, self.held_tier.users(), self.dense_tier.users()))
-
-
-def _queue_of(request: Request) -> PeerAddress:
-    return _NO_PEER if request.is_local else request.peer
-
-
-def _arrival(request: Request) -> int:
-    return request.arrived_seq

@@ -22,10 +22,11 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.held_matches import num_shareable_pages
 from hisparse_pd.decode_node.limits import Limits, refusal
-from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
+from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.local_kv import local_modes
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_index import DuplicateRoom
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import Generate, num_packed_tokens
 from hisparse_pd.protocol.messages import Room

@@ -9,9 +9,10 @@ import pytest
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.pools import Holding, Pools, SlotCounts, Stage
-from hisparse_pd.decode_node.live_requests import DuplicateRoom, LiveRequests
+from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request_index import DuplicateRoom
 from hisparse_pd.decode_node.request_states import IllegalMove, RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
 from hisparse_pd.protocol.messages import Room
