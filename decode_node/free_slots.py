@@ -22,9 +22,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.hot_buffer_sizes import kept_for_arrival, share_of
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.making_room import leave_safely
-from hisparse_pd.decode_node.mode_speed import (
-    num_saved_positions,
-)
+from hisparse_pd.decode_node.mode_speed import num_saved_positions
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange, Fill
