@@ -41,11 +41,14 @@ class HeldMatch(NamedTuple):
 NO_MATCH: Final = HeldMatch(0, (), SlotCounts())
 
 
-def stored_beginning(held: PrefixTree, keys: Sequence[PageKey], num_pages: int) -> Match | None:
+def stored_beginning(
+    held: PrefixTree, keys: Sequence[PageKey], num_pages: int, num_runs: int
+) -> Match | None:
     """Return the longest beginning of ``keys`` of which main memory has KV, indexer keys and row checks, if
-    it is longer than ``num_pages`` pages; otherwise None."""
+    it is longer than the ``num_pages`` pages that the device has and can be brought up behind these, which
+    are in ``num_runs`` runs; otherwise None."""
     found = held.find(keys, KV_POOLS[Mode.HISPARSE])
-    if found is None or found.num_pages <= num_pages:
+    if found is None or found.num_pages <= num_pages or num_runs > MAX_RUNS_BEFORE:
         return None
     match: Match | None = None
     for prefix, num in reversed(tuple(found.parts())):
@@ -57,8 +60,9 @@ def stored_beginning(held: PrefixTree, keys: Sequence[PageKey], num_pages: int) 
 
 def num_shareable_pages(held: PrefixTree, keys: Sequence[PageKey], mode: Mode) -> int:
     """Return how many pages of ``keys`` a request of ``mode`` can share."""
-    num_pages = held.num_found(keys, KV_POOLS[mode])
-    if mode is Mode.DENSE and (stored := stored_beginning(held, keys, num_pages)) is not None:
+    found = held.find(keys, KV_POOLS[mode])
+    num_pages, num_runs = (0, 0) if found is None else (found.num_pages, len(tuple(found.parts())))
+    if mode is Mode.DENSE and (stored := stored_beginning(held, keys, num_pages, num_runs)) is not None:
         return stored.num_pages
     return num_pages
 
@@ -93,9 +97,9 @@ class HeldMatches:
     def find(self, request: Request, mode: Mode) -> HeldMatch:
         """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
         match = self._find(request, KV_POOLS[mode])
-        if mode is Mode.HISPARSE or len(match.parts) > MAX_RUNS_BEFORE:
+        if mode is Mode.HISPARSE:
             return match
-        stored = stored_beginning(self._held, request.usable_keys, match.num_pages)
+        stored = stored_beginning(self._held, request.usable_keys, match.num_pages, len(match.parts))
         return match if stored is None else self._with_stored(match, stored)
 
     def _with_stored(self, match: HeldMatch, stored: Match) -> HeldMatch:

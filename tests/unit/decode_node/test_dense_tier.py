@@ -14,7 +14,7 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
-from hisparse_pd.decode_node import key_pages
+from hisparse_pd.decode_node import held_matches, key_pages
 from hisparse_pd.decode_node.held_matches import HeldMatches, num_shareable_pages
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -365,6 +365,21 @@ def test_what_main_memory_has_not_whole_is_not_brought_up() -> None:
     assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 0, "the keys are being copied"
     books.copied()
     assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 4
+
+
+def test_nothing_is_brought_up_behind_many_runs_and_nobody_counts_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.leave((*FIRST[:8], *SECOND[:9]))
+    books.rooms.held.make_room(SlotCounts(device=20))
+    assert books.num_found(FIRST) == (3, 4)
+    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 4
+    monkeypatch.setattr(held_matches, "MAX_RUNS_BEFORE", 1)
+    request = make_request(9, 17, prompt_keys=PromptKeys.of(NO_ISOLATION, pack_token_ids(FIRST), 4))
+    assert HeldMatches(books.rooms.held, (), 4).find(request, Mode.DENSE).num_pages == 3
+    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 3
 
 
 def test_a_flush_begins_no_copy() -> None:

@@ -22,13 +22,14 @@ from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.prefill_peers import PrefillPeers
 from hisparse_pd.decode_node.queue_moves import QueueMoves
-from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.reserve import Reserve, order_ends
 from hisparse_pd.decode_node.scheduler import MAX_ADMITTED, MAX_LOOKED_AT, MAX_ORDERS
 from hisparse_pd.decode_node.step_plan import Admission, StepPlan
 from hisparse_pd.engine.messages import Generate, pack_token_ids
+from hisparse_pd.protocol.messages import Room
 from tests.books import carry_out, end, enqueue, make_request
 from tests.identities import ROOT
 from tests.unit.decode_node.peers_support import FakePeers
@@ -313,6 +314,34 @@ def test_who_goes_to_another_rank_gets_no_more_time_for_slots() -> None:
     assert node.sent == []
     node.queue_moves.expire(300.0)
     assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-0", 503)]
+
+
+@pytest.mark.I7
+def test_who_is_local_only_with_slots_that_are_stuck_fails_in_time_if_its_node_is_down() -> None:
+    """All of its prompt is held for hisparse, and beside the stuck slots it fits as a dense request alone. So
+    it waits without a node and for it by turns."""
+    node = Node()
+    prompt = pack_token_ids(range(17))
+    keys = PromptKeys.of(ROOT, prompt, LIMITS.page_size)
+    node.rooms.held.hold(
+        node.rooms.pools.reserve(Room(9), SlotCounts(host=16, index=16)), keys.keys, KV_POOLS[Mode.HISPARSE]
+    )
+    _lose_most(node)
+    node.peers.away = set(PEERS)
+    sampling = SamplingParams(max_new_tokens=200)
+    message = Generate("id-1", 1, 17, sampling, *PEERS[1].node, HisparseFlag.AUTO)
+    request = node.queue_moves.generate(message, ROOT, prompt, 100.0, keys)
+    assert request is not None
+    found = set()
+    for now in range(100, 402):
+        node.queue_moves.expire(now)
+        node.queue_moves.refresh(now)
+        found.add((request.state, request.is_local))
+        for each in node.next_plan.make(now).no_longer_local:
+            node.queue_moves.wait_for_node(each, now)
+    assert found >= {(RequestState.WAITING, True), (RequestState.CONNECTING, False)}
+    assert request.state is RequestState.ENDED
+    assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-1", 503)]
 
 
 @pytest.mark.I7
