@@ -38,7 +38,7 @@ from tests.waiting import WAIT_SECS
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
-CLIENT = httpx.Client(trust_env=False, verify=False)
+CLIENT = httpx.Client(trust_env=False, verify=False, timeout=WAIT_SECS)
 """One client for all tests: reading the system's certificates takes longer than a test."""
 
 INFO = BootstrapInfo(PROTOCOL_VERSION, "inst", "127.0.0.1", 7000, GEOMETRY, False)
@@ -137,7 +137,7 @@ def test_only_the_list_is_answered_and_a_header_does_not_change_an_address(tmp_p
         headers = {"x-forwarded-for": "127.0.0.2", "forwarded": "for=127.0.0.2"}
         assert CLIENT.get(url, headers=headers).status_code == 403
         transport = httpx.HTTPTransport(local_address="127.0.0.2", verify=False)
-        with httpx.Client(transport=transport) as client:
+        with httpx.Client(transport=transport, timeout=WAIT_SECS) as client:
             assert client.get(url).status_code == 200
         assert refusals(node, "address_not_allowed") == 2
 
