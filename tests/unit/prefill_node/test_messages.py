@@ -411,8 +411,8 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
 def waiting_room(
     tiny: Path, tmp_path: Path, peer: DecodePeer
 ) -> Iterator[tuple[EngineThread, ControlPeer, PrefillRequest]]:
-    """Yield an engine, a node that is registered with it by ``peer``'s regions, and a room of that node, which
-    is not admitted."""
+    """Yield an engine, a node that is registered with it by ``peer``'s regions, and a room that is not
+    admitted."""
     with (
         engine_thread(tiny, tmp_path / "front") as engine,
         closing(ControlPeer(engine)) as other,
