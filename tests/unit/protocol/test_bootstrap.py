@@ -34,6 +34,7 @@ from hisparse_pd.protocol.messages import PROTOCOL_VERSION
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import Node, serving
 from tests.unit.protocol.examples import GEOMETRY
+from tests.unit.servers import held_port
 from tests.waiting import WAIT_SECS
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
@@ -391,9 +392,7 @@ def test_a_rank_may_be_on_another_machine_which_the_list_has() -> None:
 
 
 def test_nothing_listening_is_told_apart() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(BootstrapLookupError) as caught:
+    with held_port() as port, pytest.raises(BootstrapLookupError) as caught:
         look_up("127.0.0.1", port)
     assert caught.value.nobody_listens
     assert not caught.value.is_final
