@@ -160,24 +160,27 @@ class SharedSocket(socket.socket):
         self._process = process
         connections.on_change = self.publish
         self._is_overdue = False
-        """Whether a connection waits that was left to other processes for long enough."""
+        """Whether a connection was left to others for long enough. Then all that wait are accepted."""
         self._yielding: asyncio.TimerHandle | None = None
         """The time for which a connection is left to them, from when it was first refused here."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises BlockingIOError while it is left to a process with fewer of them. Needs
-        a running event loop.
+        """Accept a connection. Raises BlockingIOError if none waits, and while one is left to a process with
+        fewer of them. Needs a running event loop.
 
         That process may be busy or gone, so it gets ``_YIELD_SECS``. How often this is called meanwhile does
         not matter: a loop that is busy itself comes by less often than that.
         """
-        is_overdue, self._is_overdue = self._is_overdue, False
-        if len(self.connections.live) > min(self._num_connections) and not is_overdue:
+        if len(self.connections.live) > min(self._num_connections) and not self._is_overdue:
             if self._yielding is None:
                 loop = asyncio.get_running_loop()
                 self._yielding = loop.call_later(_YIELD_SECS, self._end_yielding)
             raise BlockingIOError
-        return super().accept()
+        try:
+            return super().accept()
+        except BlockingIOError:
+            self._is_overdue = False
+            raise
 
     def _end_yielding(self) -> None:
         self._yielding = None

@@ -124,7 +124,10 @@ class _Many(Connections):
 def sockets_of_two(listener: Listener) -> list[SharedSocket]:
     """Return the listening sockets of two processes that share ``listener``."""
     num_connections = [0, 0]
-    return [SharedSocket(listener.socket.dup(), _Many(0), num_connections, process) for process in range(2)]
+    sockets = [SharedSocket(listener.socket.dup(), _Many(0), num_connections, number) for number in range(2)]
+    for each in sockets:
+        each.setblocking(False)
+    return sockets
 
 
 def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,6 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
         clients.append(socket.create_connection(("127.0.0.1", listener.port)))
 
     def accept(process: int) -> None:
-        sockets[process].setblocking(True)
         connection, _ = sockets[process].accept()
         accepted.append(connection)
         sockets[process].connections.live.add(connection)  # type: ignore[arg-type]
@@ -171,8 +173,13 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
         (end,) = timers
         timers.clear()
         end()
+        connect()
         accept(0)  # no other process has accepted it in time
+        accept(0)
         assert is_refused(0)
+        connect()
+        assert is_refused(0), "it is left to the other process, too"
+        assert len(timers) == 1
 
     with listener.socket, sockets[0], sockets[1]:
         asyncio.run(main())
@@ -189,7 +196,6 @@ def test_a_process_whose_loop_is_busy_accepts_what_another_one_leaves() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        busy.setblocking(False)
         accepting = asyncio.create_task(loop.sock_accept(busy))
         async with asyncio.timeout(WAIT_SECS):
             while not accepting.done():
