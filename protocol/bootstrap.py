@@ -279,8 +279,10 @@ def _get_first(
 
 def _get(address: str, port: int, headers: dict[str, str], url: str, deadline: float) -> _Answer:
     """Ask one address. A timer ends the exchange even while bytes trickle in. Raises BootstrapLookupError."""
-    timeout_secs = deadline - time.monotonic()
-    late = BootstrapLookupError(f"{url}: no whole answer in {timeout_secs:.3g} s")
+    timeout_secs = max(0.0, deadline - time.monotonic())
+    late = BootstrapLookupError(f"{url}: no whole answer in {timeout_secs:.3f} s")
+    if not timeout_secs:  # resolving the name, or the addresses before this one, took all of the time
+        raise late
     with contextlib.closing(HTTPConnection(address, port, timeout=timeout_secs)) as connection:
         try:
             connection.connect()

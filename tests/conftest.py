@@ -22,8 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # As on the nodes (kernels.row_math.fix_arithmetic); it counts from the first product of any test.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-# How long an example takes says nothing on a machine that is busy with others.
-hypothesis.settings.register_profile("busy machine", deadline=None)
+# How long an example takes, or is drawn, says nothing on a machine that is busy with others.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("busy machine")
 
 

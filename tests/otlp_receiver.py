@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from hisparse_pd.base import tracing
+from tests.waiting import WAIT_SECS
 
 _ERROR = 2
 
@@ -128,11 +132,16 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextmanager
 def receiving() -> Iterator[Receiver]:
+    """Run a receiver. Spans of this process, and of those that it starts, may take long to get there: what is
+    late would be lost."""
     receiver = Receiver()
     thread = threading.Thread(target=receiver.serve, daemon=True)
     thread.start()
     try:
-        yield receiver
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", f"{WAIT_SECS:g}")
+            patch.setattr(tracing, "FLUSH_SECS", WAIT_SECS)
+            yield receiver
     finally:
         receiver.close()
         thread.join()

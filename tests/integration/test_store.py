@@ -28,7 +28,7 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
-from tests.waiting import NEVER_SECS, wait_until
+from tests.waiting import NEVER_SECS, WAIT_SECS, wait_until
 
 pytestmark = [pytest.mark.I1, pytest.mark.I5, pytest.mark.I7]
 
@@ -70,6 +70,7 @@ def patient() -> Iterator[None]:
     with (
         patch.object(StoreTier, "_wait_secs", lambda self, num_pages: NEVER_SECS),
         patch("hisparse_pd.prefill_node.store_tier.LONGEST_PAUSE_SECS", 0.0),
+        patch("hisparse_pd.transfer.page_store.ANSWER_SECS", WAIT_SECS),
     ):
         yield
 
@@ -198,8 +199,9 @@ def test_the_client_of_mooncake(master: Master) -> None:
     store._client.close()
 
 
-def test_a_master_that_does_not_answer_is_not_called(master: Master) -> None:
+def test_a_master_that_does_not_answer_is_not_called(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake's call would hold the interpreter's lock until it answers."""
+    monkeypatch.setattr("hisparse_pd.transfer.page_store.ANSWER_SECS", 0.5)
     with master.stopped(), pytest.raises(StoreError, match=r"no answer from the store at .*: timed out"):
         MooncakeStore(master.address, "127.0.0.1").connect()
     with pytest.raises(StoreError, match=r"no answer from the store at 127\.0\.0\.1:1: .*refused"):

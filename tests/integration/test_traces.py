@@ -13,7 +13,6 @@ import pytest
 
 from tests.integration.harness import Deployment, deployment, wait_until
 from tests.otlp_receiver import Receiver, Span, receiving
-from tests.waiting import WAIT_SECS
 
 ROUTER, DECODE = "hisparse-pd-router", "hisparse-pd-decode"
 PHASES = ["tokenize", "queue", "landing", "first_step", "decode"]
@@ -38,7 +37,6 @@ def traced(
 ) -> Iterator[Deployment]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", f"{WAIT_SECS:g}")  # what a slow receiver misses is lost
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         options = ["--otlp-traces-endpoint", receiver.url]
         node_options = ["--served-model-name", "tiny", *options]

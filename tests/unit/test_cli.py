@@ -282,20 +282,33 @@ def test_a_command_goes_on_whatever_becomes_of_its_output(tmp_path: Path, comman
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "patience_secs", "words"),
+    ("behaviour", "words"),
     [
-        ("dies", 10, "the decode service exited with 7"),
-        ("sick", 1.0, "not healthy, and no progress for 1 s: decode;"),
+        ("dies", "the decode service exited with 7"),
+        ("sick", "not healthy, and no progress for 100 s: decode;"),
     ],
 )
 def test_a_child_that_does_not_become_healthy_is_named(
     service: Callable[..., Child],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     behaviour: str,
-    patience_secs: float,
     words: str,
 ) -> None:
-    parent = Supervisor([service("prefill"), service("decode", behaviour)], patience_secs)
+    """The time for their start is up once the other child is healthy."""
+    prefill, decode = service("prefill"), service("decode", behaviour)
+    now = 0.0
+
+    def ask(client: httpx.Client, url: str) -> Health:
+        nonlocal now
+        health = probe(client, url)
+        if behaviour == "sick" and url == prefill.health_url and health.is_healthy:
+            now = 101.0
+        return health
+
+    monkeypatch.setattr(supervisor, "probe", ask)
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
+    parent = Supervisor([prefill, decode], 100.0)
     assert parent.run(lambda: pytest.fail("it never was healthy")) == 1
     assert words in caplog.text
     assert not any(is_running(pid) for pid in pids(parent))

@@ -19,6 +19,7 @@ from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_o
 from hisparse_pd.commands import cli
 from hisparse_pd.commands.cli import pair_settings
 from hisparse_pd.commands.doctor.settings import DoctorSettings
+from tests.unit.servers import held_port
 from tests.unit.settings_support import parsed
 
 MODEL = {"model_path": "/models/tiny"}
@@ -438,11 +439,11 @@ def test_a_pair_beside_another_takes_free_ports_where_nobody_chose(
 
 
 def test_a_port_is_taken_while_a_server_listens_on_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert is_taken("127.0.0.1", port)
-        assert is_taken("0.0.0.0", port)
-    assert not is_taken("127.0.0.1", port)
+    with held_port() as port:
+        with socket.create_server(("127.0.0.1", port)):
+            assert is_taken("127.0.0.1", port)
+            assert is_taken("0.0.0.0", port)
+        assert not is_taken("127.0.0.1", port)
     assert not is_taken("192.0.2.1", port), "not this machine's: the node says so"
 
 

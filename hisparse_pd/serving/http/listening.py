@@ -7,11 +7,12 @@ node may share the socket.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
-import math
 import multiprocessing
+import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -158,22 +159,35 @@ class SharedSocket(socket.socket):
         self._num_connections = num_connections
         self._process = process
         connections.on_change = self.publish
-        self._yielded_since = self._yielded_at = -math.inf
-        """When the connection that waits now was left to other processes, for the first and the last time."""
+        self._is_overdue = False
+        """Whether a connection was left to others for long enough. Then all that wait are accepted."""
+        self._yielding: asyncio.TimerHandle | None = None
+        """The time for which a connection is left to them, from when it was first refused here."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises BlockingIOError while it is left to a process with fewer of them.
+        """Accept a connection. Raises BlockingIOError if none waits, and while one is left to a process with
+        fewer of them. Needs a running event loop.
 
-        That process may be busy or gone, so it gets ``_YIELD_SECS``.
+        That process may be busy or gone, so it gets ``_YIELD_SECS``. How often this is called meanwhile does
+        not matter: a loop that is busy itself comes by less often than that.
         """
-        now = time.monotonic()
-        if len(self.connections.live) > min(self._num_connections):
-            if now - self._yielded_at >= _YIELD_SECS:  # another process took that one; this is a new one
-                self._yielded_since = now
-            self._yielded_at = now
-            if now - self._yielded_since < _YIELD_SECS:
-                raise BlockingIOError
-        return super().accept()
+        if len(self.connections.live) > min(self._num_connections) and not self._is_overdue:
+            if self._yielding is None:
+                loop = asyncio.get_running_loop()
+                self._yielding = loop.call_later(_YIELD_SECS, self._end_yielding)
+            raise BlockingIOError
+        try:
+            return super().accept()
+        except BlockingIOError:
+            self._is_overdue = False
+            raise
+
+    def _end_yielding(self) -> None:
+        self._yielding = None
+        if self.fileno() != -1:
+            poll = select.poll()
+            poll.register(self, select.POLLIN)
+            self._is_overdue = bool(poll.poll(0))
 
     def publish(self) -> None:
         self._num_connections[self._process] = len(self.connections.live)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from starlette.types import Send
 
 from tests.unit.router.cluster import Behaviour, FakeNode, answer, says, start, write
 from tests.unit.router.cluster import serving as serving_app
-from tests.waiting import WAIT_SECS, until
-from tools.bench import serve
+from tests.unit.servers import held_port
+from tests.waiting import NEVER_SECS, WAIT_SECS, until
+from tools.bench import serve, streamed_load
 from tools.bench.serve import contents, notes, print_report, summarize, warm_up
 from tools.bench.served import Served
 from tools.bench.streamed_load import Client, EndpointError, Record, closed_loop, distribution, full_load
@@ -169,21 +170,37 @@ async def test_failures_are_told_apart(behaviour: Behaviour, error_class: str, w
     assert words in record.error
 
 
-async def test_a_request_has_a_timeout() -> None:
-    record = await record_of(never, timeout_secs=0.2)
+async def test_a_request_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up once the first chunk is there."""
+    limits: list[asyncio.Timeout] = []
+    records: list[Record] = []
+
+    def timeout(secs: float) -> asyncio.Timeout:
+        limits.append(asyncio.timeout(NEVER_SECS))
+        return limits[-1]
+
+    def begin(started: float) -> Record:
+        records.append(Record(started))
+        return records[-1]
+
+    monkeypatch.setattr(streamed_load, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": timeout}))
+    monkeypatch.setattr(streamed_load, "Record", begin)
+    sending = asyncio.create_task(record_of(never, timeout_secs=0.2))
+    await until(lambda: records and records[0].arrivals, "the first chunk is there")
+    limits[0].reschedule(asyncio.get_running_loop().time())
+    record = await sending
     assert (record.error_class, record.error) == ("timeout", "not finished after 0.2 s")
     assert len(record.arrivals) == 1
 
 
 async def test_an_endpoint_that_is_not_there_is_a_connect_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-    async with Client(url, WAIT_SECS) as client:
-        record = await client.send(BODY)
-        with pytest.raises(EndpointError, match="or give its URL with --url, and --model"):
-            await client.first_model()
-        with pytest.raises(EndpointError, match="warm-up: connect"):
-            await warm_up(client, [BODY, BODY], 1)
+    with held_port() as port:
+        async with Client(f"http://127.0.0.1:{port}/v1", WAIT_SECS) as client:
+            record = await client.send(BODY)
+            with pytest.raises(EndpointError, match="or give its URL with --url, and --model"):
+                await client.first_model()
+            with pytest.raises(EndpointError, match="warm-up: connect"):
+                await warm_up(client, [BODY, BODY], 1)
     assert record.error_class == "connect"
 
 
@@ -404,12 +421,12 @@ async def test_main_stops_when_the_endpoint_or_its_metrics_are_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, "METRICS_SETTLE_SECS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        gone = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    assert await main_beside("--url", f"{gone}/v1", "--out", str(tmp_path / "none")) == 1
-    async with running(Endpoint(scripted)) as url:
-        arguments = ["--url", url, "--metrics-url", f"{gone}/metrics", "--out", str(tmp_path / "none")]
-        assert await main_beside(*arguments) == 1
+    with held_port() as port:
+        gone = f"http://127.0.0.1:{port}"
+        assert await main_beside("--url", f"{gone}/v1", "--out", str(tmp_path / "none")) == 1
+        async with running(Endpoint(scripted)) as url:
+            arguments = ["--url", url, "--metrics-url", f"{gone}/metrics", "--out", str(tmp_path / "none")]
+            assert await main_beside(*arguments) == 1
     out = capsys.readouterr().out
     assert f"{gone}/v1/models" in out
     assert f"--metrics-url {gone}/metrics: ConnectError" in out

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hisparse_pd.decode_node.runner import DeviceRunner, Launched
+from tests.unit.decode_node.failures_support import end_quarantine
 from tests.unit.decode_node.oracle import Expected
 from tests.unit.decode_node.speculation_support import Calls, harness
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, load_checkpoint
@@ -76,7 +77,12 @@ def failing_node(checkpoint: Checkpoint, shared_node: EngineHarness) -> Iterator
     with closing(shared_node.double):
         yield shared_node
     queue.room_timeout_secs, queue.contact_timeout_secs = settings
-    shared_node.turn_until(lambda: pools.free == pools.totals)
+
+    def are_whole() -> bool:
+        end_quarantine(shared_node)
+        return pools.free == pools.totals
+
+    shared_node.turn_until(are_whole)
 
 
 @pytest.fixture

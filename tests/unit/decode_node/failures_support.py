@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -15,7 +16,8 @@ from tests.waiting import NEVER_SECS
 PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576
 """Host pool with room for one request with PROMPT, not for two."""
-QUARANTINE_SECS = 0.4
+QUARANTINE_SECS = NEVER_SECS
+"""Quarantine of the node that ``failing_node`` returns; it is over when a test says so."""
 NUM_NEW = 6
 FAILING = {
     "host_pool_tokens": HOST_TOKENS,
@@ -32,6 +34,11 @@ def silence_is_noticed(node: EngineHarness) -> Iterator[None]:
     """Shorten the limit of silence, here only: on a busy machine an answer may be late by as much."""
     with patch.object(node.engine.peers, "health_timeout_secs", 1.0):
         yield
+
+
+def end_quarantine(node: EngineHarness) -> None:
+    """Let go of the slots that wait for the end of a quarantine alone, as if it were over."""
+    node.engine.requests.quarantine.expire(time.monotonic() + QUARANTINE_SECS)
 
 
 def num_quarantined_slots(node: EngineHarness) -> int:

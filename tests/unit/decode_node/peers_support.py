@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -36,6 +38,7 @@ from hisparse_pd.protocol.messages import (
 )
 from hisparse_pd.protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
+from tests.unit.servers import held_port
 from tests.waiting import WAIT_SECS
 
 
@@ -55,8 +58,10 @@ class BootstrapServer:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self._server.server_port
+        holding = ExitStack()  # nobody else answers there once this is closed
+        weakref.finalize(self, holding.close)
+        self.port = holding.enter_context(held_port())
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 

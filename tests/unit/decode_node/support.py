@@ -280,7 +280,7 @@ class EngineHarness:
             kept_engines(),
             patch.object(sizing, "GROWTH_PAGES", growth_pages),
             patch("hisparse_pd.base.node_settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
-            patch("hisparse_pd.base.node_settings.MAX_HEARTBEAT_FAILURES", 50),
+            patch("hisparse_pd.base.node_settings.MAX_HEARTBEAT_FAILURES", 600),  # a minute
         ):
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP, placement

@@ -10,6 +10,7 @@ import pytest
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 from hisparse_pd.core.paging.pools import PoolKind, Stage
+from hisparse_pd.decode_node import prefill_peers
 from hisparse_pd.decode_node.peer_events import RoomMessage
 from hisparse_pd.engine.messages import ReleaseQuarantine
 from hisparse_pd.protocol.messages import HeartbeatAck, RegistrationRefused, Room, RoomFailed, RoomQuiet
@@ -19,10 +20,12 @@ from tests.unit.decode_node.failures_support import (
     QUARANTINE_SECS,
     aborted_room,
     check_serves,
+    end_quarantine,
     num_quarantined_slots,
     silence_is_noticed,
 )
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, landing_slots
+from tests.waiting import NEVER_SECS
 
 NODE = FAILING
 
@@ -101,7 +104,7 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
     assert (entry.is_unacknowledged, entry.batch_failed) == (not is_quiet, batch_failed)
     _room_message(double, node, RoomQuiet(room, batch_failed=False))
     assert (room in quarantine) is batch_failed
-    quarantine.expire(time.monotonic() + QUARANTINE_SECS)
+    end_quarantine(node)
     assert room not in quarantine
 
 
@@ -128,9 +131,9 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
 def test_a_room_that_is_not_delivered_in_time_ends_with_504(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    node.engine.queue_moves.room_timeout_secs = 0.3
     double.answers_aborts = False
     late = node.entrust(PROMPT, 8)
+    node.engine.queue_moves.expire(time.monotonic() + NEVER_SECS)
     node.failure_of(late, status=504, error=double.name)
     assert late.phases == ["queue", "landing"]
     node.turn_until(lambda: double.aborts)
@@ -147,7 +150,7 @@ def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: Pref
     double.is_hung = double.is_stopped = True
     with silence_is_noticed(node):
         node.failure_of(lost, status=502, error=double.name)
-    node.turn_for(2 * QUARANTINE_SECS)
+    end_quarantine(node)
     assert num_quarantined_slots(node) > 0, "the run of the peer is not gone, so its writes may still land"
     double.is_hung = double.is_stopped = False
     node.turn_until(lambda: double.aborts)
@@ -180,7 +183,8 @@ def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: 
     double.start("another run of the same node")
     node.failure_of(lost, status=502, error="restarted")
     assert num_quarantined_slots(node) > 0, "bytes of the old run may still sit in the transport"
-    node.turn_until(lambda: num_quarantined_slots(node) == 0)
+    end_quarantine(node)
+    assert num_quarantined_slots(node) == 0
     check_serves(node)
 
 
@@ -194,8 +198,9 @@ def test_running_requests_outlive_their_peer(node: EngineHarness, double: Prefil
 
 @pytest.mark.I7
 def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
-    node: EngineHarness, double: PrefillDouble
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefill_peers, "REGISTER_REPEAT_SECS", NEVER_SECS)
     answer = node.entrust(PROMPT, 8)
     double.registered.clear()
     double.delivers = True
@@ -213,11 +218,19 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
 
 
 @pytest.mark.I7
-def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, double: PrefillDouble) -> None:
-    node.engine.queue_moves.contact_timeout_secs = 2.0
-    double.refusal, before = HeartbeatAck(0, double.instance_id), double.num_registrations
+def test_a_peer_that_opens_the_memory_yet_is_waited_for(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for contact passes again and again while the peer says that it is there."""
+    monkeypatch.setattr(prefill_peers, "REGISTER_TIMEOUT_SECS", NEVER_SECS)
+    queue, peers, now = node.engine.queue_moves, node.engine.peers, time.monotonic()
+    queue.contact_timeout_secs = 100.0
+    double.refusal = HeartbeatAck(0, double.instance_id)
     answer = node.generate(PROMPT, 8)
-    node.turn_until(lambda: double.num_registrations == before + 4 or answer.is_over)  # one a second
+    node.turn_until(lambda: peers.is_opening(double.address, now))
+    for _ in range(4):
+        now += 2 * queue.contact_timeout_secs
+        queue.expire(now)
     double.refusal = None
     node.tokens_of(answer)
 
@@ -245,9 +258,10 @@ def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillD
 def test_a_peer_without_work_is_closed_and_found_again(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefill_peers, "REGISTER_REPEAT_SECS", NEVER_SECS)
     check_serves(node)
     with monkeypatch.context() as patch:
-        patch.setattr("hisparse_pd.decode_node.prefill_peers.IDLE_CLOSE_SECS", 0.2)
+        patch.setattr(prefill_peers, "IDLE_CLOSE_SECS", 0.2)
         node.turn_until(lambda: node.engine.peers.num_registered == 0)
     check_serves(node)
     assert double.num_registrations == 2
@@ -276,7 +290,7 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
         tmp_path,
         max_running_requests=num_rooms,
         host_pool_tokens=3 * num_rooms * 64,
-        quarantine_secs=QUARANTINE_SECS,
+        quarantine_secs=0.4,
     )
     one, two = (PrefillDouble(checkpoint) for _ in range(2))
     with closing(harness) as node, closing(one), closing(two):

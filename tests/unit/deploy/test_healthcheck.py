@@ -14,6 +14,7 @@ from hisparse_pd.serving.http.certificates import Certificate
 from tests.tls_files import make_tls_files, needs_openssl
 from tests.unit.router.cluster import answer
 from tests.unit.servers import serving
+from tests.waiting import WAIT_SECS
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +39,7 @@ class Service:
 
 async def check(url: str, monkeypatch: pytest.MonkeyPatch) -> int:
     command = run_path(str(HEALTHCHECK))
-    command["main"].__globals__["INTERVAL_SECS"] = 0.0
+    command["main"].__globals__.update(INTERVAL_SECS=0.0, TIMEOUT_SECS=WAIT_SECS)
     monkeypatch.setattr("sys.argv", ["healthcheck", url])
     status: int = await asyncio.to_thread(command["main"])
     return status

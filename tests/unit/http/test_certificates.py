@@ -16,7 +16,7 @@ from hisparse_pd.serving.http.certificates import Certificate
 from hisparse_pd.serving.http.listening import Listener
 from tests.tls_files import make_tls_files, needs_openssl
 from tests.unit.servers import serving
-from tests.waiting import WAIT_SECS, until
+from tests.waiting import NEVER_SECS, WAIT_SECS, until
 
 pytestmark = [needs_openssl, pytest.mark.anyio]
 
@@ -43,7 +43,12 @@ async def test_https_with_a_certificate_that_is_exchanged(
     files = make_tls_files(tmp_path)
     async with serving(app, Certificate(files.cert, files.key)) as (_, port):
         url = f"https://127.0.0.1:{port}/"
-        async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as old:
+        async with httpx.AsyncClient(
+            verify=files.trusting(),
+            trust_env=False,
+            timeout=WAIT_SECS,
+            limits=httpx.Limits(keepalive_expiry=NEVER_SECS),
+        ) as old:
             assert (await old.get(url)).text == "https"
             with pytest.raises(httpx.HTTPError):
                 await old.get(url.replace("https:", "http:"))
@@ -58,7 +63,7 @@ async def test_https_with_a_certificate_that_is_exchanged(
                 while await presented(port) != new_der:
                     await asyncio.sleep(0.05)
             assert (await old.get(url)).text == "https"  # on the connection from before
-        async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as new:
+        async with httpx.AsyncClient(verify=files.trusting(), trust_env=False, timeout=WAIT_SECS) as new:
             assert (await new.get(url)).text == "https"
         assert caplog.text.count("stays as it was") == 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from hisparse_pd.serving.http import fronts, metrics
+from hisparse_pd.serving.http import fronts, listening, metrics
 from hisparse_pd.serving.http.board import MAX_METRICS_BYTES, Board, Instruction
 from hisparse_pd.serving.http.connections import Connections
 from hisparse_pd.serving.http.listening import Listener, SharedSocket
@@ -119,45 +121,90 @@ class _Many(Connections):
         self.live = set(range(num))  # type: ignore[arg-type]
 
 
+def sockets_of_two(listener: Listener) -> list[SharedSocket]:
+    """Return the listening sockets of two processes that share ``listener``."""
+    num_connections = [0, 0]
+    sockets = [SharedSocket(listener.socket.dup(), _Many(0), num_connections, number) for number in range(2)]
+    for each in sockets:
+        each.setblocking(False)
+    return sockets
+
+
 def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = Listener("127.0.0.1", 0)
-    num_connections = [0, 0]
-    sockets = []
-    for process in range(2):
-        duplicate = listener.socket.dup()
-        sockets.append(SharedSocket(duplicate, _Many(0), num_connections, process))
-        sockets[-1].setblocking(True)
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    with listener.socket, sockets[0], sockets[1]:
-        clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
-        accepted = []
+    sockets = sockets_of_two(listener)
+    clients: list[socket.socket] = []
+    accepted: list[socket.socket] = []
+    timers: list[Callable[[], None]] = []
 
-        def accept(process: int) -> None:
-            connection, _ = sockets[process].accept()
-            accepted.append(connection)
-            sockets[process].connections.live.add(connection)  # type: ignore[arg-type]
-            sockets[process].publish()
+    def connect() -> None:
+        clients.append(socket.create_connection(("127.0.0.1", listener.port)))
 
-        accept(0)
+    def accept(process: int) -> None:
+        connection, _ = sockets[process].accept()
+        accepted.append(connection)
+        sockets[process].connections.live.add(connection)  # type: ignore[arg-type]
+        sockets[process].publish()
+
+    def is_refused(process: int) -> bool:
         with pytest.raises(BlockingIOError):
-            sockets[0].accept()
+            sockets[process].accept()
+        return True
+
+    def call_later(secs: float, callback: Callable[[], None]) -> object:
+        timers.append(callback)
+        return callback
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+        for _ in range(3):
+            connect()
+        accept(0)
+        assert is_refused(0)
         accept(1)
         accept(0)
-        assert num_connections == [2, 1]
-        with pytest.raises(BlockingIOError):
-            sockets[0].accept()
-        clients.append(socket.create_connection(("127.0.0.1", listener.port)))
-        for now in (1.0, 1.003):  # noqa: B007
-            with pytest.raises(BlockingIOError):
-                sockets[0].accept()
-        now = 1.006
+        assert [len(each.connections.live) for each in sockets] == [2, 1]
+        timers.pop()()  # the other process has taken what was left to it
+        assert is_refused(0)
+        timers.pop()()
+        connect()
+        assert is_refused(0)
+        assert is_refused(0)
+        (end,) = timers
+        timers.clear()
+        end()
+        connect()
         accept(0)  # no other process has accepted it in time
-        now = 2.0
-        with pytest.raises(BlockingIOError):
-            sockets[0].accept()
+        accept(0)
+        assert is_refused(0)
+        connect()
+        assert is_refused(0), "it is left to the other process, too"
+        assert len(timers) == 1
+
+    with listener.socket, sockets[0], sockets[1]:
+        asyncio.run(main())
         for connection in (*clients, *accepted):
             connection.close()
+
+
+def test_a_process_whose_loop_is_busy_accepts_what_another_one_leaves() -> None:
+    """Each turn of its loop takes longer than a connection is left to others."""
+    listener = Listener("127.0.0.1", 0)
+    busy, gone = sockets_of_two(listener)
+    busy.connections.live.add(0)  # type: ignore[arg-type]
+    busy.publish()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        accepting = asyncio.create_task(loop.sock_accept(busy))
+        async with asyncio.timeout(WAIT_SECS):
+            while not accepting.done():
+                time.sleep(2 * listening._YIELD_SECS)
+                await asyncio.sleep(0)
+        accepting.result()[0].close()
+
+    with listener.socket, busy, gone, socket.create_connection(("127.0.0.1", listener.port)):
+        asyncio.run(main())
 
 
 # --- waits -------------------------------------------------------------------------------------------

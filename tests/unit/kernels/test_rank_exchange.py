@@ -23,9 +23,9 @@ from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.rank_exchange import Pieces, RankMemory
 from tests.unit.kernels.cuda_here import EACH_ARCHITECTURE, compile_cuda, layout_checks
 from tests.unit.kernels.cuda_on_host import MAX_BLOCKS, MAX_PIECE_BYTES, HostKernels, HostRuntime
+from tests.waiting import WAIT_SECS
 
 CPU = torch.device("cpu")
-TIMEOUT_SECS = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +122,14 @@ def test_gathers_and_sums_are_exact_in_any_order_of_sizes(on_host: None, num_ran
                 time.sleep(late.random() / 200)
             x = draw(rank, call, (rows, columns), dtype)
             out = torch.full((num_ranks * rows, columns), 77).to(dtype)
-            of_ranks[rank].gather(out, x, TIMEOUT_SECS, only_notes_overdue=True)
+            of_ranks[rank].gather(out, x, WAIT_SECS, only_notes_overdue=True)
             expected = [draw(other, call, (rows, columns), dtype) for other in range(num_ranks)]
             assert torch.equal(out, torch.cat(expected)), (call, rows, columns)
             if dtype == torch.uint8:
                 continue
             whole = (num_ranks * rows, columns)
             own = torch.full((rows, columns), 77).to(dtype)
-            of_ranks[rank].sum_own(own, draw(rank, call, whole, dtype), TIMEOUT_SECS, only_notes_overdue=True)
+            of_ranks[rank].sum_own(own, draw(rank, call, whole, dtype), WAIT_SECS, only_notes_overdue=True)
             parts = [
                 draw(other, call, whole, dtype)[rank * rows : (rank + 1) * rows] for other in range(num_ranks)
             ]
@@ -148,7 +148,7 @@ def test_a_rows_sum_has_the_same_bits_alone_and_among_others(on_host: None, dtyp
         def run(rank: int) -> torch.Tensor:
             x = rows[rank][:count].repeat(3, 1)
             out = x.new_empty((count, 16))
-            of_ranks[rank].sum_own(out, x, TIMEOUT_SECS, only_notes_overdue=True)
+            of_ranks[rank].sum_own(out, x, WAIT_SECS, only_notes_overdue=True)
             return out
 
         return as_ranks(3, run)
@@ -177,7 +177,7 @@ def test_ranks_connect_where_all_of_them_can(
     meeting = Meeting(2)
 
     def run(rank: int) -> RankExchange | None:
-        return connect(meeting.of_rank(rank), CPU, rank, 2, TIMEOUT_SECS, is_wanted=True)
+        return connect(meeting.of_rank(rank), CPU, rank, 2, WAIT_SECS, is_wanted=True)
 
     with caplog.at_level("INFO"):
         found = as_ranks(2, run)
@@ -221,7 +221,7 @@ def test_one_rank_that_cannot_makes_all_use_nccl(
 
     def run(rank: int) -> RankExchange | None:
         is_wanted = reason != "switched off" or rank == 0
-        return connect(meeting.of_rank(rank), CPU, rank, 2, TIMEOUT_SECS, is_wanted=is_wanted)
+        return connect(meeting.of_rank(rank), CPU, rank, 2, WAIT_SECS, is_wanted=is_wanted)
 
     with caplog.at_level("INFO"):
         assert as_ranks(2, run) == [None, None]

@@ -17,6 +17,7 @@ from hisparse_pd.core.model import weight_reader
 from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import Placement, WeightFiles, describe, read_weights
 from hisparse_pd.kernels.block_fp8 import dequantize, quantize
+from tests.waiting import WAIT_SECS
 
 CPU = torch.device("cpu")
 PIECE_BYTES = 4096
@@ -106,7 +107,7 @@ def test_several_threads_read_at_once(
     tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first four reads end only together."""
-    together = threading.Barrier(4, timeout=30)
+    together = threading.Barrier(4, timeout=WAIT_SECS)
     monkeypatch.setattr(os, "preadv", _first(4, lambda: together.wait()))
     target = torch.empty(1000, 40)
     fill(tmp_path, {"many_pieces": target}, num_threads=4)

@@ -150,6 +150,7 @@ class EngineThread(Listener):
             "max_running_requests": 4,
             "num_threads": 1,
             "debug_checks": True,
+            "heartbeat_interval_secs": 30.0,  # nobody is silent for being slow
         }
         super().__init__()
         self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
@@ -224,6 +225,17 @@ class EngineThread(Listener):
 
     def has_room(self, room: int) -> bool:
         return self.life.requests.get(Room(room)) is not None
+
+    def wait_until_silent_nodes_are_lost(self) -> None:
+        """Let the time pass in which registered decode nodes may be silent, until all are lost."""
+
+        def are_lost() -> bool:
+            peers = list(self.engine.peers)
+            for peer in peers:
+                peer.last_heard_secs = -math.inf
+            return not peers
+
+        wait_until(are_lost, "silent nodes to be lost")
 
     def wait_until_idle(self) -> None:
         wait_until(lambda: len(self.life.requests) == 0, "the rooms to end")
@@ -394,11 +406,15 @@ class ControlPeer(Listener):
     def assert_nothing_more(self) -> None:
         """Assert that no other message came: an answered heartbeat proves that all earlier ones have."""
         self.heartbeat()
-        assert self.inbox == []
+        asked = HeartbeatAck(
+            0, self.engine.ready.instance_id
+        )  # the engine asks whether a silent node is there
+        others = [message for message in self.inbox if message != asked]
+        assert others == [], others
 
     def heartbeat(self, seq: int = 1) -> HeartbeatAck:
         self.client.send(Heartbeat(seq))
-        return self.expect(HeartbeatAck)
+        return self.expect(HeartbeatAck, lambda ack: ack.seq == seq)
 
     def bootstrap(self, room: int, tokens: Sequence[int], **changes: Any) -> Bootstrap:
         """Send a Bootstrap and return it."""

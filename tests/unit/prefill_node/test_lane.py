@@ -76,14 +76,14 @@ def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: Eng
 @pytest.mark.I1
 def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_path: Path) -> None:
     with (
-        engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.5) as engine,
+        engine_thread(tiny, tmp_path / "front") as engine,
         decode_peer(engine) as peer,
     ):
         lanes = engine.engine.lanes
         peer.client.send(peer.registration(lane=peer.lane_host.offer))
         wait_until(lambda: lanes.lane(peer.transfer.session) is not None, "the lane to be open")
         peer.reconnect()
-        wait_until(lambda: len(engine.engine.peers) == 0, "the node to be lost")
+        engine.wait_until_silent_nodes_are_lost()
         assert peer.register(lane=peer.lane_host.offer).lane == "shm"
         assert len(peer.lane_host.connections) == 1
         assert peer.lane_host.take_ended() == []

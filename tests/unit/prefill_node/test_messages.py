@@ -15,6 +15,7 @@ import pytest
 from hisparse_pd.base.access import PeerList
 from hisparse_pd.engine.messages import Shutdown
 from hisparse_pd.prefill_node.registrations import Registrations
+from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
@@ -408,40 +409,38 @@ def test_a_peer_with_another_session_or_memory_loses_the_rooms_that_there_were(
 
 @contextmanager
 def waiting_room(
-    tiny: Path, tmp_path: Path, peer: DecodePeer, **settings: Any
-) -> Iterator[tuple[EngineThread, ControlPeer, int]]:
-    """Yield an engine that takes a silent node for lost after a second, a node that is registered with it by
-    ``peer``'s regions, and a room of that node that is not admitted."""
+    tiny: Path, tmp_path: Path, peer: DecodePeer
+) -> Iterator[tuple[EngineThread, ControlPeer, PrefillRequest]]:
+    """Yield an engine, a node that is registered with it by ``peer``'s regions, and a room that is not
+    admitted."""
     with (
-        engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.5, **settings) as impatient,
-        closing(ControlPeer(impatient)) as other,
-        impatient.admission_paused(),
+        engine_thread(tiny, tmp_path / "front") as engine,
+        closing(ControlPeer(engine)) as other,
+        engine.admission_paused(),
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
         room = next_room()
         other.bootstrap(room, TOKENS)
-        yield impatient, other, room
+        other.heartbeat()
+        request = engine.life.requests.get(Room(room))
+        assert request is not None
+        yield engine, other, request
 
 
 @pytest.mark.I7
 def test_rooms_that_wait_for_too_long_and_silent_peers_end(
     tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with waiting_room(tiny, tmp_path, peer, room_timeout_secs=0.3) as (impatient, other, room):
-        other.heartbeat()
-        assert impatient.has_room(room)
-
-        def has_ended() -> bool:
-            other.client.send(Heartbeat(1))
-            return len(impatient.life.requests) == 0
-
-        wait_until(has_ended, "the room to be given up while the decode node is alive")
+    with waiting_room(tiny, tmp_path, peer) as (engine, other, request):
+        request.deadline_secs = -math.inf
+        engine.wait_until_idle()
         told = other.expect(RoomFailed)
-        assert (told.room, told.status, told.quiet) == (room, 504, True)
-        assert "not begun within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode" in told.error
+        assert (told.room, told.status, told.quiet) == (request.room, 504, True)
+        assert "not begun within 360 s (room_timeout_secs 300, and 60 s in which the decode" in told.error
+        assert len(engine.engine.peers) == 1
         other.reconnect()
-        wait_until(lambda: len(impatient.engine.peers) == 0, "the peer that left to be lost")
+        engine.wait_until_silent_nodes_are_lost()
         assert "lost decode node" not in caplog.text, "it had no rooms"
         other.client.send(Heartbeat(2))
         assert not other.expect(RegistrationRefused).permanent
@@ -454,18 +453,18 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(
     tiny: Path, tmp_path: Path, peer: DecodePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The node sends nothing for long, but is connected; once the connection is gone, its rooms end."""
-    with waiting_room(tiny, tmp_path, peer) as (impatient, other, room):
-        (known,) = impatient.engine.peers.silent(math.inf, 0.0)
-        long_ago = known.last_heard_secs - 100.0
+    with waiting_room(tiny, tmp_path, peer) as (engine, other, request):
+        (known,) = engine.engine.peers.silent(math.inf, 0.0)
+        long_ago = known.last_heard_secs - 1000.0
         known.last_heard_secs = long_ago
-        wait_until(lambda: known.last_heard_secs >= long_ago + 3 * 0.5, "it to be found silent three times")
-        assert impatient.has_room(room)
+        wait_until(lambda: known.last_heard_secs >= long_ago + 3 * 30.0, "it to be found silent three times")
+        assert engine.has_room(request.room)
         other.reconnect()
-        impatient.wait_until_idle()
-        ended = impatient.life.requests.ended(Room(room))
+        engine.wait_until_silent_nodes_are_lost()
+        ended = engine.life.requests.ended(request.room)
         assert ended is not None
         assert ended.status == 502
-        assert "silent for more than 1 s" in ended.error
+        assert "silent for more than 60 s" in ended.error
         wait_until(lambda: "and 1 rooms of it: it was silent" in caplog.text, "the loss to be logged")
 
 

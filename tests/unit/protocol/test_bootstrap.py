@@ -34,10 +34,12 @@ from hisparse_pd.protocol.messages import PROTOCOL_VERSION
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import Node, serving
 from tests.unit.protocol.examples import GEOMETRY
+from tests.unit.servers import held_port
+from tests.waiting import WAIT_SECS
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
-CLIENT = httpx.Client(trust_env=False, verify=False)
+CLIENT = httpx.Client(trust_env=False, verify=False, timeout=WAIT_SECS)
 """One client for all tests: reading the system's certificates takes longer than a test."""
 
 INFO = BootstrapInfo(PROTOCOL_VERSION, "inst", "127.0.0.1", 7000, GEOMETRY, False)
@@ -136,11 +138,17 @@ def test_only_the_list_is_answered_and_a_header_does_not_change_an_address(tmp_p
         headers = {"x-forwarded-for": "127.0.0.2", "forwarded": "for=127.0.0.2"}
         assert CLIENT.get(url, headers=headers).status_code == 403
         transport = httpx.HTTPTransport(local_address="127.0.0.2", verify=False)
-        with httpx.Client(transport=transport) as client:
+        with httpx.Client(transport=transport, timeout=WAIT_SECS) as client:
             assert client.get(url).status_code == 200
         assert refusals(node, "address_not_allowed") == 2
 
     on_prefill_node(tmp_path, check, allowed_peers=("127.0.0.2",))
+
+
+@pytest.fixture(autouse=True)
+def look_ups_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no look-up end for want of time that is not to."""
+    monkeypatch.setattr(bootstrap, "LOOKUP_TIMEOUT_SECS", WAIT_SECS)
 
 
 # --- the look-up, of endpoints that are hostile -----------------------------------------------------------
@@ -256,6 +264,25 @@ def test_an_answer_that_drips_ends_with_the_time(
 
 
 @pytest.mark.I8
+def test_a_name_that_took_all_of_the_time_leaves_none_to_ask_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow name server answers in the last moment, and this thread goes on after it."""
+    now = time.monotonic()
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def resolve(host: str, deadline: float) -> list[str]:
+        nonlocal now
+        now = deadline + 0.1
+        return ["127.0.0.8", "127.0.0.9"]
+
+    monkeypatch.setattr(bootstrap, "resolve", resolve)
+    with pytest.raises(BootstrapLookupError, match=r"no whole answer in 0\.000 s") as caught:
+        look_up("prefill.example", 1)
+    assert not caught.value.nobody_listens
+
+
+@pytest.mark.I8
 def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,18 +294,24 @@ def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
         is_over.wait()
         return []
 
-    monkeypatch.setattr(bootstrap, "LOOKUP_TIMEOUT_SECS", 0.2)
-    monkeypatch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": never}))
     named = msgspec.structs.replace(INFO, control_host="control.example")
+    monkeypatch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": never}))
     try:
-        with pytest.raises(BootstrapLookupError, match="name servers"):
-            look_up("prefill.example", 1)
-        assert is_asked.is_set()
+        with monkeypatch.context() as patch:
+            patch.setattr(bootstrap, "LOOKUP_TIMEOUT_SECS", 0.2)
+            with pytest.raises(BootstrapLookupError, match="name servers"):
+                look_up("prefill.example", 1)
+        assert is_asked.wait(WAIT_SECS)
+        is_asked.clear()
+        # The time is up once the node has answered, and no sooner.
+        late = SimpleNamespace(monotonic=lambda: time.monotonic() + WAIT_SECS)
+        monkeypatch.setattr(names, "time", late)
         with (
             answering((http(msgspec.json.encode(named)),)) as port,
             pytest.raises(BootstrapLookupError, match=r"control\.example: not resolved in time"),
         ):
             look_up("127.0.0.1", port)
+        assert is_asked.wait(WAIT_SECS)
     finally:
         is_over.set()
     with pytest.raises(ControlAddressError, match="a name stalls ZMQ"):
@@ -359,9 +392,7 @@ def test_a_rank_may_be_on_another_machine_which_the_list_has() -> None:
 
 
 def test_nothing_listening_is_told_apart() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(BootstrapLookupError) as caught:
+    with held_port() as port, pytest.raises(BootstrapLookupError) as caught:
         look_up("127.0.0.1", port)
     assert caught.value.nobody_listens
     assert not caught.value.is_final

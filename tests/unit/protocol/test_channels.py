@@ -135,21 +135,50 @@ def test_an_answer_to_a_peer_that_left_is_counted(make_server: Make, make_client
     assert server.dropped["unroutable"] == 1
 
 
+with_and_without_key = pytest.mark.parametrize(
+    "keys", [None, ControlKeys.generate()], ids=["plain", "with a key"]
+)
+
+
 @pytest.mark.I7
-@pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
-def test_both_ends_hear_of_silence_and_of_nobody_who_is_busy(keys: ControlKeys | None) -> None:
+@with_and_without_key
+@pytest.mark.parametrize("asker", ["client", "server"])
+def test_an_end_that_is_busy_answers_heartbeats(keys: ControlKeys | None, asker: str) -> None:
+    """Only the other end sends heartbeats, so that all that passes from the busy one are its answers."""
+    heartbeats = Heartbeats(0.05, WAIT_SECS)
+    of_server, of_client = (heartbeats if asker == each else None for each in ("server", "client"))
+    with (
+        closing(ControlServer("127.0.0.1", 0, keys, heartbeats=of_server)) as server,
+        closing(Relay(server.port)) as relay,
+        closing(ControlClient(relay.endpoint, keys, of_client)) as client,
+    ):
+        client.send(Heartbeat(1))
+        identity, _ = receive_one(server)
+        relay.wait_for_pieces(20, from_client=asker == "server")  # while the owners of both sockets are busy
+        assert not client.take_loss()
+        assert server.send(identity, HeartbeatAck(1, "inst"))
+        assert receive_one(client) == HeartbeatAck(1, "inst")
+
+
+@pytest.mark.I7
+@with_and_without_key
+def test_both_ends_hear_of_silence(keys: ControlKeys | None) -> None:
+    """A slow relay is silent, too: until it is cut, the client connects again and asks again."""
     heartbeats = Heartbeats.within(0.5, 1.0)
     with (
         closing(ControlServer("127.0.0.1", 0, keys, heartbeats=heartbeats)) as server,
         closing(Relay(server.port)) as relay,
         closing(ControlClient(relay.endpoint, keys, heartbeats)) as client,
     ):
-        client.send(Heartbeat(1))
-        identity, _ = receive_one(server)
-        relay.wait_for_pieces(20)  # heartbeats, while the owners of both sockets are busy
-        assert not client.take_loss()
-        assert server.send(identity, HeartbeatAck(1, "inst"))
-        assert receive_one(client) == HeartbeatAck(1, "inst")
+
+        def are_connected() -> bytes | None:
+            client.take_loss()
+            client.send(Heartbeat(1))
+            found = [identity for identity, _ in server.receive()]
+            return found[-1] if found and server.send(found[-1], HeartbeatAck(1, "inst")) else None
+
+        identity = wait_until(are_connected)
+        assert identity is not None
         relay.is_cut.set()
         wait_until(client.take_loss)
         wait_until(lambda: not server.send(identity, HeartbeatAck(2, "inst")))

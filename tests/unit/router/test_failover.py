@@ -31,6 +31,7 @@ from tests.unit.router.cluster import (
     start,
     streams,
 )
+from tests.unit.router.silence import Silence
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -91,11 +92,15 @@ async def test_a_request_that_reached_a_decode_node_is_not_sent_twice() -> None:
 
 
 @pytest.mark.I7
-async def test_a_silent_node_is_a_gateway_timeout() -> None:
-    async with cluster(decode=never, request_timeout_secs=1) as pair:
-        response = await pair.client.post("/generate", json={})
+async def test_a_silent_node_is_a_gateway_timeout(silence: Silence) -> None:
+    silence.limit_secs = 30.0
+    async with cluster(decode=never, request_timeout_secs=30) as pair:
+        asking = asyncio.create_task(pair.client.post("/generate", json={}))
+        await until(lambda: pair.decode[0].requests and silence.is_waited_in, "the router waits for the node")
+        silence.advance(30.0)
+        response = await asking
         assert response.status_code == 504
-        assert f"{pair.decode[0].url} did not answer within 1 s" in error_of(response)
+        assert f"{pair.decode[0].url} did not answer within 30 s" in error_of(response)
 
 
 # --- nodes that cannot be reached --------------------------------------------------------------------

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,63 +16,17 @@ import pytest
 from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.vocabulary import FinishReason
 from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
-from hisparse_pd.router import connect
 from hisparse_pd.router.relay import DECODE_SILENCE_SECS
 from hisparse_pd.router.server import create_app
 from hisparse_pd.serving.api import frame
-from hisparse_pd.serving.http.wait_timer import WaitTimer
 from tests.unit.api import support
 from tests.unit.router.cluster import FakeNode, computes, error_of, serving
+from tests.unit.router.silence import Silence
 from tests.waiting import WAIT_SECS, until
 
 pytestmark = pytest.mark.anyio
 TIMEOUT_SECS = 90.0
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
-
-
-class Silence:
-    """The router's clock for a decode node's silence, which only the test advances."""
-
-    def __init__(self) -> None:
-        self._num_waits = 0
-        self._now = 0.0
-        self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
-
-    def wait_timer(self, secs: float, on_lost: Callable[[], None]) -> Any:
-        """Make the replacement of a ``WaitTimer``."""
-        if secs != DECODE_SILENCE_SECS:
-            return WaitTimer(secs, on_lost)
-        number = next(_NUMBERS)
-
-        def begin() -> None:
-            self._num_waits += 1
-            self._ends[number] = (self._now + secs, on_lost)
-
-        def end() -> None:
-            self._ends.pop(number, None)
-
-        return SimpleNamespace(begin=begin, end=end, close=end)
-
-    async def waited_for_again(self) -> None:
-        """Wait until the router has received something from the node and waits for more."""
-        num_waits = self._num_waits
-        await until(lambda: self._num_waits > num_waits)
-
-    def advance(self, secs: float) -> None:
-        self._now += secs
-        for ends_at, on_lost in list(self._ends.values()):
-            if ends_at <= self._now:
-                on_lost()
-
-
-_NUMBERS = itertools.count()
-
-
-@pytest.fixture
-def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
-    silence = Silence()
-    monkeypatch.setattr(connect, "WaitTimer", silence.wait_timer)
-    return silence
 
 
 @asynccontextmanager

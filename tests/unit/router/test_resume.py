@@ -11,6 +11,7 @@ from starlette.types import Send
 
 from hisparse_pd.base.vocabulary import ENGINE_LOST, MOVED, PREFILL_NODE_FAILED
 from hisparse_pd.router.drain import Drain
+from hisparse_pd.router.relay import DECODE_SILENCE_SECS
 from hisparse_pd.serving.http.journal_lines import LEAVING, OVER, journal_line
 from tests.unit.router.cluster import (
     Behaviour,
@@ -26,6 +27,7 @@ from tests.unit.router.cluster import (
     start,
     write,
 )
+from tests.unit.router.silence import Silence
 from tests.waiting import NEVER_SECS, until
 
 pytestmark = pytest.mark.anyio
@@ -94,13 +96,10 @@ async def test_a_stream_goes_on_behind_what_was_shown(first: Behaviour) -> None:
         assert (await pair.client.get("/status")).json()["resumes"] == 1
 
 
-async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_hangs_is_lost_after_its_silence(silence: Silence) -> None:
     """What it sends when it wakes up is not shown."""
 
     async def hangs(node: FakeNode, send: Send) -> None:
-        monkeypatch.setattr(
-            "hisparse_pd.router.relay.DECODE_SILENCE_SECS", NEVER_SECS
-        )  # the next node has no limit
         await start(send, x_hisparse_pd_journal="1")
         await write(send, unit(1))
         await node.release.wait()
@@ -110,9 +109,15 @@ async def test_a_node_that_hangs_is_lost_after_its_silence(monkeypatch: pytest.M
         pair.decode[0].release.set()
         await GOES_ON(node, send)
 
-    monkeypatch.setattr("hisparse_pd.router.relay.DECODE_SILENCE_SECS", 0.3)
-    async with cluster(decode=[hangs, wakes_the_other], resume_timeout_secs=NEVER_SECS) as pair:
-        assert (await pair.client.post(PATH, json=BODY)).text == SHOWN
+    async with (
+        cluster(decode=[hangs, wakes_the_other], resume_timeout_secs=NEVER_SECS) as pair,
+        pair.client.stream("POST", PATH, json=BODY) as response,
+    ):
+        pieces = response.aiter_text()
+        shown = await anext(pieces)
+        await until(lambda: silence.is_waited_in, "the router waits for more")
+        silence.advance(DECODE_SILENCE_SECS)
+        assert shown + "".join([piece async for piece in pieces]) == SHOWN
 
 
 @pytest.mark.parametrize(
