@@ -1,4 +1,4 @@
-"""A real ``mooncake_master`` on this machine, for tests of the cluster's store."""
+"""The programs of a real Mooncake Store, and its master on this machine, for tests of the cluster's store."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from hisparse_pd.base.ports import free_port
 from tests.waiting import wait_until
 
 
+def store_program(name: str) -> str:
+    """Return the path of one of Mooncake's programs; skip the test where it is not installed."""
+    beside = Path(sys.executable).with_name(name)
+    program = str(beside) if beside.exists() else shutil.which(name)
+    if program is None:
+        pytest.skip(f"{name} is not installed")
+    return program
+
+
 class Master:
     """The program on a port of loopback. ``directory``: of its log."""
 
     def __init__(self, directory: Path) -> None:
-        beside = Path(sys.executable).with_name("mooncake_master")
-        program = str(beside) if beside.exists() else shutil.which("mooncake_master")
-        if program is None:
-            pytest.skip("mooncake_master is not installed")
-        self._program = program
+        self._program = store_program("mooncake_master")
         self._log = directory / "master.log"
         self.port, self._metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"

@@ -32,6 +32,9 @@ ANSWER_SECS: Final = 2.0
 
 _NO_SERVER: Final = "P2PHANDSHAKE"
 """The name for clients that ask each other, and no metadata server, where their memory is."""
+_ANYWHERE: Final = "*"
+"""The name for memory whose NUMA node Mooncake finds out. It must not be empty: over RDMA clients then take
+the whole description of a peer's memory for broken, and nothing can be written there."""
 _NO_SPACE, _ABSENT, _EXISTS = -200, -704, -705
 """Codes of Mooncake: no space for the object, no such object, the object is there."""
 
@@ -135,7 +138,8 @@ class MooncakeStore:
                     raise StoreError(f"the store cannot register {memory.nbytes} bytes: code {code}")
                 self._to_register.pop()
             if self._lent_bytes and not self._lent_segments:
-                lent = self._client.allocate_and_mount_segment(self._lent_bytes, self._transport.protocol, "")
+                protocol = self._transport.protocol
+                lent = self._client.allocate_and_mount_segment(self._lent_bytes, protocol, _ANYWHERE)
                 if lent["ret"] != 0:
                     raise StoreError(f"the store cannot take {self._lent_bytes} bytes: code {lent['ret']}")
                 self._lent_segments = lent["segment_ids"]

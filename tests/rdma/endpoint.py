@@ -8,6 +8,10 @@ Then it answers each line of JSON with one. ``{"register": true}`` registers mem
 ``{"poison": true}`` overwrites it; ``{"check": NAME}`` compares it with what the pattern must have left;
 ``{"write": NAME, "session": ..., "base_addr": ...}`` writes the pattern to another endpoint, and ``"read"``
 instead of ``"write"`` reads it from there.
+
+``{"store": ADDRESS, "lent_bytes": ...}`` joins a master's store, and lends memory to it. ``{"put": KEY}``
+makes the bytes of the object anew and writes it, ``{"get": KEY}`` reads it, and ``{"check_object": true}``
+compares the memory with what a read into poison must have left.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ import torch
 
 from hisparse_pd.base.settings import TransportSettings
 from hisparse_pd.transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
+from hisparse_pd.transfer.page_store import MooncakeStore, Pieces
 from hisparse_pd.transfer.plan import Descriptors
 from hisparse_pd.transfer.transport import Transport, choose_transport
-from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, POISON, Pattern, source_content
+from tests.rdma.patterns import MEMORY_BYTES, OBJECT, PATTERNS, POISON, Pattern, source_content
 
 if TYPE_CHECKING:
     from tests.rdma.command import Command
@@ -85,6 +90,22 @@ class Endpoint:
         """Read a pattern. Returns the error, or an empty string."""
         return str(self._ask(read=pattern.name, session=session, base_addr=base_addr)["error"])
 
+    def join(self, store: str, lent_bytes: int) -> None:
+        """Become a client of the store of a master, and lend memory to it."""
+        self._ask(store=store, lent_bytes=lent_bytes)
+
+    def put(self, key: str) -> str:
+        """Write an object to the store. Returns the name of the result."""
+        return str(self._ask(put=key)["result"])
+
+    def get(self, key: str) -> str:
+        """Read an object from the store. Returns the name of the result."""
+        return str(self._ask(get=key)["result"])
+
+    def check_object(self) -> str:
+        """Return where the memory differs from poison with the object, or an empty string."""
+        return str(self._ask(check_object=True)["fault"])
+
     def poison(self) -> None:
         self._ask(poison=True)
 
@@ -128,6 +149,8 @@ def main() -> None:
     memory, content = source_content(), source_content()
     base_addr = memory.ctypes.data
     patterns = {pattern.name: pattern for pattern in PATTERNS}
+    pieces = [Pieces([base_addr + start for start, _ in OBJECT], [size for _, size in OBJECT])]
+    store: MooncakeStore | None = None
     for line in sys.stdin:
         answer: dict[str, Any] = {}
         match json.loads(line):
@@ -143,6 +166,20 @@ def main() -> None:
             case {"read": name, "session": session, "base_addr": src_base_addr}:
                 reads = patterns[name].writes(src_base_addr, base_addr)
                 answer = {"error": _error(engine.read, session, reads)}
+            case {"store": address, "lent_bytes": lent_bytes}:
+                mine = [torch.from_numpy(memory)]
+                store = MooncakeStore(address, host, memory=mine, lent_bytes=lent_bytes, transport=transport)
+                store.connect()
+            case {"put": key} if store is not None:
+                memory[:] = content
+                answer = {"result": store.put([key], pieces)[0].name}
+            case {"get": key} if store is not None:
+                answer = {"result": store.get([key], pieces)[0].name}
+            case {"check_object": _}:
+                expected = np.full(MEMORY_BYTES, POISON, np.uint8)
+                for start, size in OBJECT:
+                    expected[start : start + size] = content[start : start + size]
+                answer = {"fault": _difference(memory, expected)}
             case other:
                 raise ValueError(f"unknown question {other}")
         print(json.dumps(answer), flush=True)

@@ -9,12 +9,14 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.protocol.messages import ROW_CHECK_BYTES
 from tests.rdma.command import Command, CommandError
 from tests.rdma.machines import NODE_PORT, ROUTER_PORT, Machine
 from tools.bench.documents import RETRIEVAL_MODEL
@@ -49,6 +51,20 @@ _SIZES = {
 }
 
 
+def generate(
+    url: str, token_ids: Sequence[int], num_new_tokens: int, hisparse: bool, **fields: object
+) -> dict[str, Any]:
+    """Return the greedy answer of the router or the decode node at ``url``. ``fields``: further ones of the
+    body."""
+    params = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
+    body = {"input_ids": list(token_ids), "sampling_params": params, "hisparse": hisparse, **fields}
+    answer = httpx.post(f"{url}/generate", json=body, timeout=REQUEST_TIMEOUT_SECS)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert isinstance(found, dict)
+    return found
+
+
 @dataclass
 class Service:
     """A node or the router. ``url``: where this machine reaches it."""
@@ -77,11 +93,15 @@ class Service:
         return {match[1]: float(match[2]) for match in samples}
 
     def wait_counted(self, name: str, value: float) -> dict[str, float]:
-        """Return ``metrics`` once a counter has reached ``value``: engines report counters twice a second."""
+        """Return ``metrics`` once a counter, of all ranks together, has reached ``value``."""
+        return self.wait_metrics(lambda metrics: sum(by_rank(metrics, name).values()) >= value)
+
+    def wait_metrics(self, is_reached: Callable[[Mapping[str, float]], bool]) -> dict[str, float]:
+        """Return ``metrics`` once they are as wanted: engines report them twice a second."""
         deadline = time.monotonic() + REQUEST_TIMEOUT_SECS
-        while (metrics := self.metrics())[f"hisparse_pd:{name}"] < value:
+        while not is_reached(metrics := self.metrics()):
             if time.monotonic() > deadline:
-                raise CommandError(f"{self.url}: {name} is {metrics[f'hisparse_pd:{name}']}, not {value}")
+                raise CommandError(f"{self.url}: after {REQUEST_TIMEOUT_SECS:g} s still {metrics}")
             time.sleep(_POLL_SECS)
         return metrics
 
@@ -100,35 +120,53 @@ class Service:
 class Pair:
     prefill: Service
     decode: Service
-    router: Service | None = None
+    router: Service
     """Started once the nodes are healthy, because its health checks would slow their start."""
 
     def generate(self, token_ids: Sequence[int], num_new_tokens: int, hisparse: bool) -> dict[str, Any]:
         """Return the greedy answer to one request through the router."""
-        assert self.router is not None
-        answer = httpx.post(
-            f"{self.router.url}/generate",
-            json={
-                "input_ids": list(token_ids),
-                "sampling_params": {
-                    "temperature": 0,
-                    "max_new_tokens": num_new_tokens,
-                    "ignore_eos": True,
-                },
-                "hisparse": hisparse,
-            },
-            timeout=REQUEST_TIMEOUT_SECS,
-        )
-        assert answer.status_code == 200, answer.text
-        body = answer.json()
-        assert isinstance(body, dict)
-        return body
+        return generate(self.router.url, token_ids, num_new_tokens, hisparse)
+
+
+def num_cached(answer: Mapping[str, Any], tier: str) -> int:
+    """Return how many tokens of a prompt the prefill node had from a tier."""
+    count = answer["meta_info"]["cached_tokens_details"][tier]
+    assert isinstance(count, int)
+    return count
+
+
+def token_bytes() -> int:
+    """Return the bytes of one token's KV, indexer keys and row checks in all layers, the draft layer too."""
+    spec = load_spec(RETRIEVAL_MODEL, "float32")
+    item_bytes = spec.item_bytes + ROW_CHECK_BYTES
+    return spec.num_kv_layers * item_bytes + spec.num_index_groups * spec.index_item_bytes
+
+
+def by_rank(metrics: Mapping[str, float], name: str) -> dict[int, float]:
+    """Return a metric of each rank, its other labels together. A node of one rank has rank 0."""
+    found: dict[int, float] = {}
+    for labelled, value in metrics.items():
+        if labelled.partition("{")[0] == f"hisparse_pd:{name}":
+            label = re.search(r'dp_rank="(\d+)"', labelled)
+            rank = int(label[1]) if label else 0
+            found[rank] = found.get(rank, 0.0) + value
+    return found
 
 
 def start_node(machine: Machine, kind: str, *options: str) -> Command:
     """Start a node that advertises its address on the network between the machines; the caller closes it."""
     command = (sys.executable, "-m", "hisparse_pd", kind, *_NODE, *_SIZES[kind])
     return machine.start(*command, "--advertise-host", machine.address, *options)
+
+
+@contextlib.contextmanager
+def running_node(machine: Machine, kind: str, *options: str) -> Iterator[Service]:
+    """A node that ends with the context, and may not be healthy yet."""
+    command = start_node(machine, kind, *options)
+    try:
+        yield Service(command, machine.url(NODE_PORT))
+    finally:
+        command.close()
 
 
 @contextlib.contextmanager
@@ -142,18 +180,15 @@ def running_pair(
         *("--prefill", f"http://{first.address}:{NODE_PORT}", str(BOOTSTRAP_PORT)),
         *("--decode", f"http://{second.address}:{NODE_PORT}"),
     )
-    with contextlib.ExitStack() as ends:
-
-        def started(machine: Machine, command: Command, port: int) -> Service:
-            ends.callback(command.close)
-            return Service(command, machine.url(port))
-
-        pair = Pair(
-            prefill=started(first, start_node(first, "prefill", *options), NODE_PORT),
-            decode=started(second, start_node(second, "decode", *options, *decode_options), NODE_PORT),
-        )
-        for node in (pair.prefill, pair.decode):
+    with (
+        running_node(first, "prefill", *options) as prefill,
+        running_node(second, "decode", *options, *decode_options) as decode,
+        contextlib.ExitStack() as ends,
+    ):
+        for node in (prefill, decode):
             node.wait_healthy()
-        pair.router = started(first, first.start(*router), ROUTER_PORT)
+        command = first.start(*router)
+        ends.callback(command.close)
+        pair = Pair(prefill, decode, Service(command, first.url(ROUTER_PORT)))
         pair.router.wait_healthy()
         yield pair

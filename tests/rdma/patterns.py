@@ -105,3 +105,6 @@ PATTERNS: Sequence[Pattern] = (
     _partial_pages("many-layers", 256, 61, 32, 64),
 )
 """Patterns with items of bf16 (1152 bytes), of fp8 (656) and of sizes that no model has."""
+
+OBJECT = ((3 << 20, 36), (100, 73_728), (1 << 20, 700_000), (2 << 20, 1))
+"""Pieces of memory, start and size, that are an object of the store, as a page's seal and layers are."""

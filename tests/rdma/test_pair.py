@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.core.model.spec import load_spec
-from hisparse_pd.protocol.messages import ROW_CHECK_BYTES
 from tests.rdma.conftest import without_device
-from tests.rdma.machines import DEVICE, NODE_PORT, Machine
-from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node
+from tests.rdma.machines import DEVICE, Machine
+from tests.rdma.pair import (
+    HOT_BUFFER,
+    Service,
+    num_cached,
+    running_node,
+    running_pair,
+    start_node,
+    token_bytes,
+)
 from tests.rdma.patterns import MAX_PAYLOAD_BYTES
-from tools.bench.documents import RETRIEVAL_MODEL
 from tools.bench.retrieval import retrievals
 
 PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retrievals(length, 1)]
@@ -199,16 +204,7 @@ def num_held(turn: dict[str, Any], so_far: int) -> int:
 
 def num_read(answer: dict[str, Any]) -> int:
     """Return how many tokens of a prompt the prefill node read from the decode node."""
-    count = answer["meta_info"]["cached_tokens_details"]["decode"]
-    assert isinstance(count, int)
-    return count
-
-
-def token_bytes() -> int:
-    """Return the bytes of one token's KV, indexer keys and row checks in all layers, the draft layer too."""
-    spec = load_spec(RETRIEVAL_MODEL, "float32")
-    item_bytes = spec.item_bytes + ROW_CHECK_BYTES
-    return spec.num_kv_layers * item_bytes + spec.num_index_groups * spec.index_item_bytes
+    return num_cached(answer, "decode")
 
 
 def test_tcp_is_tcp_where_there_are_rdma_devices(over_tcp: Run) -> None:
@@ -232,12 +228,8 @@ def test_nodes_without_the_device_do_not_start(machines: tuple[Machine, Machine]
 
 @pytest.fixture
 def auto_node(machines: tuple[Machine, Machine]) -> Iterator[Service]:
-    machine = machines[1]
-    command = start_node(machine, "decode", "--transfer-protocol", "auto")
-    try:
-        yield Service(command, machine.url(NODE_PORT))
-    finally:
-        command.close()
+    with running_node(machines[1], "decode", "--transfer-protocol", "auto") as node:
+        yield node
 
 
 def test_auto_takes_the_device_and_says_so(auto_node: Service) -> None:

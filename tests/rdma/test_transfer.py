@@ -8,7 +8,8 @@ import pytest
 
 from tests.rdma.endpoint import Endpoint, endpoint
 from tests.rdma.machines import Machine
-from tests.rdma.patterns import MAX_PAYLOAD_BYTES, MEMORY_BYTES, PATTERNS, Pattern
+from tests.rdma.patterns import MAX_PAYLOAD_BYTES, MEMORY_BYTES, OBJECT, PATTERNS, Pattern
+from tests.rdma.store import running_master, store_address
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1800)]
 
@@ -56,6 +57,25 @@ def test_what_is_outside_registered_memory_fails_and_the_next_one_does_not(
     assert f"has not registered the {what}" in error
     assert moved(verb, PATTERNS[0], source, target) == ""
     assert target.check(PATTERNS[0]) == ""
+
+
+def test_an_object_of_the_store_goes_by_verbs_to_memory_that_a_peer_lends(
+    machines: tuple[Machine, Machine], endpoints: tuple[Endpoint, Endpoint]
+) -> None:
+    lender, writer = endpoints
+    num_bytes = sum(size for _, size in OBJECT)
+    before = [machine.counters() for machine in machines]
+    with running_master(machines[1]):
+        lender.join(store_address(machines[1]), lent_bytes=16 << 20)
+        writer.join(store_address(machines[1]), lent_bytes=0)
+        assert writer.put("object") == "DONE"
+        writer.poison()
+        assert writer.get("object") == "DONE"
+        assert writer.get("another") == "ABSENT"
+    assert writer.check_object() == ""
+    for machine, counted in zip(machines, before, strict=True):
+        num_packets = machine.counters()["sent_pkts"] - counted["sent_pkts"]
+        assert num_packets >= num_bytes / MAX_PAYLOAD_BYTES, "verbs carried it both ways"
 
 
 def test_the_death_of_a_peer_is_an_error_and_the_next_peer_is_written_to(
