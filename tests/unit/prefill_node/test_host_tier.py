@@ -11,12 +11,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.prefill_node import host_pages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -152,6 +154,25 @@ def test_main_memory_keeps_what_was_used_last(engine: EngineThread, peer: Decode
     assert num_found(engine, first, HOST_POOLS) < 128
     assert num_found(engine, prompt(seeds[-1], 150), HOST_POOLS) == 144
     assert engine.next_stats().gauges['pool_held_tokens{pool="host"}'] <= NUM_HOST_PAGES * PAGE
+
+
+@pytest.mark.I7
+def test_what_cannot_be_copied_is_computed(engine: EngineThread, peer: DecodePeer) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("1 MiB wanted")
+
+    tokens = prompt(9, 130)
+    with patch.object(host_pages, "_copy", out_of_memory):
+        deliver(engine, peer, next_room(), tokens)
+    assert num_found(engine, tokens, HOST_POOLS) == 0
+    deliver(engine, peer, next_room(), tokens)
+    assert num_found(engine, tokens, HOST_POOLS) == 128
+    evict_from_device(engine, peer, tokens)
+    with patch.object(host_pages, "_copy", out_of_memory):
+        done = deliver(engine, peer, next_room(), tokens)
+    assert (done.num_cached_tokens, done.fetched.host) == (0, 0)
+    evict_from_device(engine, peer, tokens)
+    assert deliver(engine, peer, next_room(), tokens).fetched.host == 128
 
 
 @pytest.mark.I9
