@@ -97,10 +97,14 @@ class HostPages:
                 _copy(here, host, on_device, device)
         return self._up.record()
 
-    def close(self) -> None:
-        """Unpin the memory once all copies are over."""
+    def settle(self) -> None:
+        """Wait until all copies are over."""
         for stream in (self._down, self._up):
             stream.synchronize()
+
+    def close(self) -> None:
+        """Unpin the memory once all copies are over."""
+        self.settle()
         self._pairs.clear()
         for pool in self._pools:
             pool.close()

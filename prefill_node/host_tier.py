@@ -259,6 +259,13 @@ class HostTier:
             self._let_go(copy.source)
             self._let_go(copy.before)
 
+    def settle(self) -> None:
+        """Wait until all copies are over, which takes some milliseconds, and do ``poll``: they use nothing
+        any more."""
+        if self._pages is not None and self._copies:
+            self._pages.settle()
+            self.poll()
+
     def _begin(
         self,
         room: Room,

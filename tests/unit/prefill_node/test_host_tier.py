@@ -216,6 +216,37 @@ def test_rows_in_main_memory_are_scrubbed(engine: EngineThread, peer: DecodePeer
     assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)
 
 
+def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: DecodePeer) -> None:
+    class Copy:
+        def __init__(self) -> None:
+            self.is_over = False
+
+        def query(self) -> bool:
+            return self.is_over
+
+    copies: list[Copy] = []
+
+    def begin(*_: object) -> Copy:
+        copies.append(Copy())
+        return copies[-1]
+
+    def settle(_: object) -> None:
+        for copy in copies:
+            copy.is_over = True
+
+    tokens = prompt(23, 130)
+    with (
+        patch.object(host_pages.HostPages, "copy_down", begin),
+        patch.object(host_pages.HostPages, "settle", settle),
+    ):
+        deliver(engine, peer, next_room(), tokens)
+        assert num_found(engine, tokens, CACHE_POOLS) == 128
+        assert engine.life.tier.num_copies == 1
+        engine.send(FlushCache())
+        wait_until(lambda: num_found(engine, tokens, CACHE_POOLS) == 0, "the cache to be empty")
+    assert num_found(engine, tokens, HOST_POOLS) == 0
+
+
 def test_flushing_empties_main_memory_too(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(22, 130)
     deliver(engine, peer, next_room(), tokens)
