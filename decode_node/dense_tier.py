@@ -18,6 +18,7 @@ writes.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hisparse_pd.base.vocabulary import Mode
-from hisparse_pd.core.model.side_stream import is_over
+from hisparse_pd.core.model.side_stream import CopyFailed, is_over
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix, end_of
@@ -35,6 +36,8 @@ from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.held_tier import PageCopies
 from hisparse_pd.decode_node.request import KV_POOLS
 from hisparse_pd.protocol.messages import Extent, Room
+
+log = logging.getLogger(__name__)
 
 DENSE: Final = KV_POOLS[Mode.DENSE]
 HISPARSE: Final = KV_POOLS[Mode.HISPARSE]
@@ -148,11 +151,18 @@ class DenseTier:
         source = self._prefixes.use(keys, DENSE)
         holding = self._pools.reserve(left.room, SlotCounts(host=num_pages * page_size))
         assert self._copies is not None, "nothing is queued without"
-        is_behind = self._copies.copy_down(
-            self._behind(source, PoolKind.INDEX, num_stored),
-            holding[PoolKind.HOST],
-            self._behind(source, PoolKind.DEVICE, num_stored),
-        )
+        try:
+            is_behind = self._copies.copy_down(
+                self._behind(source, PoolKind.INDEX, num_stored),
+                holding[PoolKind.HOST],
+                self._behind(source, PoolKind.DEVICE, num_stored),
+            )
+        except CopyFailed as error:
+            log.error("pages of room %d are not copied to main memory: %s", left.room, error)
+            self._pools.release(holding)
+            self._let_go(source)
+            self._let_go(before)
+            return True
         left = left._replace(keys=keys)
         self._down.append(_CopyDown(left, source, before, holding, is_behind))
         return True
@@ -189,7 +199,8 @@ class DenseTier:
     ) -> Prefix:
         """Begin to bring the pages of ``keys`` to the device behind those of ``before``. The request uses
         both ``before`` and ``source``, which ends where ``keys`` end; afterwards it uses neither, but what is
-        returned: the device's prefix of all of ``keys``. Raises PoolExhausted."""
+        returned: the device's prefix of all of ``keys``. Raises PoolExhausted, and CopyFailed, after which it
+        uses both as before."""
         num_here = self._prefixes.num_found(keys, DENSE)  # others may fetch the same pages
         if num_here < len(keys):
             need = SlotCounts.of(DENSE, (len(keys) - num_here) * self._pools.page_size)
@@ -206,20 +217,31 @@ class DenseTier:
             )
             self._pools.release(holding)
         prefix = self._prefixes.use(keys, DENSE)
-        self._let_go(before)
-        if num_here == len(keys):
+        if num_here < len(keys):
+            self._begin_up(source, prefix, num_here)
+        else:
             self._let_go(source)
-            return prefix
-        self._prefixes.use_run(prefix)
-        assert self._copies is not None, "nothing is stored without"
-        is_behind = self._copies.copy_up(
-            self._behind(source, PoolKind.HOST, num_here),
-            self._behind(prefix, PoolKind.INDEX, num_here),
-            self._behind(prefix, PoolKind.DEVICE, num_here),
-        )
-        self._up.append(_CopyUp(source, prefix, is_behind))
-        self.num_fetched_tokens += (len(keys) - num_here) * self._pools.page_size
+        self._let_go(before)
         return prefix
+
+    def _begin_up(self, source: Prefix, prefix: Prefix, num_here: int) -> None:
+        """Begin to copy the pages of ``prefix`` behind the first ``num_here``, which are arriving. Raises
+        CopyFailed, after which these are gone and nobody uses ``prefix``."""
+        assert self._copies is not None, "nothing is stored without"
+        device = self._behind(prefix, PoolKind.DEVICE, num_here)
+        try:
+            is_behind = self._copies.copy_up(
+                self._behind(source, PoolKind.HOST, num_here),
+                self._behind(prefix, PoolKind.INDEX, num_here),
+                device,
+            )
+        except CopyFailed:
+            self._prefixes.drop(PoolKind.DEVICE, device[0].start)
+            self._let_go(prefix)
+            raise
+        self._prefixes.use_run(prefix)
+        self._up.append(_CopyUp(source, prefix, is_behind))
+        self.num_fetched_tokens += (prefix.end_page - num_here) * self._pools.page_size
 
     # --- copies --------------------------------------------------------------------------------------
 

@@ -14,17 +14,20 @@ verified with their checks when they are paged in, as all rows are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from hisparse_pd.core.model.side_stream import is_over
+from hisparse_pd.core.model.side_stream import CopyFailed, is_over
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.protocol.messages import Extent
+
+log = logging.getLogger(__name__)
 
 
 class PageCopies(Protocol):
@@ -35,7 +38,7 @@ class PageCopies(Protocol):
     ) -> torch.cuda.Event | None:
         """Begin to copy what pages of the index pool have to the places of as many pages of the host pool,
         and the KV of as many pages of the device pool to these pages, if ``device`` has any. Returns the
-        event behind the copy, or None where it is over."""
+        event behind the copy, or None where it is over. Raises CopyFailed."""
 
     def copy_up(
         self, host: Sequence[Extent], index: Sequence[Extent], device: Sequence[Extent] = ()
@@ -82,7 +85,8 @@ class HeldTier:
 
     def store(self, prefix: Prefix | None) -> None:
         """Begin to copy down what main memory lacks of a prefix, whose pages are in the tree and hold all of
-        their bytes. Only prefixes with KV in the host pool are stored."""
+        their bytes. Only prefixes with KV in the host pool are stored. What cannot be copied stays where it
+        is."""
         if self._copies is None or prefix is None or prefix.is_dropped or PoolKind.HOST not in prefix.kinds:
             return
         chain = list(prefix.chain())
@@ -90,18 +94,26 @@ class HeldTier:
         first_page = max(under_way, default=0)
         runs = [run for run in chain if not run.is_stored and run.start_page >= first_page]
         if runs:
+            try:
+                is_behind = self._copies.copy_down(*_slots(runs, PoolKind.INDEX, PoolKind.HOST))
+            except CopyFailed as error:
+                log.error("keys of a held prefix are not copied to main memory: %s", error)
+                return
             self._prefixes.use_run(prefix)
-            is_behind = self._copies.copy_down(*_slots(runs, PoolKind.INDEX, PoolKind.HOST))
             self._down.append(_Copy(prefix, runs[-1].start_page, is_behind))
 
     def fetch(self, prefix: Prefix | None) -> None:
         """Begin to bring up the runs of a request's prefix that have moved down. The request uses it. Raises
-        PoolExhausted."""
+        PoolExhausted, and CopyFailed, after which they are down as before."""
         if prefix is None or not (runs := self._prefixes.bring_up(prefix)):
             return
         assert self._copies is not None, "runs move down only when they are stored"
+        try:
+            is_behind = self._copies.copy_up(*_slots(runs, PoolKind.HOST, PoolKind.INDEX))
+        except CopyFailed:
+            self._prefixes.take_down(runs)
+            raise
         self._prefixes.use_run(prefix)
-        is_behind = self._copies.copy_up(*_slots(runs, PoolKind.HOST, PoolKind.INDEX))
         self._up.append(_Copy(prefix, runs[-1].start_page, is_behind))
         self.num_fetched_tokens += sum(len(run.keys) for run in runs) * self._page_size
 

@@ -87,8 +87,8 @@ class KeyPages:
     ) -> torch.cuda.Event | None:
         """Begin to copy pages of the index pool to the places of as many pages of the host pool, and the KV
         of as many pages of the device pool, if ``device`` has any, to these pages. Returns the event behind
-        the copy, or None where it is over."""
-        with self._down.behind_current():
+        the copy, or None where it is over. Raises CopyFailed."""
+        with self._down.copying():
             for on_device, here in self._pairs:
                 for from_ids, to_ids in self._parts(on_device, index, host):
                     staged = on_device.index_select(1, self._on_device(from_ids)).transpose(0, 1).contiguous()
@@ -103,7 +103,7 @@ class KeyPages:
     ) -> torch.cuda.Event | None:
         """Begin to copy what lies at the places of pages of the host pool to as many pages of the index pool,
         and the KV of these pages to as many pages of the device pool; as ``copy_down``."""
-        with self._up.behind_current():
+        with self._up.copying():
             for on_device, here in self._pairs:
                 for from_ids, to_ids in self._parts(on_device, host, index):
                     staged = on_device.new_empty((len(from_ids), *here.shape[1:]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import chain
 
 from hisparse_pd.base.vocabulary import Mode
+from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.pools import (
     TOKEN_POOLS,
     Holding,
@@ -91,17 +92,16 @@ class LiveRequests(RequestIndex):
         """Move a request from WAITING to LANDING, after ``use_held``, with all slots reserved, and begin to
         fetch what main memory has of its prefix.
 
-        Raises PoolExhausted.
+        Raises PoolExhausted, and CopyFailed, after which the request owns nothing.
         """
         request = admission.request
         self.held.make_room(self.pools.rounded(admission.need))
         holding = self.pools.reserve(request.room, admission.need)
-        self.held_tier.fetch(request.prefix)
-        if (source := request.source_prefix) is not None:
-            keys = request.usable_keys[: source.end_page]
-            token_ids = request.prompt if self.publishes(request) else None
-            request.prefix = self.dense_tier.fetch(request.room, keys, request.prefix, source, token_ids)
-            request.source_prefix = None
+        try:
+            self._fetch(request)
+        except CopyFailed:
+            self.pools.release(holding)
+            raise
         keys, kinds = request.usable_keys[: request.num_shared_pages], KV_POOLS[admission.mode]
         request.num_prefilled_tokens = self.held.num_prefilled(keys, kinds) * self.pools.page_size
         self._move(request, RequestState.LANDING, deadline)
@@ -112,6 +112,16 @@ class LiveRequests(RequestIndex):
         self._note_reserved(request)
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
+
+    def _fetch(self, request: Request) -> None:
+        """Begin to bring to the device what main memory has of a request's prefix. Raises PoolExhausted and
+        CopyFailed."""
+        self.held_tier.fetch(request.prefix)
+        if (source := request.source_prefix) is not None:
+            keys = request.usable_keys[: source.end_page]
+            token_ids = request.prompt if self.publishes(request) else None
+            request.prefix = self.dense_tier.fetch(request.room, keys, request.prefix, source, token_ids)
+            request.source_prefix = None
 
     def await_fetch(self, request: Request, deadline: float) -> bool:
         """Move a request from LANDING to FETCHING if part of its prefix is still on its way up. Returns

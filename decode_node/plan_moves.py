@@ -13,7 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, Mode
+from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.end_moves import EndMoves
@@ -63,7 +66,7 @@ class PlanMoves:
         for growth in plan.growths:
             if growth.request.state is RequestState.RUNNING:  # an exchange or a fill may have failed it
                 self.requests.grow(growth.request, growth.need)
-                self.tables.grow(growth.request)
+                self._do_or_fail(self.tables.grow, growth.request, "given more slots", now)
         for admission in plan.admissions:
             self.admit(admission, now)
 
@@ -86,11 +89,17 @@ class PlanMoves:
             self.queue.wait_for_node(request, now)
             return
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
-        self.requests.reserve(admission, instance_id, now + self.queue.room_timeout_secs)
-        self.tables.prepare_landing(request)
-        if source is not None:
-            self.tables.copy_prompt(source, request, num_held)
-            request.hot_positions = source.landed_hint
+        try:
+            self.requests.reserve(admission, instance_id, now + self.queue.room_timeout_secs)
+        except CopyFailed as error:
+            log.error("the held prefix of room %d cannot be brought to the device", request.room)
+            self.requests.give_back_held(request)
+            self.ends.fail(request, 500, f"the request cannot be admitted: {error}", now)
+            return
+        prepare = partial(self._prepare_landing, source=source, num_held=num_held)
+        if not self._do_or_fail(prepare, request, "admitted", now):
+            self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # no peer knows of it
+            return
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if not request.needs_prefill_node:
@@ -99,6 +108,14 @@ class PlanMoves:
             self._unsent.append(request)
         else:
             self._send_bootstrap(request, now)
+
+    def _prepare_landing(self, request: Request, source: Request | None, num_held: int) -> None:
+        """Prepare a landing zone. If there is a ``source``, copy from that sample what is missing behind the
+        first ``num_held`` tokens."""
+        self.tables.prepare_landing(request)
+        if source is not None:
+            self.tables.copy_prompt(source, request, num_held)
+            request.hot_positions = source.landed_hint
 
     def _send_bootstrap(self, request: Request, now: float) -> None:
         if not self.peers.send(request.peer, bootstrap_of(request)):
@@ -161,7 +178,7 @@ class PlanMoves:
         is_done = capacity >= num_before or self._do_or_fail(resize, request, "retracted", now)
         if is_done:
             self.requests.replace_device_slots(exchange)
-            self.tables.grow(request)
+            is_done = self._do_or_fail(self.tables.grow, request, "given another hot buffer", now)
         if is_done and capacity > num_before:
             return self._do_or_fail(resize, request, "given a larger hot buffer", now)
         return is_done
@@ -179,9 +196,8 @@ class PlanMoves:
             self._fill_row(request, now)
             return True
         self.requests.replace_device_slots(exchange, first_kept)
-        self.tables.grow(request)
         enter = partial(self.tables.enter_hot_buffer, first_position=first_kept)
-        return self._do_or_fail(enter, request, "retracted", now)
+        return all(self._do_or_fail(move, request, "retracted", now) for move in (self.tables.grow, enter))
 
     def _fill_row(self, request: Request, now: float) -> None:
         """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""
@@ -221,13 +237,16 @@ class PlanMoves:
     def _do_or_fail(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
     ) -> bool:
-        """Apply ``action`` to a running request, and return whether that worked.
+        """Apply ``action`` to an admitted request, and return whether that worked.
 
-        If not, the request fails and its slots are freed at once, because the rest of the plan counts on
-        them. ``participle``: the action's name in error texts.
+        If not, the request fails and, if it runs, its slots are freed at once, because the rest of the plan
+        counts on them. ``participle``: the action's name in error texts. Raises torch.AcceleratorError when
+        the device is lost.
         """
         try:
             action(request)
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             log.exception("room %d cannot be %s", request.room, participle)
             self.ends.fail(request, 500, f"the request cannot be {participle}: {error}", now)

@@ -311,6 +311,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self._decode_events.fail_silent(now)
         self.life.fail_expired(now)
 
+    def _flush(self) -> None:
+        self.life.tier.settle()
+        super()._flush()
+
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
         return self.control.send(self.peers.current(peer).identity, message)
 

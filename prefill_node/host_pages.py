@@ -83,8 +83,8 @@ class HostPages:
 
     def copy_down(self, device: Sequence[Extent], host: Sequence[Extent]) -> torch.cuda.Event | None:
         """Begin to copy the token slots ``device`` to as many slots ``host`` here. Returns the event behind
-        it, or None where it is over."""
-        with self._down.behind_current():
+        it, or None where it is over. Raises CopyFailed."""
+        with self._down.copying():
             for on_device, here in self._pairs:
                 _copy(on_device, device, here, host)
         return self._down.record()
@@ -92,15 +92,19 @@ class HostPages:
     def copy_up(self, host: Sequence[Extent], device: Sequence[Extent]) -> torch.cuda.Event | None:
         """Begin to copy the token slots ``host`` to as many slots ``device`` of the device; as
         ``copy_down``."""
-        with self._up.behind_current():
+        with self._up.copying():
             for on_device, here in self._pairs:
                 _copy(here, host, on_device, device)
         return self._up.record()
 
-    def close(self) -> None:
-        """Unpin the memory once all copies are over."""
+    def settle(self) -> None:
+        """Wait until all copies are over."""
         for stream in (self._down, self._up):
             stream.synchronize()
+
+    def close(self) -> None:
+        """Unpin the memory once all copies are over."""
+        self.settle()
         self._pairs.clear()
         for pool in self._pools:
             pool.close()

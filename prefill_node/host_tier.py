@@ -18,13 +18,14 @@ those that were copied down. A page that came wrong from there is removed there,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from hisparse_pd.core.model.side_stream import is_over
+from hisparse_pd.core.model.side_stream import CopyFailed, is_over
 from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
@@ -37,6 +38,8 @@ from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.store_tier import HOST_POOLS as HOST_POOLS
 from hisparse_pd.prefill_node.store_tier import StoreTier
 from hisparse_pd.protocol.messages import FetchedTokens, Room
+
+log = logging.getLogger(__name__)
 
 CACHE_POOLS: Final = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
@@ -155,7 +158,9 @@ class HostTier:
             self._let_go(before)
             return
         source = self._prefixes.use(keys[: num_stored + num_pages], CACHE_POOLS)
-        self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before, token_ids)
+        if not self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before, token_ids):
+            self._let_go(source)
+            self._let_go(before)
 
     # --- up ------------------------------------------------------------------------------------------
 
@@ -192,8 +197,12 @@ class HostTier:
             return False
         source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(need)
-        self._begin(room, CACHE_POOLS, keys[:num_stored], source, before, token_ids)
-        self._fetches[room] = _Fetch(end_of(before))
+        fetch = self._fetches[room] = _Fetch(end_of(before))
+        if not self._begin(room, CACHE_POOLS, keys[:num_stored], source, before, token_ids):
+            self._let_go(source)
+            self._let_go(before)
+            fetch.has_arrived = True  # nothing has, and the request computes all of it
+            return False
         self.pins.put(room, num_pages)
         return True
 
@@ -250,6 +259,13 @@ class HostTier:
             self._let_go(copy.source)
             self._let_go(copy.before)
 
+    def settle(self) -> None:
+        """Wait until all copies are over, which takes some milliseconds, and do ``poll``: they use nothing
+        any more."""
+        if self._pages is not None and self._copies:
+            self._pages.settle()
+            self.poll()
+
     def _begin(
         self,
         room: Room,
@@ -258,7 +274,9 @@ class HostTier:
         source: Prefix,
         before: Prefix | None,
         token_ids: bytes | None,
-    ) -> None:
+    ) -> bool:
+        """Begin a copy to ``kinds``. Returns whether it could begin; if not, the caller lets go of ``source``
+        and ``before``."""
         first = end_of(before)
         page_size = self._pools.page_size
         holding = self._pools.reserve(room, SlotCounts.of(kinds, (len(keys) - first) * page_size))
@@ -268,8 +286,14 @@ class HostTier:
             self.store_tier.forget(extents_to_pages(holding[to_kind], page_size))
         src = slice_extents(source.extents(from_kind), first * page_size, len(keys) * page_size)
         copy = self._pages.copy_down if kinds == HOST_POOLS else self._pages.copy_up
-        is_behind = copy(src, holding[to_kind])
+        try:
+            is_behind = copy(src, holding[to_kind])
+        except CopyFailed as error:
+            log.error("pages of room %d are not copied to the %s pool: %s", room, to_kind, error)
+            self._pools.release(holding)
+            return False
         self._copies.append(_Copy(room, kinds, keys, holding, source, before, is_behind, token_ids))
+        return True
 
     def _keep(self, copy: _Copy, num_pages: int) -> int:
         """Put the first pages of a copy into the tree, unless a page before them has been found wrong

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.protocol.messages import Extent
@@ -37,6 +38,7 @@ class SlowCopies:
         """The KV of each slot of the host pool."""
         self.under_way: list[Event] = []
         """In the order in which they end."""
+        self.can_begin = True
 
     def of(self, kind: PoolKind) -> dict[int, object]:
         """Return what the slots of a pool have."""
@@ -65,6 +67,9 @@ class SlowCopies:
         del self.under_way[:most]
 
     def _begin(self, keys: Callable[[], None], kv: Callable[[], None] | None) -> torch.cuda.Event:
+        if not self.can_begin:
+            raise CopyFailed("no memory")
+
         def copy() -> None:
             keys()
             if kv is not None:

@@ -93,6 +93,10 @@ class Memory:
     def copy_up(self, host: Sequence[Extent], device: Sequence[Extent]) -> Event:
         return self._copy(self.host, host, self.device, device)
 
+    def settle(self) -> None:
+        while self.events:
+            self.events.pop(0).finish()
+
     def wrong_items(self, rows: PageRows, page_size: int) -> list[WrongItem]:
         return [
             WrongItem(0, int(position), int(page) * page_size, 0, 1)
@@ -208,8 +212,7 @@ class Tier(RuleBasedStateMachine):
             self._end_all_copies()
 
     def _end_all_copies(self) -> None:
-        while self.memory.events:
-            self.memory.events.pop(0).finish()
+        self.memory.settle()
         self.tier.poll()
 
     # --- what happens to it --------------------------------------------------------------------------

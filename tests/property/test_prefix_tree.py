@@ -216,8 +216,9 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.users)
     @rule(data=st.data(), keeps_copies=st.booleans())
     def share(self, data: st.DataObject, keeps_copies: bool) -> None:
+        """Nothing is shared where equal pages, which main memory has got meanwhile, are not on the device."""
         user = data.draw(st.sampled_from(self.users))
-        if user.is_computed:
+        if user.is_computed or not self.tree.is_up(user.prompt.keys, user.prompt.kinds):
             return
         user.is_computed = True
         own, num_shared = user.own_pages(), len(user.shared_pages())

@@ -7,7 +7,15 @@ of a node exchange (``rank_group.py``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+
+class CopyFailed(Exception):
+    """A copy between the device and main memory could not begin, as without memory for what it needs beside.
+    Nothing of it is under way."""
 
 
 class SideStream:
@@ -28,6 +36,19 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self.use()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Wrap what launches a copy on this stream, ``behind_current``. Raises CopyFailed, once what was
+        launched is over, for any error but a lost device."""
+        try:
+            with self.behind_current():
+                yield
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self.synchronize()
+            raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
     def join(self) -> None:
         """Let the current stream wait for all work enqueued on this one."""

@@ -268,9 +268,16 @@ class PrefixTree:
             if victim is None and gained:
                 self._move_down(next(run for run in movable if not gained.isdisjoint(run.pools)))
                 continue
-            # Its children would be idle, too, and older: it has none, or they have no slots that could help.
-            if victim is None or victim.children:
+            if victim is None:
                 return
+            if victim.children:
+                # They are idle, too, and older, so they have no slots that could help: they have moved down,
+                # which their parent cannot, because its copy has failed.
+                while victim.children:
+                    victim = next(iter(victim.children))
+                self.num_evicted_tokens += len(victim.keys) * page_size
+                self._evict(victim, len(victim.keys))
+                continue
             num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.pools))
             self.num_evicted_tokens += num_pages * page_size
             self._evict(victim, num_pages)
@@ -297,6 +304,12 @@ class PrefixTree:
                 self._pools.grow(part.holding, kind, num_slots)
             part.is_arriving = True
         return down
+
+    def take_down(self, runs: Iterable[Prefix]) -> None:
+        """Undo ``bring_up``, which has returned ``runs``: their bytes do not come."""
+        for run in runs:
+            self._pools.give_up(run.holding, [kind for kind in run.pools if kind is not PoolKind.HOST])
+            run.is_arriving = False
 
     def mark_arrived(self, prefix: Prefix) -> None:
         """Note that all runs of a chain have their bytes again in all of their pools."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
@@ -365,6 +366,55 @@ def test_what_main_memory_has_not_whole_is_not_brought_up() -> None:
     assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 0, "the keys are being copied"
     books.copied()
     assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 4
+
+
+@pytest.mark.I2
+def test_pages_that_cannot_be_copied_down_are_the_devices_alone() -> None:
+    books = Books()
+    books.copies.can_begin = False
+    books.leave(FIRST)
+    assert books.num_found(FIRST) == (4, 0)
+    assert books.rooms.pools.free.host == books.rooms.pools.totals.host
+    books.copies.can_begin = True
+    books.leave(FIRST)
+    assert books.num_found(FIRST) == (4, 4)
+
+
+@pytest.mark.I2
+def test_pages_that_cannot_be_brought_up_leave_everything_as_it_was() -> None:
+    books = Books()
+    books.leave(FIRST)
+    books.rooms.held.make_room(SlotCounts(device=32))
+    assert books.num_found(FIRST) == (2, 4)
+    available = books.rooms.available
+    books.copies.can_begin = False
+    with pytest.raises(CopyFailed):
+        books.land(FIRST)
+    (request,) = books.rooms.waiting()
+    books.rooms.give_back_held(request)
+    books.rooms.check_integrity()
+    assert books.num_found(FIRST) == (2, 4)
+    assert books.rooms.available == available
+    books.copies.can_begin = True
+    again = books.land(FIRST)
+    assert books.copied() == []
+    books.run(again, FIRST)
+
+
+@pytest.mark.I2
+def test_what_is_behind_a_run_that_cannot_move_down_is_given_up_with_it() -> None:
+    """Pages of a dense request are below those of a hisparse one whose keys could not be copied."""
+    books = Books()
+    books.copies.can_begin = False
+    books.leave(FIRST, Mode.HISPARSE)
+    books.copies.can_begin = True
+    longer = (*FIRST[:16], *SECOND[:9])
+    books.leave(longer)
+    assert (books.run_of(FIRST).is_stored, books.run_of(longer).is_down) == (False, True)
+    assert books.rooms.available == books.rooms.pools.totals
+    books.rooms.held.make_room(SlotCounts(index=64))
+    books.rooms.check_integrity()
+    assert books.rooms.pools.free.index == 64
 
 
 def test_nothing_is_brought_up_behind_many_runs_and_nobody_counts_on_it(

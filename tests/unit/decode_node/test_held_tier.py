@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
+from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
@@ -25,7 +26,15 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Bootstrap, Extent
 from tests.books import end, land, make_request
 from tests.slow_copies import SlowCopies
-from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, computed, random_prompt
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    Prompt,
+    computed,
+    raising,
+    random_prompt,
+)
 
 CHECKPOINT = "tied"
 HISPARSE = KV_POOLS[Mode.HISPARSE]
@@ -127,6 +136,39 @@ def test_a_prefix_that_moved_down_costs_no_index_slots_and_comes_back() -> None:
     end(books.rooms, again, is_sound=True)
     books.copied()
     assert books.rooms.available == books.rooms.pools.totals
+
+
+@pytest.mark.I2
+def test_a_prefix_that_cannot_be_brought_up_stays_where_it_is() -> None:
+    books = Books()
+    for prompt in (FIRST, SECOND, THIRD):
+        books.hold(prompt)
+    available = books.rooms.available
+    books.copies.can_begin = False
+    with pytest.raises(CopyFailed):
+        books.land(FIRST)
+    (request,) = books.rooms.waiting()
+    books.rooms.give_back_held(request)
+    books.rooms.check_integrity()
+    assert books.run_of(FIRST).is_down
+    assert books.rooms.available == available
+    books.copies.can_begin = True
+    again = books.land(FIRST)
+    assert not books.start(again)
+    assert books.copied() == [again]
+    books.run(again, FIRST)
+
+
+@pytest.mark.I2
+def test_keys_that_cannot_be_copied_down_stay_in_the_index_pool() -> None:
+    books = Books()
+    books.copies.can_begin = False
+    books.hold(FIRST)
+    assert not books.run_of(FIRST).is_stored
+    books.copies.can_begin = True
+    books.hold((*FIRST[:16], *SECOND))
+    assert books.run_of((*FIRST[:16], *SECOND)).is_stored, "with those before them"
+    assert books.run_of(FIRST).is_stored
 
 
 @pytest.mark.I2
@@ -413,6 +455,27 @@ def test_a_request_whose_prefix_does_not_come_back_waits_alone_and_not_for_ever(
     node.engine.queue_moves.expire(time.monotonic() + 1e6)
     node.failure_of(late, status=503, error="the held prefix did not come from main memory within")
     copies.finish()
+
+
+@pytest.mark.I7
+def test_a_copy_that_cannot_begin_ends_the_request_that_needs_it_alone(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(11, 85)
+    requests = node.engine.requests
+    out_of_memory = raising(torch.OutOfMemoryError("32 MiB wanted"))
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyPages, "_on_device", out_of_memory)
+        expected = node.ask(prompt, NUM_NEW, HisparseFlag.TRUE).token_ids
+    assert node.ask(prompt, NUM_NEW, HisparseFlag.TRUE).stats.num_held_tokens == 80
+    node.turn_until(lambda: requests.held_tier.num_copies == 0)
+    requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyPages, "_on_device", out_of_memory)
+        doomed = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE)
+        node.failure_of(doomed, status=500, error="cannot be admitted: OutOfMemoryError: 32 MiB wanted")
+    again = node.ask(prompt, NUM_NEW, HisparseFlag.TRUE)
+    assert (again.token_ids, again.stats.num_held_tokens) == (expected, 80)
 
 
 @pytest.mark.I7

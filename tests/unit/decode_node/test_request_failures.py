@@ -104,6 +104,36 @@ def test_a_lost_device_ends_the_engine(node: EngineHarness, monkeypatch: pytest.
     node.tokens_of(answer)  # here the device was not really lost
 
 
+def test_a_device_that_is_lost_before_a_step_ends_the_engine(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = node.generate(PROMPT, 8, HisparseFlag.TRUE)
+    with monkeypatch.context() as patch:
+        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        patch.setattr(node.engine.tables, "prepare_landing", raising(error))
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            node.turn_until(lambda: answer.is_over)
+    node.leave(answer)
+    node.turn_until(lambda: not node.engine.requests)
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_a_landing_zone_that_cannot_be_prepared_ends_its_request_only(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
+) -> None:
+    """Nothing lands in it, so its slots are free at once."""
+    pools = node.engine.requests.pools
+    with monkeypatch.context() as patch:
+        error = torch.OutOfMemoryError("1 MiB wanted")
+        patch.setattr(node.engine.tables, "prepare_landing", raising(error))
+        answer = node.generate(PROMPT, 8, flag)
+        node.failure_of(answer, status=500, error="cannot be admitted: 1 MiB wanted")
+    assert not node.double.bootstraps
+    assert pools.free == pools.totals
+    check_serves(node)
+
+
 @pytest.mark.I7
 def test_a_hint_that_does_not_fit_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +263,30 @@ def test_what_fails_before_its_growth_ends_its_request_only(
         node.engine.plan_moves.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     node.failure_of(doomed, status=500, error="150 MiB wanted")
+    assert len(node.tokens_of(spared)) == 40
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_slots_that_cannot_be_entered_end_their_request_only(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag, is_exchanged: bool
+) -> None:
+    doomed, spared = (node.generate(PROMPT[:length], 40, flag) for length in (100, 120))
+    node.begin_together([doomed, spared])
+    request = next(each for each in node.engine.requests.all() if each.num_prompt_tokens == 100)
+    is_hisparse = flag is HisparseFlag.TRUE
+    more = SlotCounts(host=64, index=64, lookup=64) if is_hisparse else SlotCounts(device=64, index=64)
+    to_hot_buffer = Exchange(request, 80, SlotCounts(host=192 * (not is_hisparse), lookup=192))
+    plan = StepPlan(
+        exchanges=(to_hot_buffer,) if is_exchanged else (),
+        growths=() if is_exchanged else (Growth(request, more),),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.tables, "grow", raising(torch.OutOfMemoryError("1 MiB wanted")))
+        node.engine.plan_moves.carry_out(plan, 0.0)
+    node.engine.requests.check_integrity()
+    node.failure_of(doomed, status=500, error="1 MiB wanted")
     assert len(node.tokens_of(spared)) == 40
 
 

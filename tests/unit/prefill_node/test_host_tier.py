@@ -11,12 +11,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
 from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.prefill_node import host_pages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -154,6 +156,25 @@ def test_main_memory_keeps_what_was_used_last(engine: EngineThread, peer: Decode
     assert engine.next_stats().gauges['pool_held_tokens{pool="host"}'] <= NUM_HOST_PAGES * PAGE
 
 
+@pytest.mark.I7
+def test_what_cannot_be_copied_is_computed(engine: EngineThread, peer: DecodePeer) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("1 MiB wanted")
+
+    tokens = prompt(9, 130)
+    with patch.object(host_pages, "_copy", out_of_memory):
+        deliver(engine, peer, next_room(), tokens)
+    assert num_found(engine, tokens, HOST_POOLS) == 0
+    deliver(engine, peer, next_room(), tokens)
+    assert num_found(engine, tokens, HOST_POOLS) == 128
+    evict_from_device(engine, peer, tokens)
+    with patch.object(host_pages, "_copy", out_of_memory):
+        done = deliver(engine, peer, next_room(), tokens)
+    assert (done.num_cached_tokens, done.fetched.host) == (0, 0)
+    evict_from_device(engine, peer, tokens)
+    assert deliver(engine, peer, next_room(), tokens).fetched.host == 128
+
+
 @pytest.mark.I9
 def test_a_row_that_changed_in_main_memory_is_computed_anew(engine: EngineThread, peer: DecodePeer) -> None:
     """The pages before it are used. Its page in main memory is set aside, and no page of the device is."""
@@ -193,6 +214,37 @@ def test_rows_in_main_memory_are_scrubbed(engine: EngineThread, peer: DecodePeer
     wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the row to be found")
     (page,) = engine.life.set_aside.shown()
     assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)
+
+
+def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: DecodePeer) -> None:
+    class Copy:
+        def __init__(self) -> None:
+            self.is_over = False
+
+        def query(self) -> bool:
+            return self.is_over
+
+    copies: list[Copy] = []
+
+    def begin(*_: object) -> Copy:
+        copies.append(Copy())
+        return copies[-1]
+
+    def settle(_: object) -> None:
+        for copy in copies:
+            copy.is_over = True
+
+    tokens = prompt(23, 130)
+    with (
+        patch.object(host_pages.HostPages, "copy_down", begin),
+        patch.object(host_pages.HostPages, "settle", settle),
+    ):
+        deliver(engine, peer, next_room(), tokens)
+        assert num_found(engine, tokens, CACHE_POOLS) == 128
+        assert engine.life.tier.num_copies == 1
+        engine.send(FlushCache())
+        wait_until(lambda: num_found(engine, tokens, CACHE_POOLS) == 0, "the cache to be empty")
+    assert num_found(engine, tokens, HOST_POOLS) == 0
 
 
 def test_flushing_empties_main_memory_too(engine: EngineThread, peer: DecodePeer) -> None:
