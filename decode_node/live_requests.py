@@ -230,12 +230,17 @@ class LiveRequests(RequestIndex):
         request.num_retractions += was_dense or num_after < num_before
         self._note_reserved(request)
 
-    def begin_fill(self, fill: Fill) -> None:
-        """Give a request with a hot buffer device pages for all of its tokens, which are filled beside its
-        steps. Raises PoolExhausted."""
+    def use_resident(self, fill: Fill) -> None:
+        """Let a request use the device pages of its prompt that other residents have, so that they stay when
+        these end."""
         request = fill.request
         if keys := request.usable_keys[: fill.num_resident_pages]:
             request.resident_prefix = self.held.use(keys, RESIDENT_POOLS)
+
+    def begin_fill(self, fill: Fill) -> None:
+        """Give a request with a hot buffer, after ``use_resident``, device pages for all of its tokens, which
+        are filled beside its steps. Raises PoolExhausted."""
+        request = fill.request
         self.grow(request, SlotCounts(device=fill.num_page_slots))
         request.num_page_slots = fill.num_page_slots
         request.num_filled_tokens = request.num_kv_tokens

@@ -52,12 +52,15 @@ class PlanMoves:
     def carry_out(self, plan: StepPlan, now: float) -> None:
         """Do what the scheduler has planned.
 
-        The admissions' held pages are marked as used first: the growth of others may evict unused ones.
+        The pages that admissions and fills share are marked as used first: the growth of others may evict
+        held ones, and the end of others residents'.
         """
         for request in plan.no_longer_local:
             self.queue.wait_for_node(request, now)
         for admission in plan.admissions:
             self.requests.use_held(admission)
+        for fill in plan.fills:
+            self.requests.use_resident(fill)
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for fill in plan.fills:

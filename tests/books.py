@@ -76,6 +76,8 @@ def carry_out(
         rooms.queue(request, RequestState.WAITING, deadline)
     for admission in plan.admissions:
         rooms.use_held(admission)
+    for fill in plan.fills:
+        rooms.use_resident(fill)
     for exchange in plan.exchanges:
         request = exchange.request
         rooms.grow_for_exchange(exchange)

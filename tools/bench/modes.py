@@ -198,10 +198,12 @@ class Simulation:
         requests, node = self._requests, self._node
         for admission in plan.admissions:
             requests.use_held(admission)
+        for fill in plan.fills:
+            requests.use_resident(fill)
         for exchange in plan.exchanges:
             request = exchange.request
             self._unfilled.pop(request, None)
-            requests.grow(request, exchange.need)
+            requests.grow_for_exchange(exchange)
             if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
                 self._now += request.num_kv_tokens * node.position_bytes / node.retract_rate
             first_kept = (

@@ -104,6 +104,25 @@ def test_a_common_beginning_is_filled_once() -> None:
 
 
 @pytest.mark.I2
+def test_pages_that_a_fill_shares_outlive_the_request_that_filled_them() -> None:
+    """It may be released by a failure within the plan, before the fill has its turn."""
+    node = node_with_device(1600, fill_tokens=1000)
+    first, second = (node.arrive(TRUE, 160, max_new_tokens=40, family=1) for _ in range(2))
+    node.step()
+    have_missed([first, second])
+    node.step()
+    node.rooms.end_fill(first)
+    share_pages(node)
+    (fill,) = node.plan().fills
+    assert (fill.request, fill.num_resident_pages) == (second, 9)
+    node.rooms.use_resident(fill)
+    end(node.rooms, first)
+    node.rooms.begin_fill(fill)
+    assert (second.num_resident_pages, second.num_page_slots) == (9, fill.num_page_slots)
+    node.rooms.check_integrity()
+
+
+@pytest.mark.I2
 def test_pages_that_are_being_filled_are_given_up_for_who_waits_and_hot_buffers_stay() -> None:
     node = node_with_device(320)
     requests = [node.arrive(TRUE, 100, max_new_tokens=20, family=n) for n in range(2)]
