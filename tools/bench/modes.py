@@ -7,6 +7,8 @@ a GPU and links do is modelled, by times that were measured: a step takes some t
 requests, some for each, some more for each with a hot buffer, and the time in which misses cross the link.
 The prefill node has each prompt cached. So what plans choose can be judged without a GPU. The defaults are
 five layers of V3.2 on an H200, with as much memory as 16 dense requests of 32k take (docs/measurements.md).
+With ``--turns`` clients hold conversations: the next prompt has all that was said before, which may be held,
+and ``--turn-tokens`` more.
 
 A hot buffer of ``c`` entries for a sequence of ``s`` tokens misses ``w / c - w / s`` positions, as
 ``miss_cost.py`` has it: a synthetic trace with 65% hits at 4,096 entries of 32k has 95% at 16,384.
@@ -24,6 +26,7 @@ from typing import Any, Final
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.draft_choice import DraftChoice
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -35,7 +38,8 @@ from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_line import STEPS_BETWEEN_ESTIMATES
 from hisparse_pd.decode_node.step_plan import StepPlan
 from hisparse_pd.decode_node.swap_counts import SwapCounts
-from hisparse_pd.protocol.messages import Room
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.protocol.messages import TOKEN_BYTES, Room
 from tools.bench.facts import OUT
 from tools.bench.report import make_console, table_of, write_report
 
@@ -123,6 +127,15 @@ class Load:
     """The prompts have these lengths by turns."""
     output_tokens: int
     num_requests: int
+    num_turns: int = 1
+    """Prompts of a conversation."""
+    turn_tokens: int = 0
+    """Tokens that a later prompt has beside what was said before."""
+
+    @property
+    def max_context(self) -> int:
+        each_turn = self.turn_tokens + self.output_tokens
+        return max(self.prompt_lens) + self.output_tokens + (self.num_turns - 1) * each_turn
 
 
 @dataclass
@@ -134,6 +147,8 @@ class Outcome:
     num_by_mode: Counter[Mode] = field(default_factory=Counter)
     """Requests by the mode in which they were admitted."""
     num_retractions: int = 0
+    num_landed_tokens: int = 0
+    """Tokens that prefill nodes have sent."""
 
     @property
     def tokens_per_sec(self) -> float:
@@ -144,9 +159,8 @@ class Simulation:
     """One node under one load. All requests have the flag ``flag``."""
 
     def __init__(self, node: Node, load: Load, flag: HisparseFlag, *, is_bounded: bool) -> None:
-        max_context = max(load.prompt_lens) + load.output_tokens
         self._node, self._load, self._flag = node, load, flag
-        self._limits = node.limits(max_context, is_bounded=is_bounded)
+        self._limits = node.limits(load.max_context, is_bounded=is_bounded)
         self._requests = LiveRequests(Pools(self._limits.totals, PAGE_SIZE), quarantine_secs=60.0)
         self._plans = NextPlan(self._limits, self._requests)
         miss_secs = node.position_bytes / node.link_rate
@@ -154,7 +168,9 @@ class Simulation:
         self._plans.miss_cost = self._costs.present()
         self._step_times = DraftChoice(0)
         self._prompt_lens = cycle(load.prompt_lens)
-        self._num_arrived = self._num_steps = 0
+        self._num_arrived = self._num_conversations = self._num_steps = 0
+        self._turns: dict[Request, int] = {}
+        """The number, from 1, of each request's turn in its conversation."""
         self._now = self._lane_free_at = 0.0
         self._landed_at: dict[Request, float] = {}
         self._filled_at: dict[Request, float] = {}
@@ -168,7 +184,7 @@ class Simulation:
         """Simulate the load to the end of its last request. Raises RuntimeError if the scheduler admits
         nobody although nobody runs."""
         for _ in range(self._load.num_clients):
-            self._arrive()
+            self._begin_conversation()
         while len(self._requests):
             plan = self._plans.make(self._now)
             self._carry_out(plan)
@@ -184,13 +200,20 @@ class Simulation:
         self.outcome.secs = self._now
         return self.outcome
 
-    def _arrive(self) -> None:
+    def _begin_conversation(self) -> None:
+        self._num_conversations += 1
+        self._arrive(pack_token_ids([self._num_conversations] * next(self._prompt_lens)), turn=1)
+
+    def _arrive(self, prompt: bytes, turn: int) -> None:
         if self._num_arrived == self._load.num_requests:
             return
         self._num_arrived += 1
         sampling = SamplingParams(max_new_tokens=self._load.output_tokens)
-        room, prompt_len = Room(self._num_arrived), next(self._prompt_lens)
-        request = Request(f"id-{room}", room, prompt_len, sampling, self._flag, PEER, self._now, prompt=b"")
+        room, prompt_len = Room(self._num_arrived), len(prompt) // TOKEN_BYTES
+        request = Request(f"id-{room}", room, prompt_len, sampling, self._flag, PEER, self._now, prompt)
+        if self._load.num_turns > 1:
+            request.prompt_keys = PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE)
+        self._turns[request] = turn
         self._requests.open(request)
         self._requests.queue(request, RequestState.WAITING, float("inf"))
 
@@ -225,7 +248,9 @@ class Simulation:
             requests.reserve(admission, "run of the prefill node", float("inf"))
             request = admission.request
             self.outcome.num_by_mode[request.mode] += 1
-            secs = request.num_prompt_tokens * node.position_bytes / node.lane_rate
+            num_landing = request.num_prompt_tokens - request.held_prefix_tokens
+            self.outcome.num_landed_tokens += num_landing
+            secs = num_landing * node.position_bytes / node.lane_rate
             self._lane_free_at = max(self._lane_free_at, self._now) + secs
             self._landed_at[request] = self._lane_free_at
 
@@ -287,9 +312,14 @@ class Simulation:
     def _end(self, request: Request) -> None:
         self._unfilled.pop(request, None)
         self._num_hot.pop(request, None)
-        self._requests.start_ending(request, is_sound=False)
+        self._requests.start_ending(request, is_sound=True)
         self._requests.release(request, self._now)
-        self._arrive()
+        turn = self._turns.pop(request)
+        if turn == self._load.num_turns:
+            self._begin_conversation()
+            return
+        new_ids = [self._num_conversations] * self._load.turn_tokens
+        self._arrive(request.all_token_ids + pack_token_ids(new_ids), turn + 1)
 
 
 def modes(node: Node, load: Load) -> dict[str, Any]:
@@ -311,6 +341,7 @@ def modes(node: Node, load: Load) -> dict[str, Any]:
         "admitted_dense": auto.num_by_mode[Mode.DENSE],
         "admitted_hisparse": auto.num_by_mode[Mode.HISPARSE],
         "retractions": auto.num_retractions,
+        "landed_tokens": auto.num_landed_tokens,
     }
 
 
@@ -321,6 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--input-tokens", type=int, nargs="+", default=[32768], help="lengths that prompts have by turns"
     )
     parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=1, help="prompts of each conversation")
+    parser.add_argument("--turn-tokens", type=int, default=700, help="new tokens of each later prompt")
     parser.add_argument("--num-requests", type=int, help="default: six for each client, and 24 at least")
     parser.add_argument("--device-tokens", type=int, default=540672, help="size of the device pool")
     parser.add_argument("--host-tokens", type=int, default=2386944, help="size of the host pool")
@@ -351,7 +384,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for num_clients in options.clients:
         num_requests = options.num_requests or max(6 * num_clients, 24)
-        rows.append(modes(node, Load(num_clients, options.input_tokens, options.output_tokens, num_requests)))
+        load = Load(
+            num_clients,
+            options.input_tokens,
+            options.output_tokens,
+            num_requests,
+            options.turns,
+            options.turn_tokens,
+        )
+        rows.append(modes(node, load))
         write_report(options.out, {"options": vars(options), "rows": rows})
     make_console().print(table_of("tokens a second", rows))
     return 0

@@ -43,6 +43,15 @@ def test_all_requests_end_and_each_step_takes_its_time(flag: HisparseFlag) -> No
     assert outcome.secs > 3 * 20 * (NODE.fixed_secs + NODE.request_secs)
 
 
+@pytest.mark.parametrize("flag", list(HisparseFlag))
+def test_later_turns_land_what_is_new_alone(flag: HisparseFlag) -> None:
+    """Of the 128 tokens of the first answer, the last one's KV is not computed before the next turn."""
+    load = Load(1, prompt_lens=[2048], output_tokens=128, num_requests=4, num_turns=2, turn_tokens=64)
+    outcome = Simulation(NODE, load, flag, is_bounded=False).run()
+    assert outcome.num_tokens == 4 * 128
+    assert outcome.num_landed_tokens == 2 * (2048 + 64 + 64)
+
+
 @pytest.mark.parametrize(
     ("hit_share", "mode"), [(0.4, Mode.DENSE), (0.97, Mode.HISPARSE)], ids=["many miss", "few miss"]
 )
