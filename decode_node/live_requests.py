@@ -159,8 +159,7 @@ class LiveRequests(RequestIndex):
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
         # A prefix is dropped when one of its rows is wrong: nothing behind it may be found.
-        is_dropped = request.prefix is not None and request.prefix.is_dropped
-        if is_dropped:
+        if request.prefix is not None and request.prefix.is_dropped:
             return
         # This comes before the tables are filled, since it may change which pages the request uses. Pages
         # that others left meanwhile are of no use to it if they are not on the device.

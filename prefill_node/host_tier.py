@@ -158,9 +158,7 @@ class HostTier:
             self._let_go(before)
             return
         source = self._prefixes.use(keys[: num_stored + num_pages], CACHE_POOLS)
-        if not self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before, token_ids):
-            self._let_go(source)
-            self._let_go(before)
+        self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before, token_ids)
 
     # --- up ------------------------------------------------------------------------------------------
 
@@ -199,8 +197,6 @@ class HostTier:
         self._prefixes.make_room(need)
         fetch = self._fetches[room] = _Fetch(end_of(before))
         if not self._begin(room, CACHE_POOLS, keys[:num_stored], source, before, token_ids):
-            self._let_go(source)
-            self._let_go(before)
             fetch.has_arrived = True  # nothing has, and the request computes all of it
             return False
         self.pins.put(room, num_pages)
@@ -275,8 +271,8 @@ class HostTier:
         before: Prefix | None,
         token_ids: bytes | None,
     ) -> bool:
-        """Begin a copy to ``kinds``. Returns whether it could begin; if not, the caller lets go of ``source``
-        and ``before``."""
+        """Begin a copy to ``kinds``, which uses ``source`` and ``before`` until it is over. Returns whether
+        it could begin; if not, nobody uses them for it any more."""
         first = end_of(before)
         page_size = self._pools.page_size
         holding = self._pools.reserve(room, SlotCounts.of(kinds, (len(keys) - first) * page_size))
@@ -291,6 +287,8 @@ class HostTier:
         except CopyFailed as error:
             log.error("pages of room %d are not copied to the %s pool: %s", room, to_kind, error)
             self._pools.release(holding)
+            self._let_go(source)
+            self._let_go(before)
             return False
         self._copies.append(_Copy(room, kinds, keys, holding, source, before, is_behind, token_ids))
         return True

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
+from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -91,6 +95,15 @@ def carry_out(
         rooms.grow(growth.request, growth.need)
     for admission in plan.admissions:
         rooms.reserve(admission, f"run of {admission.request.peer}", deadline)
+
+
+def fail_to_land(rooms: LiveRequests, land: Callable[[], object]) -> None:
+    """Do ``land`` for the only request that waits, whose copy cannot begin, and undo it as a node does."""
+    with pytest.raises(CopyFailed):
+        land()
+    (request,) = rooms.waiting()
+    rooms.give_back_held(request)
+    rooms.check_integrity()
 
 
 def end(rooms: LiveRequests, request: Request, now: float = 0.0, *, is_sound: bool = False) -> None:

@@ -270,15 +270,12 @@ class PrefixTree:
                 continue
             if victim is None:
                 return
-            if victim.children:
-                # They are idle, too, and older, so they have no slots that could help: they have moved down,
-                # which their parent cannot, because its copy has failed.
-                while victim.children:
-                    victim = next(iter(victim.children))
-                self.num_evicted_tokens += len(victim.keys) * page_size
-                self._evict(victim, len(victim.keys))
-                continue
             num_pages = min(len(victim.keys), max(missing_pages[kind] for kind in victim.pools))
+            while victim.children:
+                # They are idle, too, and older, so they have no slots that could help: they have moved down,
+                # which their parent cannot, because its copy has failed. They go first, and whole.
+                victim = next(iter(victim.children))
+                num_pages = len(victim.keys)
             self.num_evicted_tokens += num_pages * page_size
             self._evict(victim, num_pages)
 
@@ -308,7 +305,7 @@ class PrefixTree:
     def take_down(self, runs: Iterable[Prefix]) -> None:
         """Undo ``bring_up``, which has returned ``runs``: their bytes do not come."""
         for run in runs:
-            self._pools.give_up(run.holding, [kind for kind in run.pools if kind is not PoolKind.HOST])
+            self._give_up_all_but_host(run)
             run.is_arriving = False
 
     def mark_arrived(self, prefix: Prefix) -> None:
@@ -517,10 +514,13 @@ class PrefixTree:
         """Give up the slots of an idle, stored prefix in all pools but the host pool."""
         num_pages = len(prefix.keys)
         self._num_idle_pages[prefix.pools] -= num_pages
-        self._pools.give_up(prefix.holding, [kind for kind in prefix.pools if kind is not PoolKind.HOST])
+        self._give_up_all_but_host(prefix)
         self._num_idle_pages[prefix.pools] += num_pages
         self._idle.changed_pools(prefix)
         self.num_moved_down_tokens += num_pages * self._pools.page_size
+
+    def _give_up_all_but_host(self, prefix: Prefix) -> None:
+        self._pools.give_up(prefix.holding, [kind for kind in prefix.pools if kind is not PoolKind.HOST])
 
     def _evict_if_dropped(self, prefix: Prefix) -> None:
         """Evict a dropped prefix that has neither users nor children. The caller tries descendants first."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
@@ -25,7 +24,7 @@ from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Extent
-from tests.books import carry_out, end, enqueue, make_request
+from tests.books import carry_out, end, enqueue, fail_to_land, make_request
 from tests.slow_copies import SlowCopies
 from tests.unit.decode_node.plan_node import LIMITS, Node
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
@@ -388,11 +387,7 @@ def test_pages_that_cannot_be_brought_up_leave_everything_as_it_was() -> None:
     assert books.num_found(FIRST) == (2, 4)
     available = books.rooms.available
     books.copies.can_begin = False
-    with pytest.raises(CopyFailed):
-        books.land(FIRST)
-    (request,) = books.rooms.waiting()
-    books.rooms.give_back_held(request)
-    books.rooms.check_integrity()
+    fail_to_land(books.rooms, lambda: books.land(FIRST))
     assert books.num_found(FIRST) == (2, 4)
     assert books.rooms.available == available
     books.copies.can_begin = True

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
@@ -24,7 +23,7 @@ from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Bootstrap, Extent
-from tests.books import end, land, make_request
+from tests.books import end, fail_to_land, land, make_request
 from tests.slow_copies import SlowCopies
 from tests.unit.decode_node.support import (
     Answer,
@@ -145,11 +144,7 @@ def test_a_prefix_that_cannot_be_brought_up_stays_where_it_is() -> None:
         books.hold(prompt)
     available = books.rooms.available
     books.copies.can_begin = False
-    with pytest.raises(CopyFailed):
-        books.land(FIRST)
-    (request,) = books.rooms.waiting()
-    books.rooms.give_back_held(request)
-    books.rooms.check_integrity()
+    fail_to_land(books.rooms, lambda: books.land(FIRST))
     assert books.run_of(FIRST).is_down
     assert books.rooms.available == available
     books.copies.can_begin = True
