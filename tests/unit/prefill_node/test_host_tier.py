@@ -211,9 +211,9 @@ def test_rows_in_main_memory_are_scrubbed(engine: EngineThread, peer: DecodePeer
     pages = engine.engine._host_pages
     assert pages is not None
     pages.kv[0, slot, 0] ^= 1
-    wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the row to be found")
-    (page,) = engine.life.set_aside.shown()
+    (page,) = wait_until(engine.life.set_aside.shown, "the row to be found")  # recorded last
     assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)
+    assert num_found(engine, tokens, HOST_POOLS) == 0
 
 
 def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: DecodePeer) -> None:
