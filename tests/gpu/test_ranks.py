@@ -27,6 +27,7 @@ from hisparse_pd.kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.core.model.experts import RoutedExperts
 from hisparse_pd.core.model.rank_group import RankGroup
 from hisparse_pd.base.vocabulary import RankPlace
+from hisparse_pd.kernels.int4 import Int4Form
 
 rank, path, way = int(sys.argv[1]), sys.argv[2], sys.argv[4]
 device = torch.device("cuda", rank)
@@ -40,9 +41,19 @@ assert group.agree(rank) == [(0,), (1,)]
 
 def filled(ranks, dtype):
     experts = RoutedExperts(NUM, HIDDEN, INNER, dtype, device, ranks)
+    own = slice(experts.experts.start, experts.experts.stop)
     for matrices, seed in ((experts.gate_up, 1), (experts.down, 2)):
-        whole = torch.randn((NUM, *matrices.values.shape[1:]), generator=torch.Generator().manual_seed(seed))
-        matrices.values.copy_((whole / 16).to(dtype)[experts.experts.start : experts.experts.stop])
+        drawn = torch.Generator().manual_seed(seed)
+        shape = (NUM, *matrices.values.shape[1:])
+        if isinstance(dtype, Int4Form):
+            matrices.values.copy_(torch.randint(-(2**31), 2**31, shape, generator=drawn)[own])
+            of_groups = (NUM, *matrices.scales.shape[1:])
+            matrices.scales.copy_((torch.rand(of_groups, generator=drawn) / 32)[own])
+            if matrices.zeros is not None:
+                matrices.zeros.copy_(torch.randint(4, 12, of_groups, generator=drawn)[own])
+            continue
+        whole = torch.randn(shape, generator=drawn)
+        matrices.values.copy_((whole / 16).to(dtype)[own])
         if matrices.scales is not None:
             matrices.scales.fill_(0.5)
     return experts
@@ -54,7 +65,10 @@ def draw(number, count, dtype):
     return [x.to(device) for x in (torch.randn((count, HIDDEN), generator=drawn).to(dtype), ids, weights)]
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-for dtype, of_weights in ((FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FP8)):
+W4A16, W4A8 = Int4Form(128, has_zeros=True), Int4Form(128, has_zeros=False, rounds_tokens=True)
+for dtype, of_weights in (
+    (FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FP8), (BFLOAT16, W4A16), (BFLOAT16, W4A8)
+):
     together, alone = filled(group, of_weights), filled(None, of_weights)
     graphs = {}
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -304,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_hidden_layers=arguments.layers,
                 num_nextn_predict_layers=1,
                 in_fp8=True,
-                in_int4=arguments.int4,
+                in_int4=arguments.int4 is not None,
+                rounds_tokens=arguments.int4 == "w4a8",
             )
         size = arguments.dp_size
         places = [RankPlace(rank, size, f"{directory}/ranks") for rank in range(size)]
@@ -333,7 +334,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, default=61, help="layers of DeepSeek-V3.2, where --model-path has no model"
     )
-    parser.add_argument("--int4", action="store_true", help="routed experts in four bits, all others in fp8")
+    parser.add_argument(
+        "--int4",
+        nargs="?",
+        const="w4a16",
+        choices=["w4a16", "w4a8"],
+        help="routed experts in four bits, all others in fp8; w4a8: with inputs rounded to fp8",
+    )
     parser.add_argument("--dp-size", type=int, default=torch.cuda.device_count() or 2, help="number of ranks")
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[64, 8, 1, 32, 16], help="requests of each rank"

@@ -190,28 +190,36 @@ def write_synthetic_config(
     _write_tokenizer(out_dir, shape.vocab_size, shape.context_length)
 
 
-def _quantization(*, in_fp8: bool, in_int4: bool) -> dict[str, Any]:
+def _quantization(*, in_fp8: bool, in_int4: bool, rounds_tokens: bool = False) -> dict[str, Any]:
     """Return what config.json has of the weights' format."""
     if in_int4:
-        return {"quantization_config": quantize_int4.quantization_of(StoredForm(has_fp8=in_fp8))}
+        form = StoredForm(has_fp8=in_fp8, rounds_tokens=rounds_tokens)
+        return {"quantization_config": quantize_int4.quantization_of(form)}
     return {"quantization_config": QUANTIZATION} if in_fp8 else {}
 
 
 def write_published(
-    out_dir: Path, model_type: str, *, in_fp8: bool = False, in_int4: bool = False, **changes: Any
+    out_dir: Path,
+    model_type: str,
+    *,
+    in_fp8: bool = False,
+    in_int4: bool = False,
+    rounds_tokens: bool = False,
+    **changes: Any,
 ) -> None:
     """Write the configuration of a published model and a tokenizer of its size to ``out_dir``, made when
     missing.
 
     The configuration is transformers' default for ``model_type``, in bfloat16, with ``changes`` of its text
     part. No weights are written. ``in_fp8``, ``in_int4``: declare the weights that ``write_synthetic`` would
-    write so.
+    write so. ``rounds_tokens``: declare, with ``in_int4``, that experts' inputs are rounded to fp8.
     """
     from transformers import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[model_type]()
     text_type = type(whole.get_text_config())
-    format_of_all = {"dtype": "bfloat16", **_quantization(in_fp8=in_fp8, in_int4=in_int4)}
+    quantization = _quantization(in_fp8=in_fp8, in_int4=in_int4, rounds_tokens=rounds_tokens)
+    format_of_all = {"dtype": "bfloat16", **quantization}
     text_part = text_type(**changes).to_dict() | format_of_all
     has_other_parts = not isinstance(whole, text_type)  # such as a model that takes images
     written = write_config(out_dir, text_part, whole.to_dict() | format_of_all if has_other_parts else None)
