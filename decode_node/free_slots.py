@@ -30,6 +30,9 @@ from hisparse_pd.decode_node.step_plan import Exchange, Fill
 MIN_SAVED: Final = 1.0
 """The copies that a request's pages must save for each copy that fills them. A hot buffer grows only if its
 request will still miss as often for each new entry, since misses fill new entries."""
+HELD_SAVES: Final = 4.0
+"""The copies that a held page without users is taken to save for each of its positions. A request that shares
+it spares its landing, which takes as long as some copies into a hot buffer, and nobody may ever share it."""
 MIN_GROWTH: Final = 1.25
 """The least factor by which a hot buffer grows. For less it is not worth waiting for the step in flight."""
 
@@ -59,9 +62,9 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
 def use_free_slots(draft: PlanDraft) -> None:
     """Give hisparse requests free device slots: for a hot buffer of their share, or for pages of all tokens.
 
-    Slots stay free for the next arrival's hot buffer and for the growth of dense requests, and held pages are
-    not given up. What saves most misses in the rest of a request's life, for the slots that it takes, comes
-    first. All hot buffers of a plan may grow, but one request a plan gets pages. Pages are filled beside
+    Slots stay free for the next arrival's hot buffer and for the growth of dense requests. Held pages without
+    users are given up for what saves more than they do. What saves most misses in the rest of a request's
+    life, for the slots that it takes, comes first. All hot buffers of a plan may grow, but one request a plan gets pages. Pages are filled beside
     steps, those of several requests at once up to ``Limits.fill_tokens``. Of requests with a common
     beginning, one fills the pages; the others have their turn once it shares them. As
     ``enlarge_hot_buffers``, this is a plan's last part.
@@ -73,14 +76,14 @@ def use_free_slots(draft: PlanDraft) -> None:
     num_filling = sum(r.num_kv_tokens - r.num_resident_pages * limits.page_size for r in coming)
     may_fill = limits.keeps_residents and not (coming and num_filling >= limits.fill_tokens)
     share = share_of(draft)
-    orders: list[tuple[float, Exchange | Fill]] = []
+    orders: list[tuple[float, float, Exchange | Fill]] = []
     for request in draft.running:
         if request.hot_capacity and not request.num_page_slots and request.has_next_step:
             for order, num_saved in _larger(draft, request, share, coming if may_fill else None):
                 _, gain = _slots_taken(limits, order)
-                orders.append((num_saved / max(limits.page_size, gain), order))
-    for _, order in sorted(orders, key=itemgetter(0), reverse=True):
-        if order.request in draft.exchanges or not _is_spare(draft, order):
+                orders.append((num_saved / max(limits.page_size, gain), num_saved, order))
+    for _, num_saved, order in sorted(orders, key=itemgetter(0), reverse=True):
+        if order.request in draft.exchanges or not _is_spare(draft, order, num_saved):
             continue
         if isinstance(order, Fill):
             _fill(draft, order)
@@ -115,12 +118,13 @@ def becomes_resident(request: Request) -> bool:
     return request.num_page_slots > 0 or request.will_share
 
 
-def _is_spare(draft: PlanDraft, order: Exchange | Fill) -> bool:
-    """Return whether the slots of an order are free. While pages are being filled, they may take slots that
-    are kept for the next arrival, because they are given up for it (``make_room``)."""
-    unheld = draft.unheld_device()
+def _is_spare(draft: PlanDraft, order: Exchange | Fill, num_saved: float) -> bool:
+    """Return whether the slots of an order are free, which saves ``num_saved`` copies. While pages are being
+    filled, they may take slots that are kept for the next arrival, because they are given up for it
+    (``make_room``)."""
     taken, gain = _slots_taken(draft.limits, order)
-    return taken <= unheld and gain <= unheld - kept_for_arrival(draft.limits)
+    spare = draft.spare_device() if num_saved > HELD_SAVES * taken else draft.unheld_device()
+    return taken <= spare and gain <= spare - kept_for_arrival(draft.limits)
 
 
 def _grow(draft: PlanDraft, exchange: Exchange) -> None:

@@ -211,8 +211,7 @@ class Simulation:
         sampling = SamplingParams(max_new_tokens=self._load.output_tokens)
         room, prompt_len = Room(self._num_arrived), len(prompt) // TOKEN_BYTES
         request = Request(f"id-{room}", room, prompt_len, sampling, self._flag, PEER, self._now, prompt)
-        if self._load.num_turns > 1:
-            request.prompt_keys = PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE)
+        request.prompt_keys = PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE)
         self._turns[request] = turn
         self._requests.open(request)
         self._requests.queue(request, RequestState.WAITING, float("inf"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import StepPlan
 from tests.books import end
@@ -103,3 +105,22 @@ def test_hot_buffers_grow_to_their_share_if_they_will_miss_enough_to_fill_it() -
     node.step()
     assert dense.state is RequestState.RUNNING
     assert [request_slots(request)[:64] for request in requests[:4]] == first_slots
+
+
+@pytest.mark.parametrize(("miss_share", "capacity"), [(0.2, 64), (0.7, 128)])
+def test_hot_buffers_grow_into_held_pages_where_that_saves_more_copies(
+    miss_share: float, capacity: int
+) -> None:
+    """A dense request's 160 slots are held of 240. In 40 steps 160 of 800 selected positions are missed, of
+    which a hot buffer twice as large saves 80, or 560, of which it saves 280. What is held in the 64 slots that
+    it takes counts for 256."""
+    node = Node(replace(AUTOMATIC, totals=replace(AUTOMATIC.totals, device=240)))
+    dense = node.arrive(FALSE, 160, max_new_tokens=10, family=1)
+    node.step()
+    end(node.rooms, dense, is_sound=True)
+    request = node.arrive(TRUE, 160, max_new_tokens=40)
+    node.step()
+    assert node.rooms.held.unused.device == 160
+    settled(node, miss_share)
+    assert request.hot_capacity == capacity
+    assert (node.rooms.held.unused.device < 160) is (capacity > 64)
