@@ -63,8 +63,9 @@ def use_free_slots(draft: PlanDraft) -> None:
     """Give hisparse requests free device slots: for a hot buffer of their share, or for pages of all tokens.
 
     Slots stay free for the next arrival's hot buffer and for the growth of dense requests. Held pages without
-    users are given up for what saves more than they do. What saves most misses in the rest of a request's
-    life, for the slots that it takes, comes first. All hot buffers of a plan may grow, but one request a plan gets pages. Pages are filled beside
+    users are given up for a larger hot buffer that saves more than they do, but not for pages, which are held
+    themselves once their request has ended and would take each other's place. What saves most misses in the
+    rest of a request's life, for the slots that it takes, comes first. All hot buffers of a plan may grow, but one request a plan gets pages. Pages are filled beside
     steps, those of several requests at once up to ``Limits.fill_tokens``. Of requests with a common
     beginning, one fills the pages; the others have their turn once it shares them. As
     ``enlarge_hot_buffers``, this is a plan's last part.
@@ -123,7 +124,8 @@ def _is_spare(draft: PlanDraft, order: Exchange | Fill, num_saved: float) -> boo
     filled, they may take slots that are kept for the next arrival, because they are given up for it
     (``make_room``)."""
     taken, gain = _slots_taken(draft.limits, order)
-    spare = draft.spare_device() if num_saved > HELD_SAVES * taken else draft.unheld_device()
+    takes_held = isinstance(order, Exchange) and num_saved > HELD_SAVES * taken
+    spare = draft.spare_device() if takes_held else draft.unheld_device()
     return taken <= spare and gain <= spare - kept_for_arrival(draft.limits)
 
 

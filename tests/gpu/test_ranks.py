@@ -48,7 +48,7 @@ def filled(ranks, dtype):
         if isinstance(dtype, Int4Form):
             matrices.values.copy_(torch.randint(-(2**31), 2**31, shape, generator=drawn)[own])
             of_groups = (NUM, *matrices.scales.shape[1:])
-            matrices.scales.copy_((torch.rand(of_groups, generator=drawn) / 48)[own])
+            matrices.scales.copy_((torch.rand(of_groups, generator=drawn) / 96)[own])
             if matrices.zeros is not None:
                 matrices.zeros.copy_(torch.randint(4, 12, of_groups, generator=drawn)[own])
             continue
