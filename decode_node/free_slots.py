@@ -65,10 +65,10 @@ def use_free_slots(draft: PlanDraft) -> None:
     Slots stay free for the next arrival's hot buffer and for the growth of dense requests. Held pages without
     users are given up for a larger hot buffer that saves more than they do, but not for pages, which are held
     themselves once their request has ended and would take each other's place. What saves most misses in the
-    rest of a request's life, for the slots that it takes, comes first. All hot buffers of a plan may grow, but one request a plan gets pages. Pages are filled beside
-    steps, those of several requests at once up to ``Limits.fill_tokens``. Of requests with a common
-    beginning, one fills the pages; the others have their turn once it shares them. As
-    ``enlarge_hot_buffers``, this is a plan's last part.
+    rest of a request's life, for the slots that it takes, comes first. All hot buffers of a plan may grow,
+    but one request a plan gets pages. Pages are filled beside steps, those of several requests at once up to
+    ``Limits.fill_tokens``. Of requests with a common beginning, one fills the pages; the others have their
+    turn once it shares them. As ``enlarge_hot_buffers``, this is a plan's last part.
     """
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):

@@ -6,6 +6,7 @@ of tokens that fit into the ``DeviceMemory`` that is left.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -54,7 +55,10 @@ class DeviceMemory:
 
     @classmethod
     def read(cls, device: torch.device) -> DeviceMemory:
-        """Return the current state, after torch has released the memory that it caches."""
+        """Return the current state, after Python has freed what only reference cycles keep, and torch the
+        memory that it caches. A loaded model leaves such cycles: an exception within transformers keeps the
+        frames of the load, with all of its modules and tensors."""
+        gc.collect()
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return cls(total_bytes, total_bytes - free_bytes)
