@@ -107,7 +107,9 @@ class Exchanges:
 
 def dense_tokens(node: EngineHarness, prompts: Sequence[Prompt], num_new: int) -> list[list[int]]:
     """Return the tokens that dense requests get, and let go of the prefixes that are held of them."""
-    tokens = [node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts]
+    answers = [node.generate(prompt, num_new, HisparseFlag.FALSE) for prompt in prompts]
+    tokens = [node.tokens_of(answer) for answer in answers]
+    node.turn_until(lambda: not node.engine.requests)
     node.engine.requests.held.flush()
     return tokens
 
