@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ def write_fp8_checkpoint(directory: Path, variant: str, draft_gain: float | None
     original, in_fp8, in_float32 = (directory / name for name in ("original", "fp8", "float32"))
     write_checkpoint(original, variant, draft_gain)
     quantize_checkpoint(original, in_fp8)
-    write_checkpoint(in_float32, variant, draft_gain)
+    shutil.copytree(original, in_float32)
     tensors = load_file(in_fp8 / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         scales = tensors.pop(name)

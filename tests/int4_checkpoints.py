@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ def write_int4_checkpoint(
     original, in_int4, in_float32 = (directory / name for name in ("original", "int4", "float32"))
     write_checkpoint(original, variant, draft_gain)
     quantize_checkpoint(original, in_int4, form)
-    write_checkpoint(in_float32, variant, draft_gain)
+    shutil.copytree(original, in_float32)
     tensors = load_file(in_int4 / "model.safetensors")
     save_file(dequantized(tensors, form), in_float32 / "model.safetensors", metadata={"format": "pt"})
     return in_int4, in_float32

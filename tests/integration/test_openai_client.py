@@ -54,7 +54,9 @@ def test_the_second_run_of_a_prompt_hits_the_prefix_cache(client: openai.OpenAI,
     assert second.prompt_tokens_details.cached_tokens == (len(PROMPT.encode()) - 1) // 64 * 64
 
 
-@pytest.mark.parametrize("hisparse", [True, False, "auto"])
+@pytest.mark.parametrize(
+    "hisparse", [True, *(pytest.param(flag, marks=pytest.mark.slow) for flag in (False, "auto"))]
+)
 def test_streaming_gives_the_same_text(client: openai.OpenAI, hisparse: bool | str) -> None:
     extra = {"hisparse": hisparse, "ignore_eos": True}
     whole = complete(client, extra_body=extra)

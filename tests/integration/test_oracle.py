@@ -25,10 +25,10 @@ import pytest
 from tests.integration.harness import FLAGS, Deployment, at_once, deployment, generated, wait_until
 from tests.oracle_beside import Oracle
 
-SAMPLE = [pytest.param(("v32", 1024, 15, 15, 9, 3), id="v32")]
+SAMPLE = [pytest.param(("v32", 768, 15, 15, 9, 3), id="v32")]
 """The default run: model, context length, prompts, prompts that are drawn, new tokens, drafts of a step.
 
-Four chunks fill the context.
+Three chunks fill the context.
 """
 FULL = [
     pytest.param(("v32", 8192, 28, 60, 48, 0), id="v32"),

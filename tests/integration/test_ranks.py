@@ -216,6 +216,7 @@ def test_what_a_rank_has_cached_is_found_again(nodes: Deployment) -> None:
             assert (num_cached > 0) is (num_before > 0), (prompt, num_before)
 
 
+@pytest.mark.slow
 def test_an_answer_says_which_tier_had_its_prompt(nodes: Deployment) -> None:
     """The same prompt is computed, then taken from each tier. A room's number chooses the prefill node's
     rank."""

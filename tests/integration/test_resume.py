@@ -254,6 +254,7 @@ def nearly(said: Any) -> Any:
     return pytest.approx(said, abs=1e-3) if isinstance(said, float) else said
 
 
+@pytest.mark.slow
 def test_prompts_may_be_held_or_not(cut: Cut) -> None:
     """A cut stream's prompt may be held at either node, or not; those of other tests mostly are."""
     path, body = completions(**FREE, **USAGE)
@@ -279,14 +280,14 @@ def test_journals_are_given_back(cut: Cut) -> None:
 
 
 LONG: list[Case] = [
-    completions(**PENALIZED | {"max_tokens": 60}),
-    chat(hisparse=False, **SAMPLED | {"max_tokens": 60}),
-    generate(FREE | {"max_new_tokens": 60}),
-    responses(**SAMPLED | {"max_output_tokens": 60}),
-    messages(**FREE | {"max_tokens": 60}),
+    completions(**PENALIZED | {"max_tokens": 45}),
+    chat(hisparse=False, **SAMPLED | {"max_tokens": 45}),
+    generate(FREE | {"max_new_tokens": 45}),
+    responses(**SAMPLED | {"max_output_tokens": 45}),
+    messages(**FREE | {"max_tokens": 45}),
 ]
 """Streams that are read while a node is lost."""
-_, WHOLE = generate(FREE | {"max_new_tokens": 55})
+_, WHOLE = generate(FREE | {"max_new_tokens": 40})
 
 
 def lose(cut: Cut, node: Service, action: Callable[[], None]) -> None:
@@ -389,6 +390,7 @@ def test_the_loss_of_a_rank_is_the_loss_of_its_node(
             ranked.start_again(node)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed(cut: Cut) -> None:
     """The last test, because the node stays away."""
     node, other = cut.nodes.decode

@@ -674,7 +674,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
 @settings(
     derandomize=True,
-    max_examples=num_examples(40, 200),
+    max_examples=num_examples(25, 200),
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
@@ -714,7 +714,7 @@ def test_pages_that_are_filled_while_others_come_and_go(
 TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
     derandomize=True,
-    max_examples=num_examples(15, 80),
+    max_examples=num_examples(10, 80),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

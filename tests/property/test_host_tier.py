@@ -295,7 +295,7 @@ class Tier(RuleBasedStateMachine):
 
 
 Tier.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(60, 300), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(40, 300), stateful_step_count=40
 )
 TestHostTier = Tier.TestCase
 
@@ -494,7 +494,7 @@ class TierOnStore(Tier):
 
 
 TierOnStore.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(80, 400), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(50, 400), stateful_step_count=40
 )
 TestStoreTier = TierOnStore.TestCase
 

@@ -403,7 +403,7 @@ def test_any_history_with_damage(num_draft_layers: int) -> None:
 
     case = Machine.TestCase
     case.settings = settings(
-        max_examples=num_examples(2, 12),
+        max_examples=num_examples(1, 12),
         stateful_step_count=25,
         derandomize=True,
         phases=[Phase.generate],  # to shrink takes minutes

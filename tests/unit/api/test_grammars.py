@@ -123,7 +123,8 @@ def check_calls(calls: list[Call], names: tuple[str, ...]) -> None:
     for call in calls:
         assert call.name in names
         arguments = json.loads(call.arguments)
-        jsonschema.validate(arguments, of_name[call.name] or {"type": "object", "maxProperties": 0})
+        schema = of_name[call.name] or {"type": "object", "maxProperties": 0}
+        jsonschema.Draft202012Validator(schema).validate(arguments)
 
 
 # --- calls -------------------------------------------------------------------------------------------

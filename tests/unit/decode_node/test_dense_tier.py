@@ -40,7 +40,7 @@ NODE = {
     "device_pool_tokens": 256,
     "device_buffer_size": 48,
 }
-NUM_NEW = 12
+NUM_NEW = 8
 
 
 # --- the books ------------------------------------------------------------------------------------------
@@ -544,11 +544,14 @@ def test_turns_in_any_mode_are_computed_once_and_have_the_tokens_of_a_cold_node(
     num_held = [0] * len(conversations)
     requests = node.engine.requests
     for turn in range(2):
+        of_cold = [
+            cold_node.generate(prompt, NUM_NEW, flags[(number + turn) % len(flags)])
+            for number, prompt in enumerate(conversations)
+        ]
         for number, prompt in enumerate(conversations):
-            flag = flags[(number + turn) % len(flags)]
-            answer = ask(node, prompt, flag)
+            answer = ask(node, prompt, flags[(number + turn) % len(flags)])
             assert answer.stats.num_held_tokens == num_held[number], (turn, number)
-            assert answer.token_ids == cold_node.ask(prompt, NUM_NEW, flag).token_ids
+            assert answer.token_ids == cold_node.tokens_of(of_cold[number])
             num_held[number] = (len(prompt) + NUM_NEW - 1) // PAGE * PAGE
             conversations[number] += (*node.tokens_of(answer), *random_prompt(number, 5))
     assert sum(num_held) > requests.pools.totals.device

@@ -124,6 +124,7 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
+@pytest.mark.slow
 def test_any_number_of_drafts_gives_the_same_tokens(node: EngineHarness) -> None:
     without = with_drafts(node, 0)
     answers = with_drafts(node, 3, 3, 0, 1, 0, 2)

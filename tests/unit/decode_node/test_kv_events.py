@@ -65,10 +65,10 @@ def test_prompt_and_answer_are_published_where_they_are(
 ) -> None:
     """The follower computes the hashes of the answer's pages from the tokens that it gets."""
     prompt = random_prompt(1, 85)
-    node.ask(prompt, 30, flag)
+    node.ask(prompt, 14, flag)
     held = check(node, config)
     assert {name for name, hashes in held.items() if hashes} == {medium}
-    assert len(held[medium]) == (85 + 30 - 1) // PAGE
+    assert len(held[medium]) == (85 + 14 - 1) // PAGE
     node.flush()
     assert not any(check(node, config).values())
 
@@ -92,7 +92,7 @@ def test_a_request_keeps_its_prompt_only_where_it_is_published(
     prompt = random_prompt(5, 40)
     with closing(EngineHarness(checkpoint, tmp_path, page_size=PAGE, disable_prefix_cache=False)) as silent:
         for each, num_kept in ((silent, 1), (node, 40)):
-            answer = each.generate(prompt, 20, HisparseFlag.TRUE)
+            answer = each.generate(prompt, 4, HisparseFlag.TRUE)
             each.turn_until(partial(getattr, answer, "token_ids"))
             (request,) = each.engine.requests.all()
             assert len(request.prompt) == 4 * num_kept

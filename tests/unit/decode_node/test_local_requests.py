@@ -49,8 +49,17 @@ def away(checkpoint: Checkpoint) -> PrefillDouble:
 
 @pytest.mark.I6
 @pytest.mark.I7
-@pytest.mark.parametrize("flag", [HISPARSE, DENSE, AUTO])
-@pytest.mark.parametrize("num_prompt_tokens", [1, len(PROMPT)])
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "flag"),
+    [
+        # Each length and each flag; in `make test-full` any two meet.
+        *((1, DENSE), (len(PROMPT), HISPARSE), (len(PROMPT), AUTO)),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in ((1, HISPARSE), (1, AUTO), (len(PROMPT), DENSE))
+        ),
+    ],
+)
 def test_a_prompt_that_lacks_nothing_is_answered_while_its_prefill_node_is_down(
     node: EngineHarness, away: PrefillDouble, flag: HisparseFlag, num_prompt_tokens: int
 ) -> None:

@@ -42,6 +42,8 @@ from tests.unit.decode_node.support import (
 )
 
 NODE = FAILING
+NUM_GROWN = 12
+"""New tokens behind a prompt of 120 tokens, which with them reaches into a third page."""
 
 
 @pytest.fixture
@@ -248,7 +250,8 @@ def test_what_fails_before_its_growth_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A plan may give a request slots for its next step, and another hot buffer or pages, too."""
-    doomed, spared = (node.generate(PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 120))
+    doomed = node.generate(PROMPT[:100], 40, HisparseFlag.TRUE)
+    spared = node.generate(PROMPT[:120], NUM_GROWN, HisparseFlag.TRUE)
     node.begin_together([doomed, spared])
     running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
@@ -263,7 +266,7 @@ def test_what_fails_before_its_growth_ends_its_request_only(
         node.engine.plan_moves.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     node.failure_of(doomed, status=500, error="150 MiB wanted")
-    assert len(node.tokens_of(spared)) == 40
+    assert len(node.tokens_of(spared)) == NUM_GROWN
 
 
 @pytest.mark.I7
@@ -272,7 +275,8 @@ def test_what_fails_before_its_growth_ends_its_request_only(
 def test_slots_that_cannot_be_entered_end_their_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag, is_exchanged: bool
 ) -> None:
-    doomed, spared = (node.generate(PROMPT[:length], 40, flag) for length in (100, 120))
+    doomed = node.generate(PROMPT[:100], 40, flag)
+    spared = node.generate(PROMPT[:120], NUM_GROWN, flag)
     node.begin_together([doomed, spared])
     request = next(each for each in node.engine.requests.all() if each.num_prompt_tokens == 100)
     is_hisparse = flag is HisparseFlag.TRUE
@@ -287,7 +291,7 @@ def test_slots_that_cannot_be_entered_end_their_request_only(
         node.engine.plan_moves.carry_out(plan, 0.0)
     node.engine.requests.check_integrity()
     node.failure_of(doomed, status=500, error="1 MiB wanted")
-    assert len(node.tokens_of(spared)) == 40
+    assert len(node.tokens_of(spared)) == NUM_GROWN
 
 
 @pytest.mark.I7

@@ -107,7 +107,9 @@ class Exchanges:
 
 def dense_tokens(node: EngineHarness, prompts: Sequence[Prompt], num_new: int) -> list[list[int]]:
     """Return the tokens that dense requests get, and let go of the prefixes that are held of them."""
-    tokens = [node.ask(prompt, num_new, HisparseFlag.FALSE).token_ids for prompt in prompts]
+    answers = [node.generate(prompt, num_new, HisparseFlag.FALSE) for prompt in prompts]
+    tokens = [node.tokens_of(answer) for answer in answers]
+    node.turn_until(lambda: not node.engine.requests)
     node.engine.requests.held.flush()
     return tokens
 
@@ -145,7 +147,7 @@ def check_both_copies(node: EngineHarness, request: Request) -> None:
 @pytest.mark.I3
 @pytest.mark.I4
 @pytest.mark.I5
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_resident_has_every_item_in_both_pools(
     expected: dict[Prompt, list[int]], node: EngineHarness, num_drafts: int
 ) -> None:
@@ -203,7 +205,7 @@ def test_pages_of_several_requests_are_filled_beside_their_steps(
 
 @pytest.mark.I2
 @pytest.mark.I5
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
     short_node: MakeNode,
     expected: dict[Prompt, list[int]],
@@ -293,7 +295,7 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
 def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: int, keeps: bool) -> None:
     """Its own pages stay the beginning of its hot buffer, and it is in the next step, unless the hot buffer
     holds all positions: then it is filled again."""
-    node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 4 * NUM_NEW
+    node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 3 * NUM_NEW
     prompts = [(*LONG[1][:240], *random_prompt(50 + n, 60)) for n in range(2)]
     expected = dense_tokens(node, prompts, num_new)
     answers = hisparse_answers(node, prompts, num_new)
@@ -335,7 +337,7 @@ def test_tokens_equal_the_oracle_while_residents_come_and_go(
 
 @pytest.mark.I4
 @pytest.mark.I5
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_tokens_equal_the_oracle_when_dense_requests_of_auto_make_room(
     short_node: MakeNode, expected: dict[Prompt, list[int]], num_drafts: int
 ) -> None:

@@ -67,7 +67,7 @@ def generate_all(node: EngineHarness, **more: Any) -> list[Answer]:
     ]
 
 
-@pytest.mark.parametrize("numbers", [(3,), (2, 0, 1, 3, 0, 1)])
+@pytest.mark.parametrize("numbers", [pytest.param((3,), marks=pytest.mark.slow), (2, 0, 1, 3, 0, 1)])
 def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests(
     checkpoint: Checkpoint, expected: list[list[int]], node: EngineHarness, numbers: tuple[int, ...]
 ) -> None:

@@ -41,7 +41,9 @@ def ends(calls: Calls, node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> 
     return calls
 
 
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+@pytest.mark.parametrize(
+    "flag", [HisparseFlag.TRUE, pytest.param(HisparseFlag.FALSE, marks=pytest.mark.slow)]
+)
 def test_the_next_step_is_launched_before_the_last_one_is_read(
     expected: dict[Prompt, list[int]], node: EngineHarness, calls: Calls, flag: HisparseFlag
 ) -> None:
@@ -82,7 +84,7 @@ def test_each_number_of_drafts_may_follow_each(
     """The next step is launched before the last is read. Every other request is alone."""
     pairs = set()
     with drafts(node, *ALL_PAIRS):
-        for number, prompt in enumerate(PROMPTS[4:9]):
+        for number, prompt in enumerate(PROMPTS[4:8]):
             answer = node.generate(prompt, NUM_NEW, by_turns(number))
             beside = [node.generate(PROMPTS[2], NUM_NEW, is_speculative=False) for _ in range(number % 2)]
             node.finish([answer, *beside], expected)

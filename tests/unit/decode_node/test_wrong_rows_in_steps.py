@@ -30,7 +30,7 @@ NODE = {"device_buffer_size": TOP_K + 4}
     ("numbers", "split", "victim"),
     [
         pytest.param((3,), Split.PARTS, 0, id="drafts"),
-        pytest.param((1, 0, 2, 0), Split.MICRO_BATCHES, 3, id="by turns"),
+        pytest.param((1, 0, 2, 0), Split.MICRO_BATCHES, 3, id="by turns", marks=pytest.mark.slow),
         pytest.param((0,), Split.PARTS, 3, id=f"{Split.PARTS.value}-3"),
         *(
             pytest.param((0,), split, victim, id=f"{split.value}-{victim}", marks=pytest.mark.slow)

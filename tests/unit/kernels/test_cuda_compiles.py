@@ -53,6 +53,7 @@ VARIANTS = [
     *((8, False, 48, 2), (32, True, 64, 8)),
 ]
 """Positions of a thread, only wide items, page size, most new positions."""
+NUM_HEADS = [pytest.param(index_logits.NUM_HEADS[0], marks=pytest.mark.slow), *index_logits.NUM_HEADS[1:]]
 SAMPLE = (ARCHITECTURES[0], VARIANTS[0])
 """The default run: the oldest architecture. The last variants take the longest."""
 
@@ -102,7 +103,7 @@ def logits_source(module: Any) -> str:
     return source + f"static_assert(SWIZZLE == {index_logits.ALIGNMENT});\n"
 
 
-@pytest.mark.parametrize("num_heads", index_logits.NUM_HEADS)
+@pytest.mark.parametrize("num_heads", NUM_HEADS)
 def test_logits_of_prompts_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
     source = logits_source(prompt_logits)
     source += f"static_assert(QUERIES_OF_BLOCK * NUM_HEADS == {prompt_logits.COLUMNS});\n"
@@ -128,7 +129,7 @@ def test_splits_of_prompts_fill_the_gpu() -> None:
     assert -(-133 * num_splits // 132) / num_splits < 1.2
 
 
-@pytest.mark.parametrize("num_heads", index_logits.NUM_HEADS)
+@pytest.mark.parametrize("num_heads", NUM_HEADS)
 def test_logits_compile_for_hopper(num_heads: int, tmp_path: Path) -> None:
     options = paged_logits.compile_options(num_heads, 64)
     log = compile_cuda(logits_source(paged_logits), "90a", options, tmp_path, {"paged_logits"})

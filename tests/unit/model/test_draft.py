@@ -248,7 +248,7 @@ def test_embedding_and_head_are_the_models_unless_they_differ(
     assert not torch.equal(theirs[:, -1], ours[:, -1])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_layer_is_loaded_as_any_other(tmp_path: Path, variant: str, num_ranks: int) -> None:
     """transformers is told of one more layer and loads the same weights, in fp8 and with experts spread,
     too."""

@@ -120,7 +120,7 @@ def test_tokens_equal_transformers_in_a_batch_of_chunks_and_one_by_one(
     runner: Runner, prompts: list[Tokens], batched: list[Tokens], expected: list[Tokens]
 ) -> None:
     assert batched == expected
-    assert [runner.generate([prompt], 258)[0] for prompt in prompts[::2]] == expected[::2]
+    assert [runner.generate([prompt], 258)[0] for prompt in prompts[::4]] == expected[::4]
 
 
 def test_logits_are_transformers_own(
@@ -296,7 +296,10 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
         assert len(tables) == 4 * spec.num_layers
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    ["v32", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm", "axk2"))],
+)
 def test_layers_that_stay_in_fp8_round_and_no_more(
     tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +319,10 @@ def test_layers_that_stay_in_fp8_round_and_no_more(
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("index_format", ["float32", "bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "index_format",
+    ["bfloat16", "fp8_e4m3", pytest.param("float32", marks=pytest.mark.slow)],
+)
 @torch.inference_mode()
 def test_index_queries_and_keys_are_rotated_where_keys_are_rounded_to_fp8(
     tiny_checkpoint: TinyCheckpoint, variant: str, index_format: str

@@ -572,7 +572,13 @@ def without_drafts(spec: ModelSpec) -> ModelSpec:
 
 
 def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Pools:
-    return prefilled(engine.spec, engine.model, tokens)
+    """Return what one forward of the whole prompt leaves; nobody writes to it."""
+    return _computed_alone(engine.settings.model_path, engine.settings.num_draft_layers, tuple(tokens))
+
+
+@lru_cache(maxsize=256)
+def _computed_alone(path: Path, num_draft_layers: int | None, tokens: tuple[int, ...]) -> Pools:
+    return prefilled(*checkpoint(path, num_draft_layers), tokens)
 
 
 def all_delivered(peer: DecodePeer, num_rooms: int = 1) -> dict[int, RoomDone]:

@@ -142,7 +142,15 @@ def deliver_turn(
     return done
 
 
-@pytest.mark.parametrize("hisparse", [True, False])
+@pytest.mark.parametrize(
+    ("either", "hisparse"),
+    [
+        # Each transport and each mode; in `make test-full` any two meet.
+        *(("tcp", True), ("shm", False)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("tcp", False), ("shm", True))),
+    ],
+    indirect=["either"],
+)
 def test_what_the_decode_node_holds_is_not_computed_again(
     engine: EngineThread, either: DecodePeer, hisparse: bool
 ) -> None:
@@ -311,7 +319,14 @@ def test_right_rows_of_other_positions_are_wrong(engine: EngineThread, peer: Dec
 
 
 @pytest.mark.I7
-@pytest.mark.parametrize("may_still_land", [False, True])
+@pytest.mark.parametrize(
+    ("either", "may_still_land"),
+    [
+        *(("tcp", True), ("shm", False)),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("tcp", False), ("shm", True))),
+    ],
+    indirect=["either"],
+)
 def test_an_error_costs_hits_and_nothing_else(
     engine: EngineThread, either: DecodePeer, may_still_land: bool
 ) -> None:

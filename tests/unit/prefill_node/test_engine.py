@@ -53,8 +53,17 @@ def test_lands_in_scattered_host_slots_and_index_pages(
 
 
 @pytest.mark.I1
-@pytest.mark.parametrize("num_held", [16, 40, 64, 98])
-@pytest.mark.parametrize("hisparse", [True, False])
+@pytest.mark.parametrize(
+    ("num_held", "hisparse"),
+    [
+        # Each length in one mode; in `make test-full` in both.
+        *((16, True), (40, False), (64, False), (98, True)),
+        *(
+            pytest.param(num_held, hisparse, marks=pytest.mark.slow)
+            for num_held, hisparse in ((16, False), (40, True), (64, True), (98, False))
+        ),
+    ],
+)
 def test_what_the_decode_node_holds_is_computed_and_not_sent(
     engine: EngineThread, peer: DecodePeer, room: int, num_held: int, hisparse: bool
 ) -> None:

@@ -126,7 +126,13 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
 
 
 @pytest.mark.I8
-@pytest.mark.parametrize("front", [prompt(7, 100), prompt(91, NUM_PAGES * PAGE - 20)], ids=["new", "cached"])
+@pytest.mark.parametrize(
+    "front",
+    [
+        pytest.param(prompt(7, 100), id="new", marks=pytest.mark.slow),
+        pytest.param(prompt(91, NUM_PAGES * PAGE - 20), id="cached"),
+    ],
+)
 def test_a_fetch_takes_no_pages_that_the_plan_has_given_away(
     engine: EngineThread, peer: DecodePeer, front: list[int]
 ) -> None:

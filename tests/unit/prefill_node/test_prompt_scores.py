@@ -169,7 +169,7 @@ def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread, pee
             assert engine.computed[bootstrap.room][0][0] == cached
 
 
-@pytest.mark.parametrize("num_held", [40, 98, 99])
+@pytest.mark.parametrize("num_held", [40, pytest.param(98, marks=pytest.mark.slow), 99])
 def test_scores_of_what_the_decode_node_holds(engine: EngineThread, peer: DecodePeer, num_held: int) -> None:
     """Held and cached tokens are computed again for their scores; where all is held only the aux record is
     written."""

@@ -214,7 +214,10 @@ def test_isolated_prompts_share_nothing_in_the_store(pair: tuple[Node, Node]) ->
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("what", ["kv", "row check", "indexer key", "seal"])
+@pytest.mark.parametrize(
+    "what",
+    ["kv", "seal", *(pytest.param(each, marks=pytest.mark.slow) for each in ("row check", "indexer key"))],
+)
 def test_a_lie_of_the_store_is_computed_anew_and_removed(
     pair: tuple[Node, Node], store: MemoryStore, what: str
 ) -> None:

@@ -24,7 +24,7 @@ from tools.checkpoints.make_tiny import write_checkpoint
 PAGE_SIZE = 16
 
 
-@pytest.mark.parametrize("num_draft_layers", [0, 1])
+@pytest.mark.parametrize("num_draft_layers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_it_runs_forwards_of_all_kinds_of_sizes_and_changes_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_draft_layers: int
 ) -> None:

@@ -56,7 +56,7 @@ def num_found(engine: EngineThread, kind: str) -> int:
 
 
 @pytest.mark.I9
-@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("num_chunks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_prompt_whose_cached_prefix_is_damaged_is_computed_anew(
     engine: EngineThread, peer: DecodePeer, num_chunks: int
 ) -> None:

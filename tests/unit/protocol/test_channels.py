@@ -145,7 +145,7 @@ with_and_without_key = pytest.mark.parametrize(
 @pytest.mark.parametrize("asker", ["client", "server"])
 def test_an_end_that_is_busy_answers_heartbeats(keys: ControlKeys | None, asker: str) -> None:
     """Only the other end sends heartbeats, so that all that passes from the busy one are its answers."""
-    heartbeats = Heartbeats(0.05, WAIT_SECS)
+    heartbeats = Heartbeats(0.02, WAIT_SECS)
     of_server, of_client = (heartbeats if asker == each else None for each in ("server", "client"))
     with (
         closing(ControlServer("127.0.0.1", 0, keys, heartbeats=of_server)) as server,
