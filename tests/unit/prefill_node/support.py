@@ -237,7 +237,7 @@ class EngineThread(Listener):
         return self.engine.life
 
     def has_room(self, room: int) -> bool:
-        return self.life.requests.get(Room(room)) is not None
+        return self.between_turns(lambda: self.life.requests.get(Room(room))) is not None
 
     def between_turns(self, look: Callable[[], T]) -> T:
         """Return what ``look`` returns between two turns of the loop, whose thread calls it.
@@ -267,6 +267,10 @@ class EngineThread(Listener):
         """Wait until ``condition`` is true between two turns, and return its value."""
         return wait_until(lambda: self.between_turns(condition), what)
 
+    def counters(self) -> dict[str, float]:
+        """Return what the engine's life has counted."""
+        return self.between_turns(lambda: dict(self.life.counters))
+
     def settle(self) -> None:
         """Wait for the end of the turn, which may still write after its last message."""
         self.between_turns(lambda: None)
@@ -280,7 +284,7 @@ class EngineThread(Listener):
                 peer.last_heard_secs = -math.inf
             return not peers
 
-        wait_until(are_lost, "silent nodes to be lost")
+        self.wait_until(are_lost, "silent nodes to be lost")
 
     def wait_until_idle(self) -> None:
         self.wait_until(lambda: len(self.life.requests) == 0, "the rooms to end")
@@ -344,18 +348,18 @@ class EngineThread(Listener):
         return stats
 
     def num_dropped(self, reason: str) -> int:
-        return (self.life.dropped + self.engine.control.dropped)[reason]
+        return self.between_turns(lambda: (self.life.dropped + self.engine.control.dropped)[reason])
 
     @property
     def num_used_pages(self) -> int:
         """Pages that rooms use, cached ones included."""
-        life = self.life
-        return (life.pools.totals.device // self.settings.page_size) - life.num_available_pages
+        num_available = self.between_turns(lambda: self.life.num_available_pages)
+        return self.life.pools.totals.device // self.settings.page_size - num_available
 
     @property
     def num_cached_pages(self) -> int:
         """Cached pages, in use or not."""
-        return self.life.prefixes.num_tokens // self.settings.page_size
+        return self.between_turns(lambda: self.life.prefixes.num_tokens) // self.settings.page_size
 
     def assert_whole(self) -> None:
         """Assert that an engine without rooms has nothing in use."""
