@@ -198,6 +198,7 @@ def test_the_end_waits_for_what_is_queued(tmp_path: Path) -> None:
         reach(publisher, sock)
         for _ in range(100):
             publish(publisher, b"one")
-        publisher.close()
+        with patch("hisparse_pd.protocol.kv_event_sockets._CLOSE_SECS", WAIT_SECS):
+            publisher.close()
         assert not publisher._thread.is_alive()
         assert not publisher._batches.qsize()
