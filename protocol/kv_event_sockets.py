@@ -125,6 +125,7 @@ class KvEventPublisher:
                 log.debug("dropped a malformed replay request of %d frames", len(frames))
                 continue
             subscriber, _, first = frames
+            replay.get(zmq.EVENTS)  # ZMQ takes note now of what was taken, which it may put off for 1 ms
             for seq, payload in self._history.since(int.from_bytes(first, "big")):
                 replay.send_multipart([subscriber, b"", encode_seq(seq), payload], zmq.NOBLOCK)
             replay.send_multipart([subscriber, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
