@@ -40,6 +40,7 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FlushCache,
+    Flushed,
     Shutdown,
     ToEngine,
     pack_token_ids,
@@ -321,8 +322,9 @@ class EngineThread(Listener):
     def flush(self) -> None:
         """Empty the cache of an idle engine, and wait for it: a Bootstrap that is sent afterwards on the
         control connection could overtake the front's message."""
-        self.send(FlushCache())
-        self.wait_until(lambda: self.num_cached_pages == 0, "the cache to be empty")
+        self.send(FlushCache("00"))
+        self.expect(Flushed)
+        assert self.num_cached_pages == 0
 
     def hear(self, timeout_secs: float) -> None:
         """Wait for a message, then take in all that have come. Statistics go to ``stats``."""
