@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_REPLAY_BYTES: Final = 16 << 20
 """Most bytes of batches that can be replayed, some 3 million tokens; older ones are forgotten sooner than
-buffer_steps says. A subscriber that asks for a replay and does not read it costs as much memory."""
+buffer_steps says. A subscriber that asks for replays and does not read them may cost twice as much memory."""
 _MAX_REQUEST_BYTES: Final = 256
 """Longest frame of a replay request; its last one has 8 bytes."""
 _CLOSE_SECS: Final = 1.0
@@ -63,8 +63,10 @@ class KvEventPublisher:
             if config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-                # A whole replay fits the queue of a subscriber; it would get one with holes otherwise.
-                _open(self._replay, config.replay_endpoint, config.buffer_steps + 1, binds=True)
+                # A whole replay fits the queue of a subscriber; it would get one with holes otherwise. ZMQ
+                # tells the sender half a queue at a time what was taken from it: with twice as much room, a
+                # replay fits behind another one that the subscriber has.
+                _open(self._replay, config.replay_endpoint, 2 * (config.buffer_steps + 1), binds=True)
                 self._poller.register(_Channel(self._replay))
         except StartError:
             self._context.destroy(linger=0)
@@ -123,6 +125,7 @@ class KvEventPublisher:
                 log.debug("dropped a malformed replay request of %d frames", len(frames))
                 continue
             subscriber, _, first = frames
+            replay.get(zmq.EVENTS)  # ZMQ takes note now of what was taken, which it may put off for 1 ms
             for seq, payload in self._history.since(int.from_bytes(first, "big")):
                 replay.send_multipart([subscriber, b"", encode_seq(seq), payload], zmq.NOBLOCK)
             replay.send_multipart([subscriber, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)

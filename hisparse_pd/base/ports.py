@@ -20,9 +20,21 @@ def free_port() -> int:
     """
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
         with contextlib.suppress(OSError):
-            _reserve(port)
+            reserve(port)
             return port
     raise OSError(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")
+
+
+def reserve(port: int) -> None:
+    """Keep a port of loopback for a process that is started with it, as ``free_port`` says, by leaving the
+    port's end of a connection in TIME_WAIT. Raises OSError if the port is taken."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        # After bind: before it, the option would let two servers share the port.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.listen(1)
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            server.accept()[0].close()  # the side that closes first is left in TIME_WAIT
 
 
 def is_taken(host: str, port: int) -> bool:
@@ -33,14 +45,3 @@ def is_taken(host: str, port: int) -> bool:
     except OSError as error:
         return error.errno == errno.EADDRINUSE
     return False
-
-
-def _reserve(port: int) -> None:
-    """Leave the port's end of a connection in TIME_WAIT. Raises OSError if the port is taken."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-        # After bind: before it, the option would let two servers share the port.
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.listen(1)
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
-            server.accept()[0].close()  # the side that closes first is left in TIME_WAIT

@@ -79,7 +79,12 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class FlushCache(Struct, frozen=True, tag="flush_cache"):
-    """Drop every cached or held prefix that no request uses."""
+    """Drop every cached or held prefix that no request uses.
+
+    ``request_id``: begins with a ``request_prefix``; Flushed has it. Empty: there is no answer.
+    """
+
+    request_id: str = ""
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
@@ -278,6 +283,12 @@ class RequestFailed(Struct, frozen=True, tag="request_failed"):
     phases: tuple[Phase, ...] = ()
 
 
+class Flushed(Struct, frozen=True, tag="flushed"):
+    """The prefixes of the FlushCache with this ``request_id`` are dropped."""
+
+    request_id: str
+
+
 class QuarantinedRun(Struct, frozen=True):
     """Slots that a decode node does not reuse because one run of a prefill node may still write there."""
 
@@ -349,7 +360,7 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     """Running requests that wait, for a bounded time, until their grammars are compiled."""
 
 
-FromEngine = EngineLoading | EngineReady | Tokens | PromptScores | RequestFailed | EngineStats
+FromEngine = EngineLoading | EngineReady | Tokens | PromptScores | RequestFailed | Flushed | EngineStats
 
 encoder = Encoder()
 to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)

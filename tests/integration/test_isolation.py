@@ -146,4 +146,4 @@ def test_health_does_not_depend_on_the_peer(pair: Deployment) -> None:
     assert answer.status_code in (502, 503)
     assert "127.0.0.1:1" in json.dumps(answer.json())
     assert decode.is_healthy()
-    assert pool_usage(decode) == 0
+    wait_until(lambda: pool_usage(decode) == 0, "the report behind the request's end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from itertools import chain
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from hisparse_pd.base.kv_events_config import KvEventsConfig
-from hisparse_pd.base.ports import free_port, is_taken
+from hisparse_pd.base.ports import free_port, reserve
 from hisparse_pd.protocol.kv_events import BlockStored, kv_events_decoder
 from tests.integration.harness import Service, deployment, generated, wait_until
 from tests.unit.event_subscriber import replay, replay_socket
@@ -23,8 +24,12 @@ IDS = [32 + (7 * position * position) % 90 for position in range(400)]
 
 
 def two_ports() -> int:
-    """Return a port that is free and has a free one behind it."""
-    return next(port for port in iter(free_port, 0) if not is_taken("", port + 1))
+    """Return a port that is kept for its caller, as the one behind it is."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError):
+            reserve(port + 1)
+            return port
 
 
 def events_at(port: int, replay_port: int) -> list[str]:

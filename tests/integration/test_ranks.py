@@ -122,16 +122,20 @@ def check_tokens(pairs: Sequence[tuple[Service, Service]], checkpoint: Path) -> 
     assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
 
 
+def has_served(node: Service, rank: int) -> bool:
+    numbers = httpx.get(node.url + "/metrics", timeout=WAIT_SECS).text
+    served = re.findall(rf'^hisparse_pd:requests_total{{dp_rank="{rank}",mode=".*"}} (.*)$', numbers, re.M)
+    return sum(map(float, served)) > 0
+
+
 @pytest.mark.I5
 @pytest.mark.timeout(600)
 def test_tokens_are_the_oracles_on_any_ranks(nodes: Deployment, checkpoint: Path) -> None:
     check_tokens([(nodes.prefill[0], nodes.decode[0])], checkpoint)
-    numbers = httpx.get(nodes.decode[0].url + "/metrics", timeout=WAIT_SECS).text
     for rank in range(NUM_RANKS):
-        served = re.findall(
-            rf'^hisparse_pd:requests_total{{dp_rank="{rank}",mode=".*"}} (.*)$', numbers, re.M
+        wait_until(
+            partial(has_served, nodes.decode[0], rank), f"rank {rank} of the decode node served somebody"
         )
-        assert sum(map(float, served)) > 0, f"rank {rank} of the decode node served nobody"
 
 
 def check_other_numbers_of_ranks(nodes: Deployment, checkpoint: Path, directory: Path) -> None:
@@ -173,7 +177,8 @@ def test_ranks_take_part_in_each_others_drafts(
     drafting = ("--speculative-num-steps", "7", "--device-buffer-size", "520")
     with deployment(checkpoint, tmp_path, decode_options=[*RANKS, *drafting]) as pair:
         check_tokens([(pair.prefill[0], pair.decode[0])], checkpoint)
-        assert pair.decode[0].metrics()["hisparse_pd:accepted_draft_tokens_total"] > 0
+        accepted = "hisparse_pd:accepted_draft_tokens_total"
+        wait_until(lambda: pair.decode[0].metrics()[accepted] > 0, "the engines' reports")
 
 
 @pytest.mark.I5

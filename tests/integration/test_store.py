@@ -93,7 +93,8 @@ class Node:
     def deliver(self, seed: int, num_tokens: int) -> int:
         """Deliver a prompt. Returns how many of its tokens were not computed."""
         done = deliver(self.engine, self.peer, next_room(), prompt(seed, num_tokens))
-        wait_until(lambda: self.tier.num_queued_pages == 0, "the pages to be written")
+        self.engine.wait_until_idle()
+        self.engine.wait_until(lambda: self.tier.num_queued_pages == 0, "the pages to be written")
         return done.num_cached_tokens
 
     def close(self) -> None:
@@ -127,7 +128,7 @@ def start(
             ).__enter__()
             node = Node(engine, decode_peer(engine).__enter__())
             nodes.callback(node.close)
-            wait_until(lambda: node.tier.is_connected, "the store's connection")
+            node.engine.wait_until(lambda: node.tier.is_connected, "the store's connection")
             return node
 
         yield begin
@@ -158,7 +159,7 @@ def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
     for node in (keeps, again):
         all_delivered(node.peer, 2)
     assert keeps.deliver(6, 150) == again.deliver(7, 150) == 0
-    wait_until(lambda: not keeps.tier.is_connected, "the loss to be noticed")
+    keeps.engine.wait_until(lambda: not keeps.tier.is_connected, "the loss to be noticed")
     again.engine.before_run = keeps.engine.before_run = lambda batch: None
 
     # It is started again, and knows nothing. Mooncake's clients come back by themselves.

@@ -203,8 +203,8 @@ async def _metrics(context: NodeContext, request: Request) -> Response:
 
 
 async def _flush_cache(context: NodeContext, request: Request) -> Response:
-    context.link.flush_cache()
-    return json_response({"status": "the prefix cache drops what no request uses"})
+    await context.link.flush_cache()
+    return json_response({"status": "the prefix cache has dropped what no request uses"})
 
 
 def _answer_api_error(request: Request, error: Exception) -> Response:

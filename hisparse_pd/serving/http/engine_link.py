@@ -27,6 +27,7 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FlushCache,
+    Flushed,
     FromEngine,
     Generate,
     GenerateGroup,
@@ -36,6 +37,7 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     Shutdown,
     Tokens,
+    request_prefix,
 )
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.serving.http.board import Board, InFlightCounts
@@ -67,6 +69,14 @@ class _SampleInFlight(NamedTuple):
     group: SampleGroup
     rank: RankLink
     num_prompt_tokens: int
+
+
+class _Flush(NamedTuple):
+    """A flush of all ranks."""
+
+    waits_for: set[int]
+    """Ranks that have not answered."""
+    is_over: asyncio.Event
 
 
 def samples_at_work(link: EngineLink) -> int:
@@ -132,6 +142,8 @@ class EngineLink:
         self._choose_rank = choose_rank
         self._in_flight: dict[str, _SampleInFlight] = {}
         """Samples of this front, by request id."""
+        self._flushes: dict[str, _Flush] = {}
+        """Flushes that this front waits for, by request id."""
 
     def start(self) -> None:
         """Bind the sockets and begin to talk to the engines. Needs a running event loop. Raises OSError."""
@@ -234,6 +246,8 @@ class EngineLink:
         match message:
             case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)
+            case Flushed():
+                self._note_flushed(rank, message.request_id)
             case EngineLoading():
                 rank.reports.note(message)
             case EngineReady():
@@ -285,10 +299,28 @@ class EngineLink:
 
     # --- what operators ask for -----------------------------------------------------------------------
 
-    def flush_cache(self) -> None:
+    async def flush_cache(self) -> None:
+        """Have all engines drop the prefixes that no request uses, and wait until they have. Raises
+        NodeUnavailable."""
         self.require_serving()
+        request_id = request_prefix(self.front_number)
+        flush = self._flushes[request_id] = _Flush({rank.rank for rank in self.ranks}, asyncio.Event())
         for rank in self.ranks:
-            rank.put(FlushCache())
+            rank.put(FlushCache(request_id))
+        try:
+            await asyncio.wait_for(flush.is_over.wait(), self.health_timeout_secs)
+        except TimeoutError:
+            late = f"rank {min(flush.waits_for)} has not emptied its cache"
+            raise NodeUnavailable(f"{late} within {self.health_timeout_secs:g} s; see /health") from None
+        finally:
+            del self._flushes[request_id]
+
+    def _note_flushed(self, rank: RankLink, request_id: str) -> None:
+        """Note a rank's answer, unless nobody waits for it any more."""
+        if (flush := self._flushes.get(request_id)) is not None:
+            flush.waits_for.discard(rank.rank)
+            if not flush.waits_for:
+                flush.is_over.set()
 
     def release_quarantine(self, instance_id: str) -> None:
         self.require_engine()

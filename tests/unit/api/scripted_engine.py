@@ -19,6 +19,8 @@ from hisparse_pd.engine.messages import (
     CachedTokens,
     EngineReady,
     EngineStats,
+    FlushCache,
+    Flushed,
     FromEngine,
     Generate,
     GenerateGroup,
@@ -164,6 +166,8 @@ class ScriptedEngine(threading.Thread):
                     ]
                 case Abort():
                     self._scripts = [entry for entry in self._scripts if entry[0] != message.request_id]
+                case FlushCache():
+                    socket.send(Flushed(message.request_id))
                 case Shutdown():
                     return False
         left = []

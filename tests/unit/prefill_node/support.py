@@ -11,7 +11,10 @@ import itertools
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,6 +40,7 @@ from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FlushCache,
+    Flushed,
     Shutdown,
     ToEngine,
     pack_token_ids,
@@ -170,6 +174,8 @@ class EngineThread(Listener):
         self._front.bind(f"ipc://{ipc_path}")
         self._endpoint = f"ipc://{ipc_path}"
         self._error: BaseException | None = None
+        self._looks: deque[Callable[[], None]] = deque()
+        """What the loop's thread calls once its turn is over."""
         self._thread = threading.Thread(target=self._serve, name="prefill engine")
         self._thread.start()
         self.ready = self.expect(EngineReady)
@@ -203,6 +209,14 @@ class EngineThread(Listener):
                 self.submitted.setdefault(batch.room, []).append(Submission.now(batch))
                 submit(session, batch)
 
+            turn = self.engine.turn
+
+            def turn_and_show() -> None:
+                turn()
+                while self._looks:
+                    self._looks.popleft()()
+
+            self.engine.turn = turn_and_show  # type: ignore[method-assign, assignment]
             self.engine.runner.run = observed  # type: ignore[method-assign]
             self.engine.sender.submit = recorded  # type: ignore[method-assign]
             try:
@@ -224,7 +238,43 @@ class EngineThread(Listener):
         return self.engine.life
 
     def has_room(self, room: int) -> bool:
-        return self.life.requests.get(Room(room)) is not None
+        return self.between_turns(lambda: self.life.requests.get(Room(room))) is not None
+
+    def between_turns(self, look: Callable[[], T]) -> T:
+        """Return what ``look`` returns between two turns of the loop, whose thread calls it.
+
+        A turn writes one thing after the other, and sends messages in between; here all of it is written. A
+        test that keeps a turn from ending cannot look this way.
+        """
+        if threading.current_thread() is self._thread:
+            return look()
+        seen: Future[T] = Future()
+
+        def show() -> None:
+            try:
+                seen.set_result(look())
+            except BaseException as error:
+                seen.set_exception(error)
+
+        self._looks.append(show)
+        self.engine._wakeup.set()
+        deadline = time.monotonic() + WAIT_SECS
+        while not wait_for_futures([seen], timeout=0.2).done:
+            assert self._thread.is_alive(), f"the engine died: {self._error!r}"
+            assert time.monotonic() < deadline, f"the turn is not over in {WAIT_SECS} s"
+        return seen.result()
+
+    def wait_until(self, condition: Callable[[], T], what: str) -> T:
+        """Wait until ``condition`` is true between two turns, and return its value."""
+        return wait_until(lambda: self.between_turns(condition), what)
+
+    def counters(self) -> dict[str, float]:
+        """Return what the engine's life has counted."""
+        return self.between_turns(lambda: dict(self.life.counters))
+
+    def settle(self) -> None:
+        """Wait for the end of the turn, which may still write after its last message."""
+        self.between_turns(lambda: None)
 
     def wait_until_silent_nodes_are_lost(self) -> None:
         """Let the time pass in which registered decode nodes may be silent, until all are lost."""
@@ -235,10 +285,10 @@ class EngineThread(Listener):
                 peer.last_heard_secs = -math.inf
             return not peers
 
-        wait_until(are_lost, "silent nodes to be lost")
+        self.wait_until(are_lost, "silent nodes to be lost")
 
     def wait_until_idle(self) -> None:
-        wait_until(lambda: len(self.life.requests) == 0, "the rooms to end")
+        self.wait_until(lambda: len(self.life.requests) == 0, "the rooms to end")
 
     def pause_until_message(self, chunk_start: int) -> threading.Event:
         """Make the engine pause before the forward of a chunk until a message arrives. Return an event that
@@ -272,8 +322,9 @@ class EngineThread(Listener):
     def flush(self) -> None:
         """Empty the cache of an idle engine, and wait for it: a Bootstrap that is sent afterwards on the
         control connection could overtake the front's message."""
-        self.send(FlushCache())
-        wait_until(lambda: self.num_cached_pages == 0, "the cache to be empty")
+        self.send(FlushCache("00"))
+        self.expect(Flushed)
+        assert self.num_cached_pages == 0
 
     def hear(self, timeout_secs: float) -> None:
         """Wait for a message, then take in all that have come. Statistics go to ``stats``."""
@@ -299,24 +350,28 @@ class EngineThread(Listener):
         return stats
 
     def num_dropped(self, reason: str) -> int:
-        return (self.life.dropped + self.engine.control.dropped)[reason]
+        return self.between_turns(lambda: (self.life.dropped + self.engine.control.dropped)[reason])
 
     @property
     def num_used_pages(self) -> int:
         """Pages that rooms use, cached ones included."""
-        life = self.life
-        return (life.pools.totals.device // self.settings.page_size) - life.num_available_pages
+        num_available = self.between_turns(lambda: self.life.num_available_pages)
+        return self.life.pools.totals.device // self.settings.page_size - num_available
 
     @property
     def num_cached_pages(self) -> int:
         """Cached pages, in use or not."""
-        return self.life.prefixes.num_tokens // self.settings.page_size
+        return self.between_turns(lambda: self.life.prefixes.num_tokens) // self.settings.page_size
 
     def assert_whole(self) -> None:
         """Assert that an engine without rooms has nothing in use."""
-        life = self.life
-        life.check_integrity()
-        assert life.pools.free + life.prefixes.unused == life.pools.totals
+
+        def look() -> None:
+            life = self.life
+            life.check_integrity()
+            assert life.pools.free + life.prefixes.unused == life.pools.totals
+
+        self.between_turns(look)
 
     def slots(self, room: int, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         return expand_pages(np.array(self.page_ids[room]), self.settings.page_size, 0, num_tokens)
@@ -596,6 +651,7 @@ def deliver(
     per_token = sum(len(pool) * pool.shape[2] for pool in (peer.kv_host, peer.index, peer.row_checks))
     num_sent = len(tokens) - 1 - bootstrap.num_held_tokens
     assert done.num_bytes == num_sent * per_token + peer.layout.slot_bytes
+    engine.settle()
     assert done.times is not None
     assert min(done.times.queue_secs, done.times.prefill_secs, done.times.transfer_secs) > 0
     assert engine.computed[room][0][0] == done.num_cached_tokens

@@ -44,7 +44,7 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
-from tests.waiting import WAIT_SECS, wait_until
+from tests.waiting import WAIT_SECS
 from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = [pytest.mark.I1, pytest.mark.I5, pytest.mark.I9]
@@ -277,7 +277,7 @@ def test_requests_that_begin_alike_wait_for_one_read(engine: EngineThread, peer:
     with engine.admission_paused():
         for number in range(3):
             message = next_turn(peer, before, tokens[:146] + prompt(22 + number, 20), num_held=144)
-        wait_until(lambda: engine.has_room(message.room), "the rooms to wait")
+        engine.wait_until(lambda: engine.has_room(message.room), "the rooms to wait")
     done = all_delivered(peer, 3)
     assert [each.num_cached_tokens for each in done.values()] == [144] * 3
     assert sorted(each.fetched.decode for each in done.values()) == [0, 0, 144]
@@ -358,10 +358,10 @@ def test_an_error_costs_hits_and_nothing_else(
         done = deliver_turn(engine, either, before, tokens[:146] + prompt(35, 20), num_held=144)
     assert (done.num_cached_tokens, done.fetched.decode) == (32, 32)
     assert tier.num_failures == num_failures + 1
-    wait_until(lambda: tier.num_landing == 0, "the read to be over")
+    engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
     assert engine.life.pools.used(Stage.QUARANTINED).device == (144 - 32 if may_still_land else 0)
     with patch.object(tier, "_clock", lambda: time.monotonic() + decode_tier.QUARANTINE_SECS):
-        wait_until(lambda: tier.num_quarantined == 0, "the slots to be free")
+        engine.wait_until(lambda: tier.num_quarantined == 0, "the slots to be free")
 
 
 class StuckReads:
@@ -398,7 +398,7 @@ def test_a_slow_node_costs_hits_and_nothing_else(engine: EngineThread, peer: Dec
         assert (done.num_cached_tokens, tier.num_late) == (0, num_late + 1)
         assert engine.life.pools.used(Stage.LANDING).device == 144
         peer.kv_host.zero_()
-    wait_until(lambda: tier.num_landing == 0, "the read to be over")
+    engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
     assert tier.num_quarantined == 0
     engine.wait_until_idle()
     assert land(peer, longer, keeps=False).room in engine.computed
@@ -415,7 +415,7 @@ def test_a_room_is_quiet_though_its_read_is_not_over(engine: EngineThread, peer:
         peer.client.send(AbortRoom(message.room, "the client is gone"))
         assert not peer.expect(RoomQuiet).batch_failed
         assert engine.life.pools.used(Stage.LANDING).device == 144
-    wait_until(lambda: tier.num_landing == 0, "the read to be over")
+    engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
     assert tier.num_read_tokens == num_read
     assert engine.num_cached_pages == 0
 

@@ -160,7 +160,7 @@ def test_no_logits_are_computed(
 @pytest.mark.I7
 def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     has_paused = engine.pause_until_message(48)
-    before = dict(engine.life.counters)
+    before = engine.counters()
     peer.bootstrap(room, prompt(8, 200))
     assert has_paused.wait(WAIT_SECS)
     peer.client.send(AbortRoom(room, "client gone"))

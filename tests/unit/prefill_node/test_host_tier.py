@@ -29,7 +29,6 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
-from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
 
@@ -59,13 +58,13 @@ def engine(engine: EngineThread) -> Iterator[EngineThread]:
     engine.wait_until_idle()
     for page in engine.life.set_aside.shown():
         engine.send(ReleasePage(page.pool, page.start))
-    wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
+    engine.wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
 
 
 def num_found(engine: EngineThread, tokens: Sequence[int], kinds: tuple[PoolKind, ...]) -> int:
     """Return how many tokens of a prompt are in the cache of ``kinds``."""
     keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
-    found = engine.life.prefixes.find(keys, kinds)
+    found = engine.between_turns(lambda: engine.life.prefixes.find(keys, kinds))
     return 0 if found is None else found.num_pages * PAGE
 
 
@@ -118,7 +117,7 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
     with engine.admission_paused():
         messages = peer.bootstrap_side_by_side({next_room(): tokens for tokens in prompts})
         rooms = [*messages]
-        wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
+        engine.wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
     done = all_delivered(peer, len(rooms))
     assert [done[room].num_cached_tokens for room in rooms] == [144, 144, 144]
     assert engine.life.tier.num_fetched_tokens >= before + 2 * 144
@@ -143,7 +142,7 @@ def test_a_fetch_takes_no_pages_that_the_plan_has_given_away(
     with engine.admission_paused():
         messages = peer.bootstrap_side_by_side({next_room(): tokens for tokens in (front, behind)})
         rooms = [*messages]
-        wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
+        engine.wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
     done = all_delivered(peer, len(rooms))
     for room in rooms:
         assert engine.computed[room][0][0] == done[room].num_cached_tokens
@@ -217,7 +216,7 @@ def test_rows_in_main_memory_are_scrubbed(engine: EngineThread, peer: DecodePeer
     pages = engine.engine._host_pages
     assert pages is not None
     pages.kv[0, slot, 0] ^= 1
-    (page,) = wait_until(engine.life.set_aside.shown, "the row to be found")  # recorded last
+    (page,) = engine.wait_until(engine.life.set_aside.shown, "the row to be found")
     assert (page.pool, page.start) == ("host", slot // PAGE * PAGE)
     assert num_found(engine, tokens, HOST_POOLS) == 0
 
@@ -249,7 +248,7 @@ def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: Decod
         assert num_found(engine, tokens, CACHE_POOLS) == 128
         assert engine.life.tier.num_copies == 1
         engine.send(FlushCache())
-        wait_until(lambda: num_found(engine, tokens, CACHE_POOLS) == 0, "the cache to be empty")
+        engine.wait_until(lambda: num_found(engine, tokens, CACHE_POOLS) == 0, "the cache to be empty")
     assert num_found(engine, tokens, HOST_POOLS) == 0
 
 
@@ -259,5 +258,5 @@ def test_flushing_empties_main_memory_too(engine: EngineThread, peer: DecodePeer
     assert num_found(engine, tokens, HOST_POOLS) == 128
     engine.wait_until_idle()
     engine.send(FlushCache())
-    wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the cache to be empty")
+    engine.wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the cache to be empty")
     assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0

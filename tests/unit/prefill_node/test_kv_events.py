@@ -51,8 +51,11 @@ def served(
 
 
 def cached(engine: EngineThread) -> Blocks:
-    runs = [run for run in engine.life.prefixes if not run.is_dropped and run.is_reported]
-    return blocks_of((run.kinds, key) for run in runs for key in run.keys)
+    def look() -> Blocks:
+        runs = [run for run in engine.life.prefixes if not run.is_dropped and run.is_reported]
+        return blocks_of((run.kinds, key) for run in runs for key in run.keys)
+
+    return engine.between_turns(look)
 
 
 def check(engine: EngineThread, config: KvEventsConfig) -> Blocks:

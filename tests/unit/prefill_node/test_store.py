@@ -35,7 +35,7 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
-from tests.waiting import NEVER_SECS, wait_until
+from tests.waiting import NEVER_SECS
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
 
@@ -60,15 +60,17 @@ class Node:
         """Deliver a prompt, compare all that arrives, and return how many tokens were not computed."""
         done = deliver(self.engine, self.peer, next_room(), tokens)
         self.engine.wait_until_idle()
-        wait_until(lambda: self.tier.num_queued_pages == 0, "the pages to be written")
+        self.engine.wait_until(lambda: self.tier.num_queued_pages == 0, "the pages to be written")
         return done.num_cached_tokens
 
     def forget(self) -> None:
         """Flush all that this node has, as a restart would."""
         self.engine.wait_until_idle()
-        wait_until(lambda: self.tier.num_landing + self.tier.num_queued_pages == 0, "the store's threads")
+        self.engine.wait_until(
+            lambda: self.tier.num_landing + self.tier.num_queued_pages == 0, "the store's threads"
+        )
         self.engine.send(FlushCache())
-        wait_until(lambda: self.engine.num_cached_pages == 0, "the cache to be empty")
+        self.engine.wait_until(lambda: self.engine.num_cached_pages == 0, "the cache to be empty")
 
     def begin_anew(self) -> None:
         """Forget everything, counters and pauses too."""
@@ -296,7 +298,7 @@ def test_slots_of_a_failed_read_are_not_used_until_nothing_can_land(
     assert life.pools.used(Stage.QUARANTINED).host == 144
     assert (life.pools.free + life.prefixes.unused).host == life.pools.totals.host - 144
     node.tier._clock = lambda: time.monotonic() + QUARANTINE_SECS
-    wait_until(lambda: node.tier.num_quarantined == 0, "the slots to be free")
+    node.engine.wait_until(lambda: node.tier.num_quarantined == 0, "the slots to be free")
 
 
 @pytest.mark.I7
@@ -341,8 +343,10 @@ def test_a_store_that_stopped_is_not_waited_for(pair: tuple[Node, Node], store: 
         assert node.tier.num_late == 1
     node.engine.wait_until_idle()
     store.goes_on.set()
-    wait_until(lambda: node.tier.num_landing + node.tier.num_queued_pages == 0, "the late answers")
-    node.engine.life.check_integrity()
+    node.engine.wait_until(
+        lambda: node.tier.num_landing + node.tier.num_queued_pages == 0, "the late answers"
+    )
+    node.engine.between_turns(node.engine.life.check_integrity)
 
 
 def test_more_than_the_bound_is_not_written(node: Node, store: MemoryStore) -> None:
@@ -352,7 +356,7 @@ def test_more_than_the_bound_is_not_written(node: Node, store: MemoryStore) -> N
         deliver(node.engine, node.peer, next_room(), tokens)
     assert (node.tier.num_queued_pages, node.tier.num_dropped_pages) == (5, 4)
     store.goes_on.set()
-    wait_until(lambda: node.tier.num_put_tokens == 5 * PAGE, "the others to be written")
+    node.engine.wait_until(lambda: node.tier.num_put_tokens == 5 * PAGE, "the others to be written")
     assert sorted(store.objects) == sorted(names(node, tokens)[:5])
 
 

@@ -27,7 +27,6 @@ from tests.unit.prefill_node.support import (
     next_room,
     prompt,
 )
-from tests.waiting import wait_until
 
 PAGE = 16
 
@@ -41,7 +40,7 @@ def engine(engine: EngineThread) -> Iterator[EngineThread]:
     engine.wait_until_idle()
     for page in engine.life.set_aside.shown():
         engine.send(ReleasePage(page.pool, page.start))
-    wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
+    engine.wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
 
 
 def flip(engine: EngineThread, room: int, position: int, layer: int = 1) -> int:
@@ -163,7 +162,7 @@ def test_idle_time_goes_through_what_is_cached(engine: EngineThread, peer: Decod
         deliver(engine, peer, room, tokens)
         before = num_found(engine, "scrub")
         slot = flip(engine, room, 70)
-        wait_until(lambda: len(engine.life.set_aside) == 1, "the scrub to find it")
+        engine.wait_until(lambda: len(engine.life.set_aside) == 1, "the scrub to find it")
     assert num_found(engine, "scrub") == before + 1
     (page,) = engine.life.set_aside.shown()
     assert page.start == slot // PAGE * PAGE

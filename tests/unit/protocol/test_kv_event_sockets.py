@@ -110,6 +110,19 @@ def test_old_batches_are_forgotten(tmp_path: Path, options: dict[str, int], max_
         assert batches == [(3, b"%010d" % 3), (4, b"%010d" % 4)]
 
 
+@pytest.mark.parametrize("buffer_steps", [1, 2, 3, 4, 100])
+def test_a_subscriber_may_ask_again_once_it_has_its_replay(tmp_path: Path, buffer_steps: int) -> None:
+    """ZMQ drops what has no room in a queue, and learns late what was taken from it."""
+    config = config_in(tmp_path, buffer_steps=buffer_steps)
+    with closing(KvEventPublisher(config)) as publisher, replay_socket(config) as sock:
+        for number in range(buffer_steps):
+            publish(publisher, b"%d" % number)
+        with replay_socket(config) as other:
+            wait_until(lambda: len(replay(other)) == buffer_steps, "all are there to be replayed")
+        for _ in range(200):
+            assert len(replay(sock)) == buffer_steps
+
+
 def test_a_dropped_batch_is_a_gap_in_the_numbers(tmp_path: Path) -> None:
     config = config_in(tmp_path, max_queue_size=1)
     is_encoding, may_go_on = threading.Event(), threading.Event()
@@ -185,6 +198,7 @@ def test_the_end_waits_for_what_is_queued(tmp_path: Path) -> None:
         reach(publisher, sock)
         for _ in range(100):
             publish(publisher, b"one")
-        publisher.close()
+        with patch("hisparse_pd.protocol.kv_event_sockets._CLOSE_SECS", WAIT_SECS):
+            publisher.close()
         assert not publisher._thread.is_alive()
         assert not publisher._batches.qsize()

@@ -27,7 +27,7 @@ from hisparse_pd.protocol.kv_events import (
     block_changes_decoder,
     encode_batch,
 )
-from tests.unit.event_subscriber import config_in
+from tests.unit.event_subscriber import config_in, replay, replay_socket
 from tests.waiting import WAIT_SECS, wait_until
 
 pytestmark = pytest.mark.I7
@@ -64,6 +64,7 @@ class Rank:
 
     def __init__(self, config: KvEventsConfig, ts: float = 1.0) -> None:
         self.publisher = KvEventPublisher(config)
+        self._config = config
         self._ts = ts
 
     def publish(self, number: int) -> bool:
@@ -80,11 +81,16 @@ class Rank:
 
     def publish_unheard(self, number: int) -> None:
         """Publish a number that can be had by a replay alone, as one that ZMQ dropped."""
-        wait_until(lambda: not self.publisher._batches.qsize())
+        self.wait_until_sent()
         topic, self.publisher._topic = self.publisher._topic, b"nobody's"
         self.publish(number)
-        wait_until(lambda: self.publisher._history._batches[-1][0] == self.publisher.num_published - 1)
+        self.wait_until_sent()
         self.publisher._topic = topic
+
+    def wait_until_sent(self) -> None:
+        """Wait until all is published: the same thread answers replays, between two batches."""
+        with replay_socket(self._config) as sock:
+            wait_until(lambda: replay(sock, self.publisher.num_published - 1), "the last batch is sent")
 
     def close(self) -> None:
         self.publisher.close()
@@ -101,7 +107,7 @@ def test_what_was_published_before_and_after_comes_in_order(
     with closing(Rank(config)) as rank:
         for number in range(3):
             rank.publish(number)
-        wait_until(lambda: not rank.publisher._batches.qsize())
+        rank.wait_until_sent()
         subscriber.follow("rank", feed(config))
         wait_until(lambda: len(log.of.get("rank", ())) == 3)
         for number in range(3, 100):

@@ -21,6 +21,7 @@ from hisparse_pd.router.live_page import PAGE_PATHS
 from hisparse_pd.router.node_calls import MAX_DOCUMENT_BYTES
 from hisparse_pd.serving.http.node_load import NodeLoad
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
+from tests.waiting import NEVER_SECS
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +40,12 @@ DECODE_LOAD, PREFILL_LOAD = (NodeLoad.of(role, {0: stats()}) for role in ("decod
 ENCODED = msgspec.json.encode(DECODE_LOAD)
 DECODES = says(ENCODED)
 PREFILLS = says(msgspec.json.encode(PREFILL_LOAD))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node is silent for being slow."""
+    monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", NEVER_SECS)
 
 
 async def _status(client: httpx.AsyncClient) -> dict[str, Any]:

@@ -119,6 +119,13 @@ class Pair:
         base = self.regions[0][0]
         self.lanes.read(SESSION, ([base + at for at in src], [self.network.addr + at for at in dst], lengths))
 
+    def ended_when_closed(self) -> list[str]:
+        """Wait until no connection is left, and close the host. Returns the runs that it reported as ended,
+        which it does behind the end of their connections."""
+        wait_until(lambda: not self.host.connections, "the connections end")
+        self.host.close()
+        return self.host.take_ended()
+
     def close(self) -> None:
         self.lanes.close()
         self.host.close()

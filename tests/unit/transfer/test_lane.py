@@ -303,9 +303,10 @@ def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time
     wait_until(lambda: not pair.is_opening, "the memory was opened, and let go of")
     wait_until(lambda: not pair.host.connections, "the connection ends")
     assert pair.register() == lane
-    assert pair.lanes.take_decided() == pair.host.take_ended() == []
+    assert pair.lanes.take_decided() == []
     pair.write([0], [0], [10])
     assert pair.network.sent == [(SESSION, [pair.regions[0][0]])]
+    assert pair.ended_when_closed() == []
 
 
 @pytest.fixture
@@ -389,8 +390,7 @@ def test_a_run_that_may_write_otherwise_is_never_reported_gone() -> None:
     with pair_of(covers_all=False) as pair:
         pair.register()
         pair.lanes.close()
-        wait_until(lambda: not pair.host.connections, "the connection ends")
-        assert pair.host.take_ended() == []
+        assert pair.ended_when_closed() == []
 
 
 @pytest.mark.I1
@@ -464,5 +464,4 @@ def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
 def test_memory_that_was_opened_and_not_written_to_says_nothing_when_it_is_let_go_of(pair: Pair) -> None:
     """The pair may be on the network, for example because the memory could not be mapped."""
     Mapping(pair.host.offer, "failed", "").close()
-    wait_until(lambda: not pair.host.connections, "it ends")
-    assert pair.host.take_ended() == []
+    assert pair.ended_when_closed() == []

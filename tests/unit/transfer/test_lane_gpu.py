@@ -181,8 +181,7 @@ def test_a_gpus_writes_are_not_over_when_its_process_is() -> None:
     with pair_with_gpu() as (pair, _):
         assert pair.register().kind == "shm"
         pair.lanes.close()
-        wait_until(lambda: not pair.host.connections, "the connection ends")
-        assert pair.host.take_ended() == []
+        assert pair.ended_when_closed() == []
 
 
 def test_a_pair_waits_until_cuda_has_registered_the_memory() -> None:
