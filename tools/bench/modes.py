@@ -8,7 +8,7 @@ requests, some for each, some more for each with a hot buffer, and the time in w
 The prefill node has each prompt cached. So what plans choose can be judged without a GPU. The defaults are
 five layers of V3.2 on an H200, with as much memory as 16 dense requests of 32k take (docs/measurements.md).
 With ``--turns`` clients hold conversations: the next prompt has all that was said before, which may be held,
-and ``--turn-tokens`` more.
+and ``--turn-tokens`` more. With ``--dense-first`` other prompts are held on the device.
 
 A hot buffer of ``c`` entries for a sequence of ``s`` tokens misses ``w / c - w / s`` positions, as
 ``miss_cost.py`` has it: a synthetic trace with 65% hits at 4,096 entries of 32k has 95% at 16,384.
@@ -131,6 +131,8 @@ class Load:
     """Prompts of a conversation."""
     turn_tokens: int = 0
     """Tokens that a later prompt has beside what was said before."""
+    num_dense_first: int = 0
+    """The first of the requests, which are dense in all modes. When they end, their pages are held."""
 
     @property
     def max_context(self) -> int:
@@ -156,7 +158,7 @@ class Outcome:
 
 
 class Simulation:
-    """One node under one load. All requests have the flag ``flag``."""
+    """One node under one load. All requests but the load's ``num_dense_first`` have the flag ``flag``."""
 
     def __init__(self, node: Node, load: Load, flag: HisparseFlag, *, is_bounded: bool) -> None:
         self._node, self._load, self._flag = node, load, flag
@@ -208,9 +210,10 @@ class Simulation:
         if self._num_arrived == self._load.num_requests:
             return
         self._num_arrived += 1
+        flag = HisparseFlag.FALSE if self._num_arrived <= self._load.num_dense_first else self._flag
         sampling = SamplingParams(max_new_tokens=self._load.output_tokens)
         room, prompt_len = Room(self._num_arrived), len(prompt) // TOKEN_BYTES
-        request = Request(f"id-{room}", room, prompt_len, sampling, self._flag, PEER, self._now, prompt)
+        request = Request(f"id-{room}", room, prompt_len, sampling, flag, PEER, self._now, prompt)
         request.prompt_keys = PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE)
         self._turns[request] = turn
         self._requests.open(request)
@@ -353,6 +356,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=1, help="prompts of each conversation")
     parser.add_argument("--turn-tokens", type=int, default=700, help="new tokens of each later prompt")
+    parser.add_argument(
+        "--dense-first", type=int, default=0, help="first requests that are dense in all modes, and then held"
+    )
     parser.add_argument("--num-requests", type=int, help="default: six for each client, and 24 at least")
     parser.add_argument("--device-tokens", type=int, default=540672, help="size of the device pool")
     parser.add_argument("--host-tokens", type=int, default=2386944, help="size of the host pool")
@@ -390,6 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_requests,
             options.turns,
             options.turn_tokens,
+            options.dense_first,
         )
         rows.append(modes(node, load))
         write_report(options.out, {"options": vars(options), "rows": rows})

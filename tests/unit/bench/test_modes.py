@@ -52,6 +52,16 @@ def test_later_turns_land_what_is_new_alone(flag: HisparseFlag) -> None:
     assert outcome.num_landed_tokens == 2 * (2048 + 64 + 64)
 
 
+def test_prompts_that_are_held_on_the_device_take_nothing_from_hot_buffers() -> None:
+    node, load = replace(NODE, hit_share=0.8), Load(24, [SHORT], output_tokens=256, num_requests=96)
+    with_held = replace(load, num_requests=112, num_dense_first=16)
+    alone, beside_held = (
+        Simulation(node, each, HisparseFlag.TRUE, is_bounded=False).run() for each in (load, with_held)
+    )
+    assert beside_held.num_by_mode == {Mode.DENSE: 16, Mode.HISPARSE: 96}
+    assert beside_held.tokens_per_sec >= 0.97 * alone.tokens_per_sec
+
+
 @pytest.mark.parametrize(
     ("hit_share", "mode"), [(0.4, Mode.DENSE), (0.97, Mode.HISPARSE)], ids=["many miss", "few miss"]
 )
