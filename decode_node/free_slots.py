@@ -120,9 +120,9 @@ def becomes_resident(request: Request) -> bool:
 
 
 def _is_spare(draft: PlanDraft, order: Exchange | Fill, num_saved: float) -> bool:
-    """Return whether the slots of an order are free, which saves ``num_saved`` copies. While pages are being
-    filled, they may take slots that are kept for the next arrival, because they are given up for it
-    (``make_room``)."""
+    """Return whether an order that saves ``num_saved`` copies can have its slots: free ones, or if a hot
+    buffer saves enough, those of held pages. While pages are being filled, they may take slots that are kept
+    for the next arrival, because they are given up for it (``make_room``)."""
     taken, gain = _slots_taken(draft.limits, order)
     takes_held = isinstance(order, Exchange) and num_saved > HELD_SAVES * taken
     spare = draft.spare_device() if takes_held else draft.unheld_device()
