@@ -99,7 +99,7 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         )
         self._key_pages: KeyPages | None = None
         if settings.keeps_idle_keys:
-            self._key_pages = KeyPages(self.memory, settings.page_size, placement=self._placement)
+            self._key_pages = KeyPages(self.memory, placement=self._placement)
         self.requests = LiveRequests(pools, settings.quarantine_secs, self._key_pages)
         self.tables = RequestTables(
             spec,

@@ -13,12 +13,12 @@ from torch import Tensor
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import StartError
 from hisparse_pd.core.memory.device import DeviceMemory, PoolDemand
+from hisparse_pd.core.memory.gpu_copies import STAGED_BYTES
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.token_counts import TokenCounts
 from hisparse_pd.core.paging.pools import SlotCounts, round_up
 from hisparse_pd.decode_node.attention_parts import NUM_PARTS
 from hisparse_pd.decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
-from hisparse_pd.decode_node.key_pages import STAGED_BYTES
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.split_choice import MIN_REQS
 from hisparse_pd.kernels.gpu_sizes import check_swap_in_sizes
@@ -235,12 +235,12 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """Return the bytes that a step computes with: a fixed part, logits, twice the indexer's scores, and what
-    copies of idle keys stage, in both directions and each time in two orders."""
+    copies of idle keys stage, in both directions."""
     num_new = settings.speculative_num_steps + 1
     logit_bytes, score_bytes, token_bytes = 4 * spec.vocab_size, 4 * spec.context_length, 8
     per_row = LOGIT_COPIES * logit_bytes + 2 * score_bytes
     if num_new > 1:  # logits, hidden state and token between a step's two graphs
         per_row += logit_bytes + spec.dtype.itemsize * spec.hidden_size + token_bytes
     num_rows = settings.max_running_requests * num_new
-    staged_bytes = 4 * STAGED_BYTES if settings.keeps_idle_keys else 0
+    staged_bytes = 2 * STAGED_BYTES if settings.keeps_idle_keys else 0
     return BASE_RESERVE_BYTES + num_rows * per_row + staged_bytes

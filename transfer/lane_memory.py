@@ -47,7 +47,7 @@ from hisparse_pd.protocol.lane import (
 )
 from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane_copy import copy_ranges
-from hisparse_pd.transfer.plan import Descriptors, cut_long
+from hisparse_pd.transfer.plan import Descriptors, cut_long, for_gpu
 
 if TYPE_CHECKING:
     from hisparse_pd.core.memory.peer import GpuCopy, GpuWriter
@@ -56,11 +56,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECS = 10.0
 """Limit for the decode node's answer, which one of its threads gives within milliseconds."""
-LONG_BYTES = 128 << 10
-"""Shortest range that a GPU's copy engine copies, each by a call, which costs 3 us; the engine moves as many
-bytes in that time. A kernel copies all shorter ranges of a part in one launch."""
-PIECE_BYTES = 16 << 10
-"""Bytes that a warp of the kernel for short ranges copies at a time."""
 PART_BYTES: Final = 32 << 20
 """Most bytes that are copied between two calls of ``stop``."""
 PART_RANGES: Final = 4096
@@ -230,10 +225,8 @@ class Mapping:
         by_gpu = np.zeros(lengths.size, np.bool_) if self._gpu is None else self._gpu.owns(own)
         copying: GpuCopy | None = None
         if self._gpu is not None and by_gpu.any():
-            is_long = by_gpu & (part.lengths >= LONG_BYTES)
-            pieces = cut_long(part.at(by_gpu & ~is_long), PIECE_BYTES)
             with _gpu_failure():
-                copying = self._gpu.start_copy(runs=part.at(is_long), pieces=pieces)
+                copying = self._gpu.start_copy(*for_gpu(part.at(by_gpu)))
 
         by_cpu = part.at(~by_gpu)
         if by_cpu.lengths.size:

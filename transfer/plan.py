@@ -37,6 +37,14 @@ DESCRIPTOR_COST_BYTES: Final = 16 << 10
 """Lowest cost of a byte range; that of a longer one is its bytes. TCP takes 35 us for any range, in which it
 could move this many bytes."""
 
+LONG_BYTES: Final = 128 << 10
+"""Shortest range that a GPU's copy engine copies, each by a call, which costs 3 us; the engine moves as many
+bytes in that time."""
+MOST_LONG: Final = 512
+"""Most ranges that a GPU's copy engine copies of one plan; where more are long, the kernel copies all."""
+PIECE_BYTES: Final = 16 << 10
+"""Bytes that a warp of the kernel for short ranges copies at a time."""
+
 _BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
 """Most descriptors that are made at a time: as many as fit in one slice."""
 
@@ -272,6 +280,15 @@ def cut_long(writes: Descriptors, max_bytes: int) -> Descriptors:
         np.repeat(writes.dst_addrs, num_pieces) + offset,
         np.minimum(np.repeat(lengths, num_pieces) - offset, max_bytes),
     )
+
+
+def for_gpu(moves: Descriptors) -> tuple[Descriptors, Descriptors]:
+    """Return the long ranges, for a GPU's copy engine, and all others in pieces for the kernel that copies
+    short ones: the arguments of ``gpu_copies.enqueue_copies``."""
+    is_long = moves.lengths >= LONG_BYTES
+    if np.count_nonzero(is_long) > MOST_LONG:
+        is_long[:] = False
+    return moves.at(is_long), cut_long(moves.at(~is_long), PIECE_BYTES)
 
 
 def _check(runs: RunPlan, src: RegionView, dst: RegionView, layers: SlotArray) -> None:

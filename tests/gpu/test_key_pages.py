@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hisparse_pd.core.memory import gpu_copies
 from hisparse_pd.core.model.spec import load_spec
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node import key_pages
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.protocol.messages import Extent
+from hisparse_pd.transfer import plan
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu
@@ -38,18 +39,18 @@ def memory(tiny_checkpoint: Callable[[str], Path]) -> Iterator[DecodeMemory]:
         yield memory
 
 
-@pytest.mark.parametrize("staged_bytes", [1, key_pages.STAGED_BYTES])
+@pytest.mark.parametrize("most_ranges", [1, gpu_copies.MOST_RANGES])
 def test_pages_come_back_as_they_went(
-    memory: DecodeMemory, staged_bytes: int, monkeypatch: pytest.MonkeyPatch
+    memory: DecodeMemory, most_ranges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page at a time, or all at once."""
-    monkeypatch.setattr(key_pages, "STAGED_BYTES", staged_bytes)
+    """A launch for each range, or for all."""
+    monkeypatch.setattr(gpu_copies, "MOST_RANGES", most_ranges)
     assert memory.row_checks is not None
     pools = (memory.index, memory.row_checks)
     for pool in pools:
         pool.view(torch.uint8).random_()
     before = [pool.clone() for pool in pools]
-    with closing(KeyPages(memory, PAGE)) as pages:
+    with closing(KeyPages(memory)) as pages:
         down = pages.copy_down(DOWN, HOST)
         # The device gets others' bytes before the copy is looked at: ``HeldTier`` waits for the event.
         assert down is not None
@@ -67,20 +68,20 @@ def test_pages_come_back_as_they_went(
             assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize("copies_at_once", [1, key_pages.COPIES_AT_ONCE])
+@pytest.mark.parametrize("long_bytes", [1, plan.LONG_BYTES])
 def test_kv_goes_down_and_up_with_its_keys(
-    memory: DecodeMemory, copies_at_once: int, monkeypatch: pytest.MonkeyPatch
+    memory: DecodeMemory, long_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To other slots, and from pages that are not adjacent, a layer at a time or all at once; nothing else
+    """To other slots, and from pages that are not adjacent, by the copy engine or the kernel; nothing else
     changes."""
-    monkeypatch.setattr(key_pages, "COPIES_AT_ONCE", copies_at_once)
+    monkeypatch.setattr(plan, "LONG_BYTES", long_bytes)
     device, up_device = (Extent(2 * PAGE, PAGE), Extent(0, PAGE)), (Extent(2 * PAGE, 2 * PAGE),)
     host, index = (Extent(38 * PAGE, PAGE), Extent(3 * PAGE, PAGE)), DOWN[1:2]
     up = (Extent(14 * PAGE, 2 * PAGE),)
     for pool in (memory.k_dev, memory.index, memory.k_host):
         pool.view(torch.uint8).random_()
     kv, keys, was_host = memory.k_dev.cpu(), memory.index.cpu(), memory.k_host.clone()
-    with closing(KeyPages(memory, PAGE)) as pages:
+    with closing(KeyPages(memory)) as pages:
         with no_waiting():
             down = pages.copy_down(index, host, device)
         assert down is not None
@@ -103,7 +104,7 @@ def test_copies_wait_for_the_work_in_front(memory: DecodeMemory) -> None:
     """A step that was launched before may still read the pages that come up, or write those that go down. The
     engine's loop waits for neither."""
     down, up = (slots_of(extents).to(DEVICE) for extents in (DOWN, UP))
-    with closing(KeyPages(memory, PAGE)) as pages:
+    with closing(KeyPages(memory)) as pages:
         memory.index.fill_(3)
         torch.cuda.synchronize()
         torch.cuda._sleep(20_000_000)  # some 10 ms of the current stream

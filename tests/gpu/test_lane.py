@@ -15,11 +15,13 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from hisparse_pd.core.memory.peer import GpuWriter, word_bytes
+from hisparse_pd.core.memory.gpu_copies import word_bytes
+from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.transfer.lane import Lane, Lanes
-from hisparse_pd.transfer.lane_memory import LONG_BYTES, PIECE_BYTES
 from hisparse_pd.transfer.plan import (
     DESCRIPTOR_COST_BYTES,
+    LONG_BYTES,
+    PIECE_BYTES,
     LayerWrites,
     RegionView,
     SlicedWrites,

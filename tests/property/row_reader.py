@@ -219,7 +219,7 @@ class Node:
         buffer = full_buffer(max_drafts, TOP_K) + 1
         self.limits = Limits(totals, PAGE_SIZE, CONTEXT, TOP_K, buffer, 2 * PAGE_SIZE, max_drafts)
         self.memory = DecodeMemory(spec, totals, PAGE_SIZE, torch.device("cpu"))
-        self.key_pages = None if num_index_slots is None else KeyPages(self.memory, PAGE_SIZE)
+        self.key_pages = None if num_index_slots is None else KeyPages(self.memory)
         self.requests = LiveRequests(Pools(totals, PAGE_SIZE), 1e9, self.key_pages)
         set_aside = self.requests.pools.set_aside
 

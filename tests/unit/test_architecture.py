@@ -65,7 +65,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("hisparse_pd/core/model/rank_group.py",),
     "torch": (
         *("kernels/", "hisparse_pd/core/model/", "hisparse_pd/core/memory/"),
-        *(f"hisparse_pd/engine/{name}.py" for name in ("start", "loop", "lockstep", "prefix_scrub")),
+        *(
+            f"hisparse_pd/engine/{name}.py"
+            for name in ("start", "loop", "lockstep", "prefix_scrub", "host_copies")
+        ),
         *("prefill_node/", "decode_node/", "hisparse_pd/commands/", "tools/"),
     ),
 }

@@ -14,7 +14,7 @@ from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
-from hisparse_pd.decode_node import held_matches, key_pages
+from hisparse_pd.decode_node import held_matches
 from hisparse_pd.decode_node.held_matches import HeldMatches, num_shareable_pages
 from hisparse_pd.decode_node.key_pages import KeyPages
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -469,12 +469,8 @@ def test_auto_is_hisparse_behind_what_is_mostly_in_the_host_pool(
 # --- the bytes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers_at_once", [0, 1, 2, 99])
-def test_kv_goes_down_and_up_with_its_keys(
-    checkpoint: Checkpoint, layers_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_goes_down_and_up_with_its_keys(checkpoint: Checkpoint) -> None:
     """To other slots, and from pages that are not adjacent; nothing else changes."""
-    monkeypatch.setattr(key_pages, "COPIES_AT_ONCE", 6 * PAGE * layers_at_once)
     totals = SlotCounts(host=40 * PAGE, device=24 * PAGE, index=24 * PAGE, aux=1)
     memory = DecodeMemory(checkpoint.spec, totals, PAGE, torch.device("cpu"))
     assert memory.row_checks is not None
@@ -492,7 +488,7 @@ def test_kv_goes_down_and_up_with_its_keys(
             ((2, 2), (9, 4)),
         )
     )
-    with closing(KeyPages(memory, PAGE)) as pages:
+    with closing(KeyPages(memory)) as pages:
         pages.copy_down(index, host, device)
         kv = torch.zeros_like(memory.k_host)
         kv[:, slots_tensor(host)] = before[0][:, slots_tensor(device)]

@@ -299,10 +299,8 @@ def _keys(prompt: Prompt) -> Sequence[bytes]:
 
 
 @pytest.mark.parametrize("page_size", [16, 3])
-def test_pages_come_back_as_they_went(
-    checkpoint: Checkpoint, page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In copies of several parts, to other slots, and from pages that are not adjacent."""
+def test_pages_come_back_as_they_went(checkpoint: Checkpoint, page_size: int) -> None:
+    """To other slots, and from pages that are not adjacent."""
     memory = DecodeMemory(
         checkpoint.spec,
         SlotCounts(host=40 * page_size, device=page_size, index=24 * page_size, aux=1),
@@ -318,9 +316,7 @@ def test_pages_come_back_as_they_went(
         tuple(Extent(first * page_size, num * page_size) for first, num in runs)
         for runs in (((5, 3), (0, 2), (11, 1)), ((38, 1), (2, 4), (0, 1)), ((14, 6),))
     )
-    page_bytes = page_size * sum(pool[:, 0].numel() * pool.itemsize for pool in pools)
-    monkeypatch.setattr("hisparse_pd.decode_node.key_pages.STAGED_BYTES", 2 * page_bytes)
-    with closing(KeyPages(memory, page_size)) as pages:
+    with closing(KeyPages(memory)) as pages:
         assert pages.copy_down(down, host) is None
         for pool in pools:
             pool.zero_()
@@ -460,13 +456,13 @@ def test_a_copy_that_cannot_begin_ends_the_request_that_needs_it_alone(
     requests = node.engine.requests
     out_of_memory = raising(torch.OutOfMemoryError("32 MiB wanted"))
     with monkeypatch.context() as patch:
-        patch.setattr(KeyPages, "_on_device", out_of_memory)
+        patch.setattr("hisparse_pd.engine.host_copies.copy_slots", out_of_memory)
         expected = node.ask(prompt, NUM_NEW, HisparseFlag.TRUE).token_ids
     assert node.ask(prompt, NUM_NEW, HisparseFlag.TRUE).stats.num_held_tokens == 80
     node.turn_until(lambda: requests.held_tier.num_copies == 0)
     requests.held.make_room(requests.pools.totals - SlotCounts(host=96))
     with monkeypatch.context() as patch:
-        patch.setattr(KeyPages, "_on_device", out_of_memory)
+        patch.setattr("hisparse_pd.engine.host_copies.copy_slots", out_of_memory)
         doomed = node.generate(prompt, NUM_NEW, HisparseFlag.TRUE)
         node.failure_of(doomed, status=500, error="cannot be admitted: OutOfMemoryError: 32 MiB wanted")
     again = node.ask(prompt, NUM_NEW, HisparseFlag.TRUE)

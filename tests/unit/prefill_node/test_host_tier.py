@@ -167,13 +167,13 @@ def test_what_cannot_be_copied_is_computed(engine: EngineThread, peer: DecodePee
         raise torch.OutOfMemoryError("1 MiB wanted")
 
     tokens = prompt(9, 130)
-    with patch.object(host_pages, "_copy", out_of_memory):
+    with patch("hisparse_pd.engine.host_copies.copy_slots", out_of_memory):
         deliver(engine, peer, next_room(), tokens)
     assert num_found(engine, tokens, HOST_POOLS) == 0
     deliver(engine, peer, next_room(), tokens)
     assert num_found(engine, tokens, HOST_POOLS) == 128
     evict_from_device(engine, peer, tokens)
-    with patch.object(host_pages, "_copy", out_of_memory):
+    with patch("hisparse_pd.engine.host_copies.copy_slots", out_of_memory):
         done = deliver(engine, peer, next_room(), tokens)
     assert (done.num_cached_tokens, done.fetched.host) == (0, 0)
     evict_from_device(engine, peer, tokens)

@@ -18,7 +18,7 @@ from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane import Lane
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.lane_host import SharedMemory
-from hisparse_pd.transfer.lane_memory import LONG_BYTES, PIECE_BYTES
+from hisparse_pd.transfer.plan import LONG_BYTES, PIECE_BYTES
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, Network, Pair, pair_of
 from tests.waiting import WAIT_SECS, wait_until
 

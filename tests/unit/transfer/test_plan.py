@@ -262,3 +262,20 @@ def _first_slots(ranges: list[tuple[int, int]], num_slots: int) -> SlotRanges:
     lengths = np.array([length for _, length in ranges], np.int64)
     before = np.cumsum(lengths) - lengths
     return SlotRanges(starts, np.clip(num_slots - before, 0, lengths))
+
+
+@pytest.mark.parametrize("num_long", [0, 1, plan_module.MOST_LONG, plan_module.MOST_LONG + 1])
+def test_a_gpu_copies_every_byte_once(num_long: int) -> None:
+    """A call of its copy engine costs the host, so it has few ranges, and these are long."""
+    lengths = np.array([*(100, plan_module.PIECE_BYTES + 1), *[plan_module.LONG_BYTES] * num_long], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    moves = plan_module.Descriptors(SRC_BASE + starts, DST_BASE + starts, lengths)
+    runs, pieces = plan_module.for_gpu(moves)
+    assert runs.lengths.size == (num_long if num_long <= plan_module.MOST_LONG else 0)
+    assert runs.lengths.min(initial=plan_module.LONG_BYTES) >= plan_module.LONG_BYTES
+    assert pieces.lengths.max() <= plan_module.PIECE_BYTES
+    end = 0
+    for src, dst, length in sorted(zip(*map(np.concatenate, zip(runs, pieces, strict=True)), strict=True)):
+        assert (src, dst) == (SRC_BASE + end, DST_BASE + end)
+        end += length
+    assert end == lengths.sum()

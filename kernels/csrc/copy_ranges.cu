@@ -1,6 +1,6 @@
-// Copies many short byte ranges to memory that another process owns: host memory that this process has registered, or
-// memory of another GPU. Each warp copies a range, and each lane loads four words before it stores the first.
-// hisparse_pd/core/memory/peer.py launches it for a lane's writes.
+// Copies many short byte ranges between memory of this GPU and memory that it reaches: main memory that CUDA has
+// registered, or another GPU's. Each warp copies a range, and each lane loads four words before it stores the first.
+// hisparse_pd/core/memory/gpu_copies.py launches it.
 
 typedef unsigned long long u64;
 

@@ -1,0 +1,144 @@
+"""Main memory below pools of a device, token slot for token slot, and the copies between the two.
+
+Both nodes keep idle pages there: the prefill node those of its prefix cache (``prefill_node/host_pages.py``),
+the decode node what held prefixes have beside their KV (``decode_node/key_pages.py``). ``host_tier.py``,
+``held_tier.py`` and ``dense_tier.py`` decide what is copied. Copies run beside forwards, on a stream for each
+direction, behind all work that was enqueued before: a forward that has written the pages, or one that may
+still read what is written to.
+
+A copy costs the host by the runs of adjacent pages, a few microseconds in all for pages that are not
+adjacent: their ranges are one launch (``gpu_copies.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse_pd.core.memory.gpu_copies import compile_copies, enqueue_copies
+from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
+from hisparse_pd.core.memory.numa import ANYWHERE, Placement
+from hisparse_pd.core.model.side_stream import SideStream
+from hisparse_pd.core.paging.extents import SlotRanges
+from hisparse_pd.protocol.messages import Extent
+from hisparse_pd.transfer.lane_copy import copy_ranges
+from hisparse_pd.transfer.plan import RegionView, descriptors, for_gpu, join_descriptors, plan_writes
+
+log = logging.getLogger(__name__)
+
+
+class SlotCopy(NamedTuple):
+    """Token slots of one pool that go to as many slots of another, in all layers. Both pools are contiguous,
+    [layers, slots, …], and differ in their number of slots alone."""
+
+    src: Tensor
+    src_slots: Sequence[Extent]
+    dst: Tensor
+    dst_slots: Sequence[Extent]
+
+
+class HostCopies:
+    """``num_slots`` token slots in main memory for what each of ``pools`` has of a token, and two streams of
+    copies.
+
+    ``pools``: contiguous, [layers, slots, …] each, of one device. ``name``: for the log and errors.
+    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises HostMemoryError.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        num_slots: int,
+        *,
+        name: str,
+        pinning: Pinning | None = None,
+        placement: Placement = ANYWHERE,
+    ) -> None:
+        self._device = pools[0].device
+        self._on_device = tuple(pools)
+        self._host_pools: list[HostPool] = []
+        here: list[Tensor] = []
+        is_cuda = self._device.type == "cuda"
+        for pool in pools:
+            host = allocate_host(
+                pool.nbytes // pool.shape[1] * num_slots,
+                pinned=is_cuda,
+                touch=is_cuda,  # without a GPU, pages are allocated when they are first written
+                name=name,
+                pinning=pinning,
+                placement=placement,
+            )
+            self._host_pools.append(host)
+            here.append(host.tensor.view(pool.dtype).view(pool.shape[0], num_slots, *pool.shape[2:]))
+        self.tensors = tuple(here)
+        """What is here of the tokens, [layers, num_slots, …] for each pool; none once it is closed."""
+        self._down, self._up = SideStream(self._device), SideStream(self._device)
+        if is_cuda:
+            compile_copies(self._device)
+        log.info("%s: %d tokens, %.2f GiB", name, num_slots, sum(each.nbytes for each in here) / (1 << 30))
+
+    def copy_down(
+        self, device: Sequence[Extent], host: Sequence[Extent], *others: SlotCopy
+    ) -> torch.cuda.Event | None:
+        """Begin to copy the token slots ``device`` of all pools to as many slots ``host`` here, and
+        ``others``. Returns the event behind it, or None where it is over. Raises CopyFailed."""
+        pairs = zip(self._on_device, self.tensors, strict=True)
+        copies = [SlotCopy(on_device, device, here, host) for on_device, here in pairs]
+        return self._copy(self._down, (*copies, *others))
+
+    def copy_up(
+        self, host: Sequence[Extent], device: Sequence[Extent], *others: SlotCopy
+    ) -> torch.cuda.Event | None:
+        """Begin to copy the token slots ``host`` here to as many slots ``device`` of all pools; as
+        ``copy_down``."""
+        pairs = zip(self._on_device, self.tensors, strict=True)
+        copies = [SlotCopy(here, host, on_device, device) for on_device, here in pairs]
+        return self._copy(self._up, (*copies, *others))
+
+    def _copy(self, stream: SideStream, copies: Sequence[SlotCopy]) -> torch.cuda.Event | None:
+        with stream.copying():
+            copy_slots(copies, self._device)
+        return stream.record()
+
+    def settle(self) -> None:
+        """Wait until all copies are over."""
+        for stream in (self._down, self._up):
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Unpin the memory once all copies are over."""
+        self.settle()
+        self.tensors = ()
+        for pool in self._host_pools:
+            pool.close()
+
+
+def copy_slots(copies: Sequence[SlotCopy], device: torch.device) -> None:
+    """Make the copies; on a GPU, enqueue them on the current stream. Raises PlanError for slots out of
+    bounds, and the driver's error."""
+    moves = join_descriptors(
+        [
+            descriptors(
+                plan_writes(SlotRanges.of_extents(each.src_slots), SlotRanges.of_extents(each.dst_slots)),
+                _region(each.src),
+                _region(each.dst),
+                range(each.src.shape[0]),
+            )
+            for each in copies
+        ]
+    )
+    if device.type == "cuda":
+        enqueue_copies(device, *for_gpu(moves))
+    else:
+        copy_ranges(*moves)
+
+
+def _region(pool: Tensor) -> RegionView:
+    num_layers, num_slots = pool.shape[:2]
+    return RegionView(
+        pool.data_ptr(), pool.nbytes, num_layers, num_slots, pool.nbytes // (num_layers * num_slots)
+    )
