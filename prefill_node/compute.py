@@ -38,7 +38,8 @@ Batch = Sequence[tuple[PrefillRequest, Chunk]]
 """The chunks of a forward, each with its request."""
 
 LayerWritten = Callable[[int, Ready | None], None]
-"""A function that is called with each written layer and with what to wait for before its bytes are read."""
+"""A function that is called with a layer once this and all before it are written, and with what to wait for
+before their bytes are read. Layers that are written together may have one call, with the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class PromptRunner:
         on_written: LayerWritten | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Computed:
-        """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called layer by
-        layer during the forward, and ``meanwhile`` when all is launched and the device computes. Raises
+        """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called during
+        the forward, and ``meanwhile`` when all is launched and the device computes. Raises
         whatever the model or the functions raise, out of memory included; the chunks then count as not
         computed."""
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
@@ -109,8 +110,7 @@ class PromptRunner:
         # None: there is no graph for these tokens.
         if (hidden := self.short.run(token_ids, kv)) is not None:
             if hook is not None:  # a graph calls no hook
-                for layer in range(self._model.spec.num_layers):
-                    hook(layer)
+                hook(self._model.spec.num_layers - 1)
         else:
             _, hidden = self._model.forward_with_hidden(token_ids, kv.positions, kv, no_logits)
 

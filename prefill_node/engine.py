@@ -344,7 +344,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         pushes: list[ChunkPush] = []
 
         def layer_written(layer: int, ready: Ready | None) -> None:
-            if layer == 0:  # the device already computes: planning what to send delays no token
+            if not pushes:  # the device already computes: planning what to send delays no token
                 pushes.extend(self._plan_pushes(batch))
             self._pusher.layer_written(pushes, layer, ready)
 

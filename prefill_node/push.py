@@ -1,9 +1,9 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
 The engine calls ``push_cached`` for the cached prefix of an admitted request, which no forward writes, and
-per chunk ``plan``, and ``layer_written`` with every layer from within the forward. ``PrefillLife`` calls
-``push_aux`` after the last chunk. A ``ChunkPush`` is the state of one chunk's push; the ``Pusher`` itself
-keeps none.
+per chunk ``plan``, and ``layer_written`` from within the forward as its layers are written. ``PrefillLife``
+calls ``push_aux`` after the last chunk. A ``ChunkPush`` is the state of one chunk's push; the ``Pusher``
+itself keeps none.
 
 ``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
 carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when
@@ -180,23 +180,23 @@ class Pusher:
         return is_short or num_bytes_pending <= self._max_pending_bytes
 
     def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
-        """Submit the layers of these chunks that are due, now that the forward has written ``layer``.
+        """Submit the layers of these chunks that are due, now that the forward has written ``layer`` and all
+        before it.
 
         ``ready``: see ``WriteBatch``; it must cover the earlier layers, too. Raises ValueError for a layer
-        out of order.
+        that does not come next or later.
         """
         num_layers = len(self._source.kv_layer_of_layer)
         for push in pushes:
-            if layer != push.num_layers_written:
+            if not push.num_layers_written <= layer < num_layers:
                 raise ValueError(
                     f"layer {layer} was written after {push.num_layers_written} of {num_layers} layers; "
                     "they must be written in order, each once"
                 )
-            push.num_layers_written += 1
-            if push.num_layers_written > push.num_layers:  # a draft layer that the decode node does not take
-                continue
-            if push.num_layers_written == push.num_layers or self._is_due(push):
-                self._submit_layers(push, push.num_layers_written, ready)
+            push.num_layers_written = layer + 1
+            num_taken = min(push.num_layers_written, push.num_layers)  # a decode node may take no draft layer
+            if num_taken > push.num_layers_submitted and (num_taken == push.num_layers or self._is_due(push)):
+                self._submit_layers(push, num_taken, ready)
 
     def push_cached(self, request: PrefillRequest) -> None:
         """Submit all layers of the request's cached prefix, without what the decode node holds."""

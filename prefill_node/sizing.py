@@ -56,7 +56,9 @@ class GraphSize(NamedTuple):
 GRAPH_SIZES: Final = (
     GraphSize(1024, 240),
     GraphSize(1024, 15),
+    GraphSize(768, 15),
     GraphSize(512, 120),
+    GraphSize(384, 15),
     GraphSize(256, 60),
     GraphSize(256, 15),
     GraphSize(128, 30),
@@ -66,9 +68,9 @@ GRAPH_SIZES: Final = (
 )
 """The graphs, largest first. Behind cached pages of 64 tokens, a prompt's tail has up to 63 tokens, of which
 up to 15 are stepped: 240 stepped tokens are those of 16 such tails, 120 those of 8, and 15 those of one. A
-graph takes as long for padding as for tokens. So there is one for each power of two but 32, and for some of
-these a second one with room for fewer stepped tokens. Graphs share memory: together they take what the
-activations of the largest take."""
+graph takes as long for padding as for tokens. So there is one for each power of two but 32, two between these
+for the turns of conversations, and for some a second one with room for fewer stepped tokens. Graphs share
+memory: together they take what the activations of the largest take."""
 ONE_CONTEXT_TOKENS: Final = 64
 """Graphs of up to this many tokens have room for the pages of one context only, because a graph looks at all
 pages that it may unpack, even at padding. Most forwards of this size are one prompt's tail."""

@@ -272,11 +272,19 @@ def test_positions_known_already_leave_in_one_batch() -> None:
 def test_layers_out_of_order_are_refused_before_anything_wrong_leaves() -> None:
     world = World()
     pushes = [world.pusher.plan(world.request, 0, 12)]
-    world.write(pushes, 0)
-    for layer in (2, 0):
-        with pytest.raises(ValueError, match=f"layer {layer} was written after 1 of 5 layers"):
+    world.write(pushes, 1)
+    for layer in (0, 1, NUM_LAYERS):
+        with pytest.raises(ValueError, match=f"layer {layer} was written after 2 of 5 layers"):
             world.pusher.layer_written(pushes, layer)
-    assert layers_of(world.sender.tags) == ["[0, 1)"]
+    assert layers_of(world.sender.tags) == ["[0, 2)"]
+
+
+def test_layers_that_are_written_together_leave_together() -> None:
+    """As those of a CUDA graph."""
+    world = World()
+    pushes = [world.pusher.plan(world.request, 0, 12)]
+    world.write(pushes, NUM_LAYERS - 1)
+    assert layers_of(world.sender.tags) == ["[0, 5)"]
 
 
 def test_what_to_wait_for_goes_with_the_batch_that_reads_it() -> None:
