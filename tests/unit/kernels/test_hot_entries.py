@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from hisparse_pd.kernels import hot_entries
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_entries import enter_hot_buffer, resize_hot_buffer
+from hisparse_pd.kernels.hot_state import ABSENT
 from tests.unit.kernels.one_buffer import HOST_SLOTS, HOT_PAGES, HOT_SLOTS, PAGE_SIZE, ROW, Buffer
 from tests.unit.kernels.table_rules import by_row, check_consistency
 
@@ -78,6 +81,25 @@ def test_a_draft_that_was_not_accepted_is_forgotten() -> None:
         state.stamps[0, HOT_SLOTS[entry]] = 0
         buffer.k_dev[:, HOT_SLOTS[entry]] = buffer.k_host[:, HOST_SLOTS[position]]
     assert resized(buffer, 4, 6, 9) == [3, 8, -1, -1, -1, -1]
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize(("num_before", "capacity"), [(4, 2), (4, 6), (6, 3), (6, 4)])
+def test_a_row_whose_items_cannot_be_moved_can_be_emptied(
+    num_before: int, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages may go to another row at once, which must find no words there. Memory for a move may lack."""
+    buffer = Buffer()
+    buffer.start(4, [2, 3, 1])
+    if num_before > 4:
+        resized(buffer, 4, num_before, 4)
+    monkeypatch.setattr(hot_entries, "_move_items", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        resized(buffer, num_before, capacity, 4)
+    buffer.state.reset_row(ROW)
+    check_consistency(buffer.state)
+    for table in (buffer.state.lookup_to_hot, buffer.state.hot_to_lookup, buffer.state.stamps):
+        assert (table == ABSENT).all()
 
 
 @pytest.mark.parametrize(
