@@ -30,7 +30,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import slice_extents, total_length
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.decode_node.drafting import max_verifiable
-from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
+from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_entries import enter_hot_buffer, positions_of, resize_hot_buffer
@@ -77,6 +77,7 @@ class RequestTables:
             max_capacity,
             page_size,
             num_lookup_slots,
+            memory.scratch_device_slot,  # its number is that of the slots before it
             self.device,
             max_new=max_new,
             row_checks=memory.row_checks,
@@ -200,9 +201,10 @@ class RequestTables:
         The next row results say whether one is wrong. Drafts that were not accepted are left out.
         """
         state, row = self.state, request.req_row
-        positions = positions_of(state, row, state.hot_to_lookup[group, row])
+        slots = state.entry_slots(row)
+        positions = positions_of(state, row, state.hot_to_lookup[group, slots])
         is_there = (positions != ABSENT) & (positions < request.num_kv_tokens)
-        slots = torch.where(is_there, state.hot_slots[row].long(), 0)
+        slots = torch.where(is_there, slots, 0)
         positions = torch.where(is_there, positions, 0)
         for layer in self.spec.kv_layers_of_hot_group[group]:
             items = self.memory.k_dev[layer : layer + 1]
@@ -311,7 +313,8 @@ class RequestTables:
         return RowStart(
             self.state,
             request.req_row,
-            hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[: request.hot_capacity],
+            capacity=request.hot_capacity,
+            hot_pages=self._hot_pages(request, request.hot_capacity),
             host_pages=self._pages(request, PoolKind.HOST),
             lookup_pages=self._pages(request, PoolKind.LOOKUP),
             index_pages=self._pages(request, PoolKind.INDEX),
@@ -362,9 +365,14 @@ class RequestTables:
     def _pages(self, request: Request, kind: PoolKind) -> Tensor:
         return pages_tensor(request.extents(kind), self.page_size)
 
+    def _hot_pages(self, request: Request, capacity: int) -> Tensor:
+        """Return the page ids of a hot buffer of ``capacity`` entries in the request's first device slots."""
+        num_pages = -(-capacity // self.page_size)
+        return pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)[:num_pages]
+
     def resize(self, request: Request, num_before: int, capacity: int) -> None:
         """Give the hot buffer of a request another ``capacity``, and keep what is hot as far as that has
-        room. Its device slots begin with those of the smaller size. Waits for the device, on which no step
+        room. Its device pages begin with those of the smaller size. Waits for the device, on which no step
         may be in flight: slots that it gives up may be written to then."""
         self.fill_at_once(request)
         self._wait_until_filled(request.req_row)
@@ -372,7 +380,8 @@ class RequestTables:
             self.state,
             request.req_row,
             num_before=num_before,
-            hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[:capacity],
+            capacity=capacity,
+            hot_pages=self._hot_pages(request, capacity),
             num_tokens=request.num_kv_tokens,
             layers_of_group=self.spec.kv_layers_of_hot_group,
             k_dev=self.memory.k_dev,
@@ -403,7 +412,8 @@ class RequestTables:
         enter_hot_buffer(
             self.state,
             request.req_row,
-            hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[: request.hot_capacity],
+            capacity=request.hot_capacity,
+            hot_pages=self._hot_pages(request, request.hot_capacity),
             first_position=min(first_position, num_tokens),
             num_tokens=num_tokens,
         )

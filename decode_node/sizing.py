@@ -31,8 +31,6 @@ size, and for one twice as large."""
 
 MOST_ENTRIES = 16384
 """Most entries of a hot buffer without a number: of V3.2's items at 32k, 65% hits become 95%."""
-MOST_TABLE_BYTES = 1 << 29
-"""Most bytes of the tables of hot buffers without a number, unless the default size needs more."""
 
 AUX_SLOTS_PER_ROW = 4
 """Aux slots for each req_row: more than one, since a room in quarantine, into which a write may still land,
@@ -124,13 +122,9 @@ def hot_buffer_tokens(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 def largest_hot_buffer(settings: DecodeSettings, spec: ModelSpec) -> int:
     """Return the most entries of a hot buffer where device slots are free: the number given, or else
-    MOST_ENTRIES, or as many as tables of MOST_TABLE_BYTES have for each request."""
+    MOST_ENTRIES, or the default if that is more."""
     full_size = hot_buffer_tokens(settings, spec)
-    if settings.device_buffer_size:
-        return full_size
-    entry_bytes = HotBufferState.ENTRY_BYTES * spec.num_hot_groups * settings.max_running_requests
-    in_pages = MOST_TABLE_BYTES // entry_bytes // settings.page_size * settings.page_size
-    return max(full_size, min(MOST_ENTRIES, in_pages))
+    return full_size if settings.device_buffer_size else max(full_size, MOST_ENTRIES)
 
 
 def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
@@ -195,11 +189,11 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
             "indexer keys and row checks" + (" of the host pool" if is_index_derived else ""): token_key_bytes
             * index_tokens,
             "scratch pages": page_size * (item_bytes + token_key_bytes),
-            "per-request tables": table_bytes(settings, spec),
+            "per-request tables": table_bytes(settings, spec, 0),
             "counts of tokens": TokenCounts.num_bytes(settings.max_running_requests, spec.vocab_size),
             "reserve for activations": reserve_bytes(settings, spec),
         },
-        bytes_per_token=item_bytes + (token_key_bytes if is_index_derived else 0),
+        bytes_per_token=item_bytes + entry_bytes(spec) + (token_key_bytes if is_index_derived else 0),
         page_size=page_size,
         remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens "
         "(tables, indexer keys) or --index-pool-tokens (indexer keys), or free GPU memory",
@@ -211,7 +205,12 @@ def key_bytes(spec: ModelSpec) -> int:
     return spec.num_index_groups * spec.index_item_bytes + spec.row_check_bytes
 
 
-def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+def entry_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the tables for one device slot, which may have an entry of a hot buffer."""
+    return HotBufferState.ENTRY_BYTES * spec.num_hot_groups
+
+
+def table_bytes(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> int:
     """Return the bytes of ``HotBufferState`` and the miss plans. A longer context makes only the
     page tables larger: four of them have a page id for each page of each row."""
     num_rows, meta = settings.max_running_requests, torch.device("meta")  # where tensors take no memory
@@ -222,6 +221,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
         max_hot_capacity(settings, spec),
         settings.page_size,
         make_limits(settings, spec, 0).totals.lookup,
+        device_pool_tokens,
         meta,
     )
     plan_sizes = [num_rows * (settings.speculative_num_steps + 1)]

@@ -116,8 +116,8 @@ class TrialRequests:
         # and the lookup slots, through which positions are found in hot buffers.
         most_tokens = min(memory.k_host.shape[1], memory.index.shape[1] - page_size, state.num_lookup_slots)
         num_pages = min(MOST_CONTEXT, state.max_context, most_tokens // num_reqs) // page_size
-        # The scratch slot comes after all others, so its number is their count.
-        capacity = min(state.max_capacity, memory.scratch_device_slot // num_reqs)
+        # A hot buffer has whole pages of the device pool.
+        capacity = min(state.max_capacity, state.num_device_slots // page_size // num_reqs * page_size)
         max_drafts = state.max_new - 1  # the other new position is the newest token's
         smallest = smallest_buffer(max_drafts, spec.index_topk)
         self.fits = num_pages * page_size > smallest and capacity >= smallest
@@ -133,9 +133,11 @@ class TrialRequests:
         """Give each request a row with pages and a hot buffer of its own."""
         num_reqs, state = self._num_reqs, self._tables.state
         pages = torch.arange(num_reqs * num_pages).view(num_reqs, num_pages)
-        slots = torch.arange(num_reqs * capacity).view(num_reqs, capacity)
+        num_hot_pages = -(-capacity // state.page_size)
+        hot_pages = torch.arange(num_reqs * num_hot_pages).view(num_reqs, num_hot_pages)
+        self._num_device_slots = num_reqs * num_hot_pages * state.page_size
         for row in range(num_reqs):
-            state.assign_row(row, slots[row], host_pages=pages[row], lookup_pages=pages[row])
+            state.assign_row(row, capacity, hot_pages[row], host_pages=pages[row], lookup_pages=pages[row])
             state.set_index_pages(row, 0, pages[row])
 
     def _store_keys(self, kernels: AttentionKernels, num_slots: int) -> None:
@@ -166,14 +168,14 @@ class TrialRequests:
         if not self._miss_share:
             return
         state = self._tables.state
-        lookup_slots = state.hot_to_lookup[:, : self._num_reqs]
+        lookup_slots = state.hot_to_lookup[:, : self._num_device_slots]
         random = torch.rand(lookup_slots.shape, generator=self._generator, device=lookup_slots.device)
         is_lost = (random < self._miss_share) & (lookup_slots != ABSENT)
         # A scatter writes for every entry: those that are not lost write to the last lookup slot, unused.
-        lost = torch.where(is_lost, lookup_slots, state.num_lookup_slots).flatten(1).long()
+        lost = torch.where(is_lost, lookup_slots, state.num_lookup_slots).long()
         state.lookup_to_hot.scatter_(1, lost, ABSENT)
         lookup_slots.masked_fill_(is_lost, ABSENT)
-        state.stamps[:, : self._num_reqs].masked_fill_(is_lost, ABSENT)
+        state.stamps[:, : self._num_device_slots].masked_fill_(is_lost, ABSENT)
 
     def end(self) -> None:
         """Empty the rows. This also clears the errors that row checks reported: the items were noise."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.checks import check_range, check_tensor
+from hisparse_pd.kernels.checks import KernelArgumentError, check_range, check_tensor
 from hisparse_pd.kernels.cuda_launch import (
     HOPPER,
     cupy_module,
@@ -80,7 +80,7 @@ line before the first byte."""
 MAX_SELECTED = 1 << 24
 """Bound on the selected positions of a whole batch."""
 MANY_POSITIONS = 256
-"""Slices of this many positions or more make a block read and write a row's tables in order."""
+"""Slices of this many positions or more make a block write a row's stamps in the order of its entries."""
 MAX_READ_AHEAD = 128
 """Slices of up to this many positions have their misses fetched as they are seen, before duplicates are
 removed. This is off for several new positions, which share many selected ones: those would be fetched more
@@ -129,7 +129,7 @@ def swap_in(
     pool = pool_of(pools)
     allows_wide = pools is None or is_wide(pool)
     kernel = compiled("swap_in", split.positions_per_thread, allows_wide, state.page_size, state.max_new)
-    shared_bytes, hot_slots_in_shared = _swap_in_shared_memory(kernel, state, split)
+    shared_bytes = _swap_in_shared_bytes(kernel, state, split)
     if shared_bytes > kernel.max_dynamic_shared_size_bytes:  # the kernel's present limit
         kernel.max_dynamic_shared_size_bytes = shared_bytes
 
@@ -148,7 +148,7 @@ def swap_in(
     parameters["out"] = out.data_ptr()
     parameters["num_selected"] = num_selected
     parameters["layer"] = layer
-    parameters["hot_slots_in_shared"] = hot_slots_in_shared
+    parameters["stamps_in_order"] = split.slice_len >= MANY_POSITIONS
     _put_split(parameters, split, workspace)
     launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
@@ -196,20 +196,22 @@ def _check_miss_plan(miss_plan: MissPlan, device: torch.device) -> None:
         check_tensor(f"miss_plan.{name}", tensor, dtypes=(dtype,), shape=shape, device=device)
 
 
-def _swap_in_shared_memory(kernel: Any, state: HotBufferState, split: BlockSplit) -> tuple[int, bool]:
-    """Return the bytes of shared memory of a block, and whether the row's device slots are copied there.
+def _swap_in_shared_bytes(kernel: Any, state: HotBufferState, split: BlockSplit) -> int:
+    """Return the bytes of shared memory of a block whose size the launch sets.
 
-    Each entry of the hot buffer takes a byte for its age, and each position of a slice two bytes for its
-    entry. A block with many positions reads the row's slots in order, not one by one, where they fit: four
-    bytes each.
+    Each page of the row's hot buffer takes four bytes for its id, each entry a byte for its age, and each
+    position of a slice two bytes for its entry. Raises KernelArgumentError where a block has fewer.
     """
-    capacity = round_up(state.max_capacity, ENTRIES_PER_ROUND)
-    num_bytes = capacity + 2 * NUM_PLANNERS * split.positions_per_thread
-    num_bytes_with_slots = num_bytes + 4 * capacity
-    max_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
-    if split.slice_len >= MANY_POSITIONS and num_bytes_with_slots <= max_bytes:
-        return num_bytes_with_slots, True
-    return num_bytes, False
+    page_bytes = 4 * round_up(state.hot_pages.shape[1], 4)
+    age_bytes = round_up(state.max_capacity, ENTRIES_PER_ROUND)
+    num_bytes = page_bytes + age_bytes + 2 * NUM_PLANNERS * split.positions_per_thread
+    most_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
+    if num_bytes > most_bytes:
+        raise KernelArgumentError(
+            f"state.max_capacity: {state.max_capacity} entries in pages of {state.page_size} take {num_bytes}"
+            f" bytes of shared memory, and a block has {most_bytes}; use fewer entries or larger pages"
+        )
+    return num_bytes
 
 
 def replay_misses(
@@ -263,7 +265,8 @@ def _copy_planned(
 def start_row(
     state: HotBufferState,
     row: int,
-    hot_slots: Tensor,
+    capacity: int,
+    hot_pages: Tensor,
     host_pages: Tensor,
     lookup_pages: Tensor,
     index_pages: Tensor,
@@ -274,10 +277,10 @@ def start_row(
     """Do one ``launch_slice`` of ``kernels.swap_in.RowStart``, which fills the row's tables and copies the
     items of ``layers``: one copy of the host's data to the device, and one launch.
     """
-    pages = (host_pages, lookup_pages, index_pages)
+    pages = (hot_pages, host_pages, lookup_pages, index_pages)
     # All that the kernel needs from the host goes to the device in one buffer, one part behind the other, in
     # the order in which FillParams (csrc/params.cuh) reads them.
-    parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
+    parts = (*pages, np.array(layers), warm_up.num_warm, warm_up.positions)
     num_values = sum(math.prod(part.shape) for part in parts)
     # torch keeps this alive until the copy from it is done.
     host_staged = torch.empty(num_values, dtype=torch.int32, pin_memory=True)
@@ -291,13 +294,13 @@ def start_row(
     parameters["pool"] = pool = pool_of(pools)
     parameters["checks"] = checks_of(state, ReadAt.START)
     parameters["staged"] = staged.data_ptr()
-    for name in ("hot_slots", "host_pages", "lookup_pages", "index_pages", "capacity"):
+    for name in ("hot_pages", "host_pages", "lookup_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
     # The distances from one group's table to the next one's, in elements.
     parameters["group_lookup_slots"] = state.lookup_to_hot.stride(0)
-    parameters["group_entries"] = state.hot_to_lookup.stride(0)
+    parameters["group_device_slots"] = state.hot_to_lookup.stride(0)
     parameters["row"] = row
-    parameters["num_hot_slots"] = hot_slots.shape[0]
+    parameters["num_entries"] = capacity
     parameters["num_host_pages"] = host_pages.shape[0]
     parameters["num_index_pages"] = index_pages.shape[0]
     parameters["num_layers"] = len(layers)

@@ -41,7 +41,7 @@ POOL = _struct(
 )  # fmt: skip
 TABLES = _struct(
     lookup_to_hot=_POINTER, hot_to_lookup=_POINTER, stamps=_POINTER, step=_POINTER,
-    hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, lookup_pages=_POINTER,
+    hot_pages=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, lookup_pages=_POINTER,
     counters=_POINTER, error_flags=_POINTER, num_rows=_INT, max_context=_INT, max_capacity=_INT,
     max_pages=_INT,
 )  # fmt: skip
@@ -61,14 +61,14 @@ SWAP_IN = _struct(
     tables=TABLES, requests=REQUESTS, plan=PLAN, pool=POOL, checks=CHECKS, selected=_POINTER,
     out=_POINTER, num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT,
     left_per_block=_INT, num_selected=_INT, num_units=_INT, num_slices=_INT, slice_reciprocal=_INT,
-    stride=_INT, slice_len=_INT, layer=_INT, hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT,
+    stride=_INT, slice_len=_INT, layer=_INT, stamps_in_order=_INT, max_early=_INT, reads_ahead=_INT,
     spreads=_INT, keeps_place=_INT,
 )  # fmt: skip
 COPY = _struct(plan=PLAN, pool=POOL, checks=CHECKS, layer=_INT, padding=_INT)
 FILL = _struct(
-    tables=TABLES, pool=POOL, checks=CHECKS, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
+    tables=TABLES, pool=POOL, checks=CHECKS, staged=_POINTER, hot_pages=_POINTER, host_pages=_POINTER,
     lookup_pages=_POINTER, index_pages=_POINTER, capacity=_POINTER, group_lookup_slots=_LONG,
-    group_entries=_LONG, row=_INT, num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT,
+    group_device_slots=_LONG, row=_INT, num_entries=_INT, num_host_pages=_INT, num_index_pages=_INT,
     num_layers=_INT, num_groups=_INT, max_warm=_INT, num_hints=_INT,
 )  # fmt: skip
 BACKUP = _struct(
@@ -95,7 +95,7 @@ def tables_of(state: HotBufferState, group: int) -> tuple[int, ...]:
     shared = (
         tensor.data_ptr()
         for tensor in (
-            state.hot_slots,
+            state.hot_pages,
             state.capacity,
             state.page_table,
             state.host_pages,

@@ -1,7 +1,7 @@
 """The entries of a row's hot buffer: which positions they have, and where these go when its size changes.
 
 Between two steps a row gets a hot buffer of another size, or one in place of its pages. What stays hot is not
-fetched from the host again. A hot buffer keeps its first device slots: a larger one gets empty entries behind
+fetched from the host again. A hot buffer keeps its first device pages: a larger one gets empty entries behind
 them, and a smaller one gives up those at its end. Items move on the device only where the rules of
 ``hot_state.py`` want another hot_index. Each group moves its own items, because a hot_index has the same slot
 in all groups and another position in each.
@@ -41,7 +41,8 @@ def resize_hot_buffer(
     row: int,
     *,
     num_before: int,
-    hot_slots: Tensor,
+    capacity: int,
+    hot_pages: Tensor,
     num_tokens: int,
     layers_of_group: Sequence[Sequence[int]],
     k_dev: Tensor,
@@ -54,21 +55,22 @@ def resize_hot_buffer(
     is in the ring of the new capacity or beyond it: those move to free entries. So a row that grows by
     ``max_new`` entries or more, and does not fit, moves nothing. Rejected drafts are forgotten.
 
-    ``num_before``: the capacity so far. ``hot_slots``: integer [capacity] on the CPU, the row's device slots
-    from now on; the first ``num_before`` of them, or as many as there are, are those that it has.
+    ``num_before``: the capacity so far. ``capacity``: the one from now on. ``hot_pages``: integer [pages of
+    capacity] on the CPU, the row's device pages from now on; the first of them, or as many as there are, are
+    those that it has.
     ``num_tokens``: positions [0, num_tokens) are accepted, and backed up.
     ``layers_of_group``: the layers of each group. ``k_dev``: as in ``swap_in.py``; items move in all of these
     layers.
 
     No step may be in flight on another stream. On a GPU everything is launched on the current stream, and
-    nothing waits for it: device slots that the row does not keep must stay its own until that is over.
+    nothing waits for it: device pages that the row does not keep must stay its own until that is over.
     Raises KernelArgumentError before it changes anything.
     """
     cpu = torch.device("cpu")
     check_range("row", row, 0, state.num_rows)
     check_range("num_before", num_before, state.max_new, state.max_capacity + 1)
-    check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,), device=cpu)
-    check_range("capacity", hot_slots.shape[0], state.max_new, state.max_capacity + 1)
+    state.check_hot_pages(row, capacity, hot_pages)
+    check_tensor("hot_pages", hot_pages, dtypes=INTEGERS, shape=(None,), device=cpu)
     check_range("num_tokens", num_tokens, 0, state.max_context + 1)
     check_tensor("k_dev", k_dev, dtypes=(torch.uint8,), shape=(None, None, None), device=state.device)
     if len(layers_of_group) != state.num_groups:
@@ -76,9 +78,8 @@ def resize_hot_buffer(
             f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
         )
 
-    capacity = hot_slots.shape[0]
-    lookup_slots = state.hot_to_lookup[:, row, :num_before].clone()
-    stamps = state.stamps[:, row, :num_before].clone()
+    slots = state.entry_slots(row)[:num_before]
+    lookup_slots, stamps = state.hot_to_lookup[:, slots], state.stamps[:, slots]
     positions = positions_of(state, row, lookup_slots)
     is_hot = (positions != ABSENT) & (positions < num_tokens)
     entries = torch.arange(num_before, device=state.device).expand_as(positions)
@@ -90,43 +91,52 @@ def resize_hot_buffer(
         targets = _below(ring_start, torch.where(is_hot, stamps, ABSENT), entries)
         most_moved = min(ring_start, max(0, num_before - ring_start))
 
-    slots_before = state.hot_slots[row].long()
-    state.set_hot_slots(row, hot_slots)
+    # The row has the pages of the larger size until its entries are in their places: should anything fail
+    # before, ``reset_row`` finds all of them.
+    if capacity >= num_before:
+        state.set_hot_pages(row, capacity, hot_pages)
+    slots = state.entry_slots(row)  # a smaller hot buffer has the first of them
     if most_moved:
-        moves = _moves(targets, entries, most_moved, slots_before, state.hot_slots[row].long())
-        _move_items(k_dev, layers_of_group, *moves)
-    _enter(state, row, lookup_slots, stamps, targets)
+        _move_items(k_dev, layers_of_group, *_moves(targets, entries, most_moved, slots))
+    _enter(state, lookup_slots, stamps, targets, slots)
+    if capacity < num_before:
+        state.set_hot_pages(row, capacity, hot_pages)
 
 
 def enter_hot_buffer(
-    state: HotBufferState, row: int, *, hot_slots: Tensor, first_position: int, num_tokens: int
+    state: HotBufferState,
+    row: int,
+    *,
+    capacity: int,
+    hot_pages: Tensor,
+    first_position: int,
+    num_tokens: int,
 ) -> None:
     """Give a dense or resident ``row`` a hot buffer for its pages, in which the positions [first_position,
     num_tokens) are hot: position ``first_position + i`` is at hot_index ``i``, and its item is in the device
     slot of that. The row has its host and lookup pages already.
 
-    ``hot_slots``: integer [capacity] on the CPU. The positions leave the ring free. If the row fits
-    (``hot_state.ring_entries``), ``first_position`` is 0. No step may be in flight on another stream, and on
-    a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
+    ``capacity``, ``hot_pages``: as in ``resize_hot_buffer``. The positions leave the ring free. If the row
+    fits (``hot_state.ring_entries``), ``first_position`` is 0. No step may be in flight on another stream,
+    and on a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
     """
-    check_range("row", row, 0, state.num_rows)
-    check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))
-    capacity = hot_slots.shape[0]
-    check_range("capacity", capacity, state.max_new, state.max_capacity + 1)
+    state.check_hot_pages(row, capacity, hot_pages)
+    check_tensor("hot_pages", hot_pages, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))
     check_range("num_tokens", num_tokens, 0, state.max_context + 1)
     ring_start = capacity - state.max_new
     lowest = max(0, num_tokens - ring_start)
     check_range("first_position", first_position, lowest, num_tokens + 1 if lowest else 1)
 
     state.drop_pages(row)
-    state.set_hot_slots(row, hot_slots)
+    state.set_hot_pages(row, capacity, hot_pages)
     positions = torch.arange(first_position, num_tokens, device=state.device)
     page_ids = state.lookup_pages[row].long()[positions // state.page_size]
     lookup_slots = page_ids * state.page_size + positions % state.page_size
     num_hot = num_tokens - first_position
     state.lookup_to_hot[:, lookup_slots] = torch.arange(num_hot, dtype=torch.int32, device=state.device)
-    state.hot_to_lookup[:, row, :num_hot] = lookup_slots.int()
-    state.stamps[:, row, :num_hot] = 0
+    slots = state.entry_slots(row)[:num_hot]
+    state.hot_to_lookup[:, slots] = lookup_slots.int()
+    state.stamps.index_fill_(1, slots, 0)
 
 
 def _below(ring_start: int, stamps: Tensor, entries: Tensor) -> Tensor:
@@ -145,10 +155,9 @@ def _below(ring_start: int, stamps: Tensor, entries: Tensor) -> Tensor:
     return torch.where(is_moved, free.gather(1, number), targets) if ring_start else targets
 
 
-def _moves(
-    targets: Tensor, entries: Tensor, most_moved: int, slots_before: Tensor, slots_after: Tensor
-) -> tuple[Tensor, Tensor]:
+def _moves(targets: Tensor, entries: Tensor, most_moved: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return source and destination slots, [num_groups, most_moved], of the items whose hot_index changes.
+    ``slots``: the device slot of each hot_index.
 
     Groups move different numbers of items, which only the device knows: the rest of a group's list repeats
     its first move, or copies a slot to itself.
@@ -157,8 +166,8 @@ def _moves(
     src = is_moved.byte().argsort(dim=1, descending=True, stable=True)[:, :most_moved]
     is_valid = is_moved.gather(1, src)
     src = torch.where(is_valid, src, src[:, :1])
-    src_slots = slots_before[src]
-    dst_slots = slots_after[targets.gather(1, src).clamp_(min=0)]
+    src_slots = slots[src]
+    dst_slots = slots[targets.gather(1, src).clamp_(min=0)]
     return src_slots, torch.where(is_valid[:, :1], dst_slots, src_slots)
 
 
@@ -173,15 +182,19 @@ def _move_items(
             items[layer].index_copy_(0, dst_slots[group], moved)
 
 
-def _enter(state: HotBufferState, row: int, lookup_slots: Tensor, stamps: Tensor, targets: Tensor) -> None:
-    """Enter what was at each hot_index at that of ``targets``, and nothing else, into the row's tables."""
+def _enter(
+    state: HotBufferState, lookup_slots: Tensor, stamps: Tensor, targets: Tensor, slots: Tensor
+) -> None:
+    """Enter what was at each hot_index at that of ``targets``, and nothing else, into the tables. ``slots``:
+    the device slot of each hot_index."""
     is_used = lookup_slots != ABSENT
-    slots = torch.where(is_used, lookup_slots, state.num_lookup_slots).long()
+    forward = torch.where(is_used, lookup_slots, state.num_lookup_slots).long()
     hot_indices = torch.where(is_used, targets, ABSENT)
-    state.lookup_to_hot.scatter_(1, slots, hot_indices.to(state.lookup_to_hot.dtype))
-    # A column behind the last hot_index takes what is dropped.
-    at = torch.where(hot_indices == ABSENT, state.max_capacity, hot_indices)
-    for table, values in ((state.hot_to_lookup, lookup_slots), (state.stamps, stamps)):
-        of_row = table.new_full((state.num_groups, state.max_capacity + 1), ABSENT)
-        of_row.scatter_(1, at, values)
-        table[:, row].copy_(of_row[:, : state.max_capacity])
+    is_kept = hot_indices != ABSENT
+    # A scatter writes for every entry: for those that are dropped, ABSENT to an unused slot.
+    at = torch.where(is_kept, slots[hot_indices.clamp(min=0)], state.num_device_slots)
+    words = [torch.where(is_kept, values, ABSENT) for values in (lookup_slots, stamps)]
+    state.lookup_to_hot.scatter_(1, forward, hot_indices.to(state.lookup_to_hot.dtype))
+    for table, values in zip((state.hot_to_lookup, state.stamps), words, strict=True):
+        table.index_fill_(1, slots[: values.shape[1]], ABSENT)
+        table.scatter_(1, at, values)

@@ -1,15 +1,17 @@
 """The tables of the hot buffers: where each position is, for every request and index group.
 
 An index group is a layer with its own indexer and the shared-index layers behind it. They select the same
-positions, so one set of tables serves them all. A hot buffer is a list of device slots that one request owns;
-entry ``i`` is a hot_index, and its slot is the same in every layer because pools are layer-major.
+positions, so one set of tables serves them all. A hot buffer is a list of device pages that one request owns;
+entry ``i`` is a hot_index, and its slot is the same in every layer because pools are layer-major. What an
+entry holds stands at its device slot: a slot belongs to one request at a time, so the tables of entries grow
+with the device pool and not with the rows times the largest buffer.
 
 A selected position of a hisparse row is found through four tables. With pages of 64, position 130 is token 2
 of the row's page 2::
 
     lookup_pages[row, 2]              7: the page has the lookup slots from 7 * 64 on
     lookup_to_hot[group, 7 * 64 + 2]  40: the position's hot_index; ABSENT means a miss
-    hot_slots[row, 40]                the device slot that the model reads
+    hot_pages[row, 0]                 5: entry 40 is the device slot 5 * 64 + 40, which the model reads
     host_pages[row, 2]                the page of the host pool from which a miss is copied
 
 In a dense row ``page_table[row, 2]`` is the position's page in the device pool, and there are no misses. A
@@ -46,7 +48,9 @@ ABSENT = -1
 HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``HotBufferState.counters``."""
 
-MAX_LOOKUP_SLOTS = 2**31 - 2
+MAX_TABLE_SLOTS = 2**31 - 1
+"""Most slots of a pool that a table has, with those that stay unused: slots are int32 on the device."""
+MAX_LOOKUP_SLOTS = MAX_TABLE_SLOTS - 1
 """Most lookup slots, of which the tables have one more, and most host slots: both are int32 on the device."""
 
 
@@ -100,22 +104,27 @@ class HotBufferState:
     """
 
     ENTRY_BYTES: ClassVar = 8
-    """Bytes of an entry of one row and group: a word each in ``hot_to_lookup`` and ``stamps``."""
+    """Bytes of the entry at a device slot in one group: a word each in ``hot_to_lookup`` and ``stamps``."""
 
     lookup_to_hot: Tensor
     """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last slot is unused and empty. A
     lookup slot is in at most one hot buffer, and those that belong to no hisparse row are empty."""
     hot_to_lookup: Tensor
-    """[num_groups, num_rows, max_capacity] lookup slot at a hot_index: the inverse of ``lookup_to_hot``."""
+    """[num_groups, num_device_slots + page_size] lookup slot that the entry at a device slot holds: with
+    ``hot_pages``, the inverse of ``lookup_to_hot``. A slot that is no entry of a row has ABSENT here and in
+    ``stamps``: one whose page is in no hot buffer, one behind its buffer's capacity, and those of the last
+    page, which is unused. Whoever takes an entry from a hot buffer therefore empties its words, and whoever
+    gives it a page finds them empty."""
     stamps: Tensor
-    """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free. An
-    evicted entry is of the oldest age class present: a class has one age, or a range of great ages
-    (``reference.age_classes``). Free entries are older than all others, and entries of one class are taken in
-    the order of their hot_index."""
+    """[num_groups, num_device_slots + page_size] step in which the entry at a device slot was last used;
+    ABSENT where free. An evicted entry is of the oldest age class present: a class has one age, or a range of
+    great ages (``reference.age_classes``). Free entries are older than all others, and entries of one class
+    are taken in the order of their hot_index."""
     step: Tensor
     """[num_groups, num_rows] swap-ins of the row so far."""
-    hot_slots: Tensor
-    """[num_rows, max_capacity] device slot of a hot_index below ``capacity``."""
+    hot_pages: Tensor
+    """[num_rows, pages of max_capacity] device page_id of each page of a row's hot buffer, which no other row
+    and no ``page_table`` has. The last page may be longer than ``capacity``."""
     capacity: Tensor
     """[num_rows] entries of the hot buffer; 0 for a dense or resident row, whose positions are found through
     ``page_table``."""
@@ -139,6 +148,8 @@ class HotBufferState:
     """[num_rows, 6] the first wrong item of a row with WRONG_ROW, by WrongRowField; without it, anything."""
     max_context: int
     """Most positions of a row."""
+    max_capacity: int
+    """Most entries of a hot buffer."""
     page_size: int
     max_new: int = 1
     """Most new positions of a request in one step: its newest token's and its drafts'."""
@@ -156,12 +167,14 @@ class HotBufferState:
         max_capacity: int,
         page_size: int,
         num_lookup_slots: int,
+        num_device_slots: int,
         device: torch.device | str = "cpu",
         max_new: int = 1,
         row_checks: Tensor | None = None,
     ) -> HotBufferState:
         """Return empty tables: every row is dense and has no pages. ``num_lookup_slots``: whole pages.
 
+        ``num_device_slots``: the slots of the device pool that hot buffers may have, whole pages.
         ``max_new``: at most ``page_size``, so that the new positions of a step are in at most two pages.
         """
         if row_checks is not None:
@@ -176,11 +189,14 @@ class HotBufferState:
         ):
             check_at_least(name, value, 1)
         check_range("num_lookup_slots", num_lookup_slots, 1, MAX_LOOKUP_SLOTS + 1)
+        check_range("num_device_slots", num_device_slots, 0, MAX_TABLE_SLOTS - page_size + 1)
         check_range("max_new", max_new, 1, page_size + 1)
-        if num_lookup_slots % page_size:
-            raise KernelArgumentError(
-                f"num_lookup_slots: expected whole pages of {page_size}, got {num_lookup_slots}"
-            )
+        for name, num_slots in (
+            ("num_lookup_slots", num_lookup_slots),
+            ("num_device_slots", num_device_slots),
+        ):
+            if num_slots % page_size:
+                raise KernelArgumentError(f"{name}: expected whole pages of {page_size}, got {num_slots}")
         max_pages = -(-max_context // page_size)
 
         def table(*shape: int, fill: int = ABSENT, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -188,10 +204,10 @@ class HotBufferState:
 
         return cls(
             lookup_to_hot=table(num_groups, num_lookup_slots + 1),
-            hot_to_lookup=table(num_groups, num_rows, max_capacity),
-            stamps=table(num_groups, num_rows, max_capacity),
+            hot_to_lookup=table(num_groups, num_device_slots + page_size),
+            stamps=table(num_groups, num_device_slots + page_size),
             step=table(num_groups, num_rows, fill=0),
-            hot_slots=table(num_rows, max_capacity),
+            hot_pages=table(num_rows, -(-max_capacity // page_size)),
             capacity=table(num_rows, fill=0),
             page_table=table(num_rows, max_pages),
             host_pages=table(num_rows, max_pages),
@@ -201,6 +217,7 @@ class HotBufferState:
             error_flags=table(num_rows, fill=0),
             wrong_rows=table(num_rows, len(WrongRowField)),
             max_context=max_context,
+            max_capacity=max_capacity,
             page_size=page_size,
             max_new=max_new,
             row_checks=row_checks,
@@ -212,11 +229,11 @@ class HotBufferState:
 
     @property
     def num_rows(self) -> int:
-        return self.hot_to_lookup.shape[1]
+        return self.capacity.shape[0]
 
     @property
-    def max_capacity(self) -> int:
-        return self.hot_to_lookup.shape[2]
+    def num_device_slots(self) -> int:
+        return self.hot_to_lookup.shape[1] - self.page_size
 
     @property
     def num_lookup_slots(self) -> int:
@@ -252,39 +269,59 @@ class HotBufferState:
         """Take the hot buffer of ``row`` away: steps find its positions in ``page_table`` from then on. It
         keeps its counters and flags."""
         check_range("row", row, 0, self.num_rows)
-        self._clear_lookups(self.hot_to_lookup[:, row])
-        self.hot_to_lookup[:, row].fill_(ABSENT)
-        self.stamps[:, row].fill_(ABSENT)
+        slots = self.entry_slots(row)
+        self._clear_lookups(self.hot_to_lookup[:, slots])
+        self.hot_to_lookup.index_fill_(1, slots, ABSENT)
+        self.stamps.index_fill_(1, slots, ABSENT)
         self.step[:, row].fill_(0)
-        self.hot_slots[row].fill_(ABSENT)
+        self.hot_pages[row].fill_(ABSENT)
         self.capacity[row].fill_(0)
+
+    def entry_slots(self, row: int) -> Tensor:
+        """Return the device slot of each hot_index of ``row``, int64 [max_capacity], on the tables' device.
+        An entry without a page has a slot of the unused page, whose words are ABSENT."""
+        pages = self.hot_pages[row].long()
+        unused_page = self.num_device_slots // self.page_size
+        pages = torch.where(pages == ABSENT, unused_page, pages)
+        in_page = torch.arange(self.page_size, device=self.device)
+        return (pages[:, None] * self.page_size + in_page).flatten()[: self.max_capacity]
 
     def drop_pages(self, row: int) -> None:
         """Empty the row's ``page_table``, which steps do not read while it has a hot buffer."""
         check_range("row", row, 0, self.num_rows)
         self.page_table[row].fill_(ABSENT)
 
-    def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
+    def assign_row(
+        self, row: int, capacity: int, hot_pages: Tensor, host_pages: Tensor, lookup_pages: Tensor
+    ) -> None:
         """Make ``row`` a hisparse row with an empty hot buffer, for trials and tests; the rows of requests
         start warm (``swap_in.RowStart``).
 
-        ``hot_slots``: integer [capacity], the device slots that the request owns, at least ``max_new``.
-        ``host_pages``, ``lookup_pages``: integer [n], the ids of its first pages; ``set_host_pages`` adds
-        more.
+        ``capacity``: at least ``max_new``. ``hot_pages``: integer [pages of capacity], the ids of the device
+        pages that the request owns. ``host_pages``, ``lookup_pages``: integer [n], the ids of its first
+        pages; ``set_host_pages`` adds more.
         """
-        self.check_hisparse(row, hot_slots, host_pages, lookup_pages)
+        self.check_hisparse(row, capacity, hot_pages, host_pages, lookup_pages)
         self.reset_row(row)
-        self.set_hot_slots(row, hot_slots)
+        self.set_hot_pages(row, capacity, hot_pages)
         self.set_host_pages(row, 0, host_pages, lookup_pages)
 
-    def check_hisparse(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
+    def check_hisparse(
+        self, row: int, capacity: int, hot_pages: Tensor, host_pages: Tensor, lookup_pages: Tensor
+    ) -> None:
         """Raise KernelArgumentError unless ``assign_row`` can take the arguments."""
-        check_range("row", row, 0, self.num_rows)
-        check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,))
-        check_range("capacity", hot_slots.shape[0], self.max_new, self.max_capacity + 1)
+        self.check_hot_pages(row, capacity, hot_pages)
         self.check_pages("host_pages", 0, host_pages)
         check_tensor("lookup_pages", lookup_pages, dtypes=INTEGERS, shape=(host_pages.shape[0],))
         check_page_ids("lookup_pages", lookup_pages, self.num_lookup_slots // self.page_size)
+
+    def check_hot_pages(self, row: int, capacity: int, hot_pages: Tensor) -> None:
+        """Raise KernelArgumentError unless ``set_hot_pages`` can take the arguments."""
+        check_range("row", row, 0, self.num_rows)
+        check_range("capacity", capacity, self.max_new, self.max_capacity + 1)
+        num_pages = -(-capacity // self.page_size)
+        check_tensor("hot_pages", hot_pages, dtypes=INTEGERS, shape=(num_pages,))
+        check_page_ids("hot_pages", hot_pages, self.num_device_slots // self.page_size)
 
     def check_pages(self, name: str, first_page: int, page_ids: Tensor) -> None:
         """Raise KernelArgumentError unless a row has room for ``page_ids`` (integer [n])."""
@@ -315,12 +352,12 @@ class HotBufferState:
         self.check_pages("page_ids", first_page, page_ids)
         _write(table[row, first_page : first_page + page_ids.shape[0]], page_ids)
 
-    def set_hot_slots(self, row: int, hot_slots: Tensor) -> None:
-        """Set the device slots of a row's hot buffer, and with them its capacity. The row is empty, or
-        ``hot_entries.py`` enters what it holds."""
-        capacity = hot_slots.shape[0]
-        _write(self.hot_slots[row, :capacity], hot_slots)
-        self.hot_slots[row, capacity:].fill_(ABSENT)
+    def set_hot_pages(self, row: int, capacity: int, hot_pages: Tensor) -> None:
+        """Set the device pages of a row's hot buffer and its capacity. The row has no hot buffer, or keeps
+        those of its pages that have entries."""
+        num_pages = hot_pages.shape[0]
+        _write(self.hot_pages[row, :num_pages], hot_pages)
+        self.hot_pages[row, num_pages:].fill_(ABSENT)
         self.capacity[row].fill_(capacity)
 
     def _clear_lookups(self, lookup_slots: Tensor) -> None:

@@ -112,7 +112,6 @@ class _HotStep:
         self._lookup_to_hot = state.lookup_to_hot[group].numpy()
         self._hot_to_lookup = state.hot_to_lookup[group].numpy()
         self._stamps = state.stamps[group].numpy()
-        self._hot_slots = state.hot_slots.numpy()
         self._counters = state.counters.numpy()
         self._error_flags = state.error_flags.numpy()
         self._state = state
@@ -144,7 +143,8 @@ class _HotStep:
         self._error_flags[self._rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
         hot_indices = np.where(lookup_slots >= 0, self._lookup_to_hot[lookup_slots], ABSENT)
         hit_req, hit_column = np.nonzero(hot_indices >= 0)
-        self._stamps[self._rows[hit_req], hot_indices[hit_req, hit_column]] = self._now[hit_req]
+        hit_slots = hot_slots_of(self._state, self._rows[hit_req], hot_indices[hit_req, hit_column])
+        self._stamps[hit_slots] = self._now[hit_req]
         self._counters[self._rows, HITS] += _num_distinct(hot_indices)
 
         is_miss = (lookup_slots >= 0) & (hot_indices < 0)
@@ -153,7 +153,8 @@ class _HotStep:
             missing, columns = np.unique(positions[req, is_miss[req]], return_index=True)
             self._place_misses(req, missing, missing_slots[columns])
             hot_indices[req, is_miss[req]] = self._lookup_to_hot[missing_slots]
-        return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
+        slots = hot_slots_of(self._state, rows, np.maximum(hot_indices, 0))
+        return np.where(hot_indices >= 0, slots, ABSENT)
 
     def _place_newest(self) -> None:
         """Give every row's new positions the entries that ``ring_entries`` fixes, and evict the former
@@ -163,13 +164,14 @@ class _HotStep:
         rows, positions = self._rows[req], self._first_new[req] + offset
         lookup_slots = lookup_slots_of(self._state, rows, positions)
         entries = ring_entries(positions, self._capacity[req], self._state.max_new)
-        occupants = self._hot_to_lookup[rows, entries]
+        slots = hot_slots_of(self._state, rows, entries)
+        occupants = self._hot_to_lookup[slots]
         is_evicted = (occupants != ABSENT) & (occupants != lookup_slots)
         self._lookup_to_hot[occupants[is_evicted]] = ABSENT
         np.add.at(self._counters, (rows[is_evicted], EVICTIONS), 1)
         self._lookup_to_hot[lookup_slots] = entries
-        self._hot_to_lookup[rows, entries] = lookup_slots
-        self._stamps[rows, entries] = self._now[req]
+        self._hot_to_lookup[slots] = lookup_slots
+        self._stamps[slots] = self._now[req]
 
     def _place_misses(self, req: int, missing: Ints, lookup_slots: Ints) -> None:
         """Give entries to positions of one request that are not in its hot buffer, and plan their copies.
@@ -187,20 +189,22 @@ class _HotStep:
         if len(entries) < len(missing):
             self._error_flags[row] |= HotBufferError.TOO_MANY_MISSES
             missing, lookup_slots = missing[: len(entries)], lookup_slots[: len(entries)]
-        evicted = self._hot_to_lookup[row, entries]
+        slots = hot_slots_of(self._state, row, entries)
+        evicted = self._hot_to_lookup[slots]
         evicted = evicted[evicted != ABSENT]
         self._lookup_to_hot[evicted] = ABSENT
         self._counters[row, EVICTIONS] += len(evicted)
         self._lookup_to_hot[lookup_slots] = entries
-        self._hot_to_lookup[row, entries] = lookup_slots
-        self._stamps[row, entries] = self._now[req]
+        self._hot_to_lookup[slots] = lookup_slots
+        self._stamps[slots] = self._now[req]
         self._copies.append(copies_of(self._state, int(row), missing, entries))
 
     def _least_recent(self, row: int, ring_start: int, now: int, num_wanted: int) -> Ints:
         """Return up to ``num_wanted`` entries below ``ring_start`` that this step does not use: the oldest
         age class first, and within a class in the order of their hot_index.
         """
-        ages = age_classes(self._stamps[row, :ring_start], now)
+        movable = hot_slots_of(self._state, row, np.arange(ring_start))
+        ages = age_classes(self._stamps[movable], now)
         num_taken = min(num_wanted, int(np.count_nonzero(ages)))
         if num_taken == 0:
             return _NO_SLOTS
@@ -230,18 +234,18 @@ def age_classes(stamps: Table, now: int) -> Ints:
 def enter_warm_positions(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
     """Record in the tables that ``positions`` are in ``row``'s hot buffer, which was empty, from hot_index 0
     on."""
-    lookup_slots = lookup_slots_of(state, np.full_like(positions, row), positions)
-    num_warm = len(positions)
-    state.lookup_to_hot[group].numpy()[lookup_slots] = np.arange(num_warm)
-    state.hot_to_lookup[group, row].numpy()[:num_warm] = lookup_slots
-    state.stamps[group, row].numpy()[:num_warm] = 0
+    lookup_slots = lookup_slots_of(state, row, positions)
+    entries = np.arange(len(positions))
+    slots = hot_slots_of(state, row, entries)
+    state.lookup_to_hot[group].numpy()[lookup_slots] = entries
+    state.hot_to_lookup[group].numpy()[slots] = lookup_slots
+    state.stamps[group].numpy()[slots] = 0
 
 
 def copies_of(state: HotBufferState, row: int, positions: Ints, entries: Ints) -> Copies:
     """Return the copies of one row's ``positions`` to the hot_indices ``entries``."""
     rows = np.full_like(positions, row)
-    hot_slots = state.hot_slots[row].numpy()[entries].astype(np.int64)
-    return Copies(host_slots_of(state, rows, positions), hot_slots, rows, positions)
+    return Copies(host_slots_of(state, rows, positions), hot_slots_of(state, rows, entries), rows, positions)
 
 
 def copy_items(
@@ -313,7 +317,7 @@ def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | Non
     page_slots = _dense_slots(state, rows, positions[:, None], has_page)[:, 0]
     # Rows without a hot buffer have capacity 0. Their ring entries are not used, but must be valid indices.
     entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
-    src_device_slots = np.where(capacity == 0, page_slots, state.hot_slots.numpy()[rows, entries])
+    src_device_slots = np.where(capacity == 0, page_slots, hot_slots_of(state, rows, entries))
     is_there = src_device_slots >= 0  # not so in a resident row without a page for its newest item
     state.error_flags.numpy()[rows[~is_there]] |= HotBufferError.NO_HOST_SLOT
     host.numpy()[:, dst_host_slots[is_there]] = dev.numpy()[:, src_device_slots[is_there]]
@@ -331,7 +335,7 @@ def newest_slots(requests: StepRequests, out: Tensor) -> None:
     dense_slots = _dense_slots(state, rows, positions, has_page)
     # Dense rows have capacity 0. Their ring entries are not used, but must be valid indices.
     entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
-    hot_slots = np.where(has_page, state.hot_slots.numpy()[rows[:, None], entries], ABSENT)
+    hot_slots = np.where(has_page, hot_slots_of(state, rows[:, None], entries), ABSENT)
     out_slots = out.numpy().reshape(requests.num_reqs, num_new)
     out_slots.fill(ABSENT)
     out_slots[: len(rows)] = np.where(capacity == 0, dense_slots, hot_slots)
@@ -365,12 +369,18 @@ def host_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
     return _slots_of(state.host_pages, state.page_size, rows, positions)
 
 
-def lookup_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
+def lookup_slots_of(state: HotBufferState, rows: Ints | int, positions: Ints) -> Ints:
     """Return lookup slots of ``positions`` in ``rows``, which broadcast; ABSENT where there is none."""
     return _slots_of(state.lookup_pages, state.page_size, rows, positions)
 
 
-def _slots_of(pages: Tensor, page_size: int, rows: Ints, positions: Ints) -> Ints:
+def hot_slots_of(state: HotBufferState, rows: Ints | int, entries: Ints) -> Ints:
+    """Return device slots of ``entries`` of the hot buffers of ``rows``, which broadcast; ABSENT where there
+    is none."""
+    return _slots_of(state.hot_pages, state.page_size, rows, entries)
+
+
+def _slots_of(pages: Tensor, page_size: int, rows: Ints | int, positions: Ints) -> Ints:
     page_ids = pages.numpy()[rows, positions // page_size].astype(np.int64)
     slots: Ints = np.where(page_ids == ABSENT, ABSENT, page_ids * page_size + positions % page_size)
     return slots

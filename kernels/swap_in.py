@@ -199,7 +199,8 @@ class RowStart:
         state: HotBufferState,
         row: int,
         *,
-        hot_slots: Tensor,
+        capacity: int,
+        hot_pages: Tensor,
         host_pages: Tensor,
         lookup_pages: Tensor,
         index_pages: Tensor,
@@ -209,9 +210,10 @@ class RowStart:
         k_host: Tensor,
         k_dev: Tensor,
     ) -> None:
-        """``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages``,
-        ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``:
-        as many as ``host_pages``, and of no other row. All are on the CPU.
+        """``capacity``: the entries of the hot buffer. ``hot_pages``: integer [pages of capacity], ids of the
+        device pages that the request owns. ``host_pages``, ``index_pages``: integer [n], ids of its first
+        pages in the host and the index pool. ``lookup_pages``: as many as ``host_pages``, and of no other
+        row. All are on the CPU.
         ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next
         positions (``num_tokens + max_new <= capacity``), all of them go to their own hot_index, and such a
         request misses nothing until it outgrows the buffer.
@@ -224,9 +226,9 @@ class RowStart:
         pools = _check_pools(k_host, k_dev, state.device)
         cpu = torch.device("cpu")
         lists = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
-        for name, tensor in ({"hot_slots": hot_slots} | lists).items():
+        for name, tensor in ({"hot_pages": hot_pages} | lists).items():
             check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=cpu)
-        state.check_hisparse(row, hot_slots, host_pages, lookup_pages)
+        state.check_hisparse(row, capacity, hot_pages, host_pages, lookup_pages)
         check_range("k_host slots", k_host.shape[1], 0, MAX_LOOKUP_SLOTS + 1)
         check_page_ids("host_pages", host_pages, k_host.shape[1] // state.page_size)
         state.check_pages("index_pages", 0, index_pages)
@@ -243,10 +245,10 @@ class RowStart:
             for layer in layers:
                 check_range("layers_of_group", layer, 0, k_dev.shape[0])
 
-        warm_up = plan_warm_up(state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints)
+        warm_up = plan_warm_up(state.num_groups, capacity, state.max_new, num_tokens, hints)
         self._state, self._row, self._pools = state, row, pools
-        self._hot_slots = hot_slots
-        self._pages = host_pages, lookup_pages, index_pages
+        self._capacity = capacity
+        self._pages = hot_pages, host_pages, lookup_pages, index_pages
         self._warm_up = warm_up
         self._layers = [
             FilledLayer(layer, group, int(layer == layers[0]))
@@ -271,7 +273,7 @@ class RowStart:
     def launch_slice(self, most_bytes: int | None) -> int:
         """Copy the next layers, at most ``most_bytes`` but at least one layer; None: all. Returns the bytes.
 
-        The first slice also fills the row's tables of pages and slots; on a GPU each slice writes the same
+        The first slice also fills the row's tables of pages; on a GPU each slice writes the same
         values again.
         """
         num_layers = num_bytes = 0
@@ -285,12 +287,12 @@ class RowStart:
 
         state, row = self._state, self._row
         if (cuda := _cuda_kernels("start_row", state.device)) is not None:
-            cuda.start_row(state, row, self._hot_slots, *self._pages, self._warm_up, layers, self._pools)
+            cuda.start_row(state, row, self._capacity, *self._pages, self._warm_up, layers, self._pools)
             return num_bytes
 
-        host_pages, lookup_pages, index_pages = self._pages
+        hot_pages, host_pages, lookup_pages, index_pages = self._pages
         if not self._is_begun:
-            state.set_hot_slots(row, self._hot_slots)
+            state.set_hot_pages(row, self._capacity, hot_pages)
             state.set_host_pages(row, 0, host_pages, lookup_pages)
             state.set_index_pages(row, 0, index_pages)
         self._is_begun = True

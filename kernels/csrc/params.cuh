@@ -32,13 +32,13 @@ struct Pool {
     int vector_bytes;            // 16, 8, 4, 2 or 1: divides the item, all strides and both addresses
 };
 
-// The tables of one group, row-major with one row for each request; kernels/hot_state.py describes them.
+// The tables of one group; those of rows are row-major. kernels/hot_state.py describes them.
 struct Tables {
     int* lookup_to_hot;          // [number of lookup slots + 1]
-    int* hot_to_lookup;          // [num_rows][max_capacity]
-    int* stamps;                 // [num_rows][max_capacity]
+    int* hot_to_lookup;          // [number of device slots + PAGE_SIZE]
+    int* stamps;                 // [number of device slots + PAGE_SIZE]
     int* step;                   // [num_rows]
-    const int* hot_slots;        // [num_rows][max_capacity]
+    const int* hot_pages;        // [num_rows][pages of max_capacity], page ids in hot_to_lookup and stamps
     const int* capacity;         // [num_rows]
     const int* page_table;       // [num_rows][max_pages]
     const int* host_pages;       // [num_rows][max_pages], page ids in the host pool
@@ -127,7 +127,7 @@ struct SwapInParams {
     int stride;                  // num_units / num_slices: from one request of a unit to its next
     int slice_len;               // positions of a slice; the last slice may be shorter
     int layer;
-    int hot_slots_in_shared;     // a row's hot_slots are kept in shared memory, where they fit and slices are long
+    int stamps_in_order;         // stamps are written in the order of entries: slices are long
     int max_early;               // most misses that a block fetches while their entries are being chosen
     int reads_ahead;             // early fetches are chosen as they are seen, before duplicates are removed
     int spreads;                 // blocks help each other with copies; otherwise each makes its own
@@ -142,9 +142,9 @@ struct CopyParams {
     int padding;
 };
 
-// The initial content of one row of the tables. `staged` holds int32 arrays one after the other: [num_hot_slots]
-// hot_slots, [num_host_pages] host_pages and as many lookup_pages, [num_index_pages] index_pages, [num_layers]
-// FilledLayer, [num_groups] numbers of positions to warm up, and [num_hints][max_warm] these positions.
+// The initial content of one row of the tables. `staged` holds int32 arrays one after the other: [pages of
+// num_entries] hot_pages, [num_host_pages] host_pages and as many lookup_pages, [num_index_pages] index_pages,
+// [num_layers] FilledLayer, [num_groups] numbers of positions to warm up, and [num_hints][max_warm] these positions.
 struct FilledLayer {
     int layer, group;
     int enters;                  // 1 for the first layer of its group, which enters the positions in the tables
@@ -154,14 +154,15 @@ struct FillParams {
     Pool pool;
     RowChecks checks;
     const int* staged;
-    int* hot_slots;              // from here to capacity: the row's part of the tables that swap-ins only read
+    int* hot_pages;              // from here to capacity: the row's part of the tables that swap-ins only read
     int* host_pages;
     int* lookup_pages;
     int* index_pages;
     int* capacity;
     i64 group_lookup_slots;      // ints from one group's lookup_to_hot to the next group's
-    i64 group_entries;           // ints from one group's hot_to_lookup and stamps to the next group's
-    int row, num_hot_slots, num_host_pages, num_index_pages;
+    i64 group_device_slots;      // ints from one group's hot_to_lookup and stamps to the next group's
+    int row, num_entries;        // num_entries: the capacity
+    int num_host_pages, num_index_pages;
     int num_layers, num_groups;
     int max_warm;                // most positions to warm up in any group
     int num_hints;               // num_groups, or 1 if all groups share one hint
@@ -240,6 +241,9 @@ __device__ __forceinline__ int slot_in_page(int page_id, int position) {
     return page_id == ABSENT ? ABSENT : page_id * PAGE_SIZE + static_cast<int>(static_cast<u32>(position) % PAGE_SIZE);
 }
 
+// The number of pages that hold this many slots.
+__device__ __forceinline__ int num_pages_of(int num_slots) { return page_of(num_slots + PAGE_SIZE - 1); }
+
 // The hot_index of a position in a step in which it is new (kernels/hot_state.py: ring_entries).
 __device__ __forceinline__ int ring_entry(int position, int capacity) {
     const int turn = static_cast<int>(static_cast<u32>(position - capacity) % MAX_NEW);
@@ -248,6 +252,15 @@ __device__ __forceinline__ int ring_entry(int position, int capacity) {
 
 __device__ __forceinline__ int dense_slot(const Tables& tables, int row, int position) {
     return slot_in_page(tables.page_table[static_cast<i64>(row) * tables.max_pages + page_of(position)], position);
+}
+
+__device__ __forceinline__ const int* hot_pages_of(const Tables& tables, int row) {
+    return tables.hot_pages + static_cast<i64>(row) * num_pages_of(tables.max_capacity);
+}
+
+// The device slot of a hot_index below the row's capacity, which has a page.
+__device__ __forceinline__ int slot_of_entry(const int* hot_pages, int entry) {
+    return hot_pages[page_of(entry)] * PAGE_SIZE + static_cast<int>(static_cast<u32>(entry) % PAGE_SIZE);
 }
 
 __device__ __forceinline__ int host_slot_of(const Tables& tables, int row, int position) {

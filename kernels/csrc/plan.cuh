@@ -81,8 +81,8 @@ struct PlanShared {
 
 // Dynamic shared memory, whose size the launch sets.
 struct PlanDynamic {
-    int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
-    u8* ages;                            // [max_capacity, rounded up likewise], classes before this step
+    int* hot_pages;                      // [pages of max_capacity, rounded up to 4], of the present request
+    u8* ages;                            // [max_capacity, rounded up to ENTRIES_PER_ROUND], classes before this step
     u16* entries;                        // [NUM_PLANNERS * POSITIONS_PER_THREAD] hot_index that each miss takes
 };
 
@@ -96,12 +96,15 @@ struct HotRow {
     // For a thread of the first slice and its new position first_new + tid, if there is one: the position's lookup
     // slot, and the lookup slot at its entry before this step.
     int new_lookup_slot, former;
-    int* lookup_to_hot;                  // shared by all rows
-    int* hot_to_lookup;                  // [max_capacity], from here on the row's part of each table
-    int* stamps;                         // [max_capacity]
+    int* lookup_to_hot;                  // by lookup slot, of all rows
+    int* hot_to_lookup;                  // by device slot, of all rows; so are the stamps
+    int* stamps;
     const int* host_pages;               // [max_pages]
-    const int* hot_slots;                // [max_capacity]; in shared memory if they are kept there
+    const int* hot_pages;                // [pages of max_capacity], in shared memory
 };
+
+// The device slot of a hot_index, where the model reads its item and the tables have its words.
+__device__ __forceinline__ int slot_of_entry(const HotRow& r, int entry) { return slot_of_entry(r.hot_pages, entry); }
 
 // The host slot of a missing position.
 __device__ __forceinline__ int host_slot_of(const HotRow& r, int position) {
@@ -181,7 +184,7 @@ __device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, 
 // Gives a new position its fixed entry and evicts the former occupant. One thread of the request calls it for each new
 // position.
 __device__ __forceinline__ void place_new(PlanShared& s, const HotRow& r, int number) {
-    const int entry = entry_of_new(r, number), occupant = r.former;
+    const int entry = entry_of_new(r, number), slot = slot_of_entry(r, entry), occupant = r.former;
     if (occupant != r.new_lookup_slot) {
         if (occupant != ABSENT) {
             // Another thread may have claimed it as a miss already, or may do so now.
@@ -189,9 +192,9 @@ __device__ __forceinline__ void place_new(PlanShared& s, const HotRow& r, int nu
             atomicAdd(&s.num_evictions, 1);
         }
         r.lookup_to_hot[r.new_lookup_slot] = entry;
-        r.hot_to_lookup[entry] = r.new_lookup_slot;
+        r.hot_to_lookup[slot] = r.new_lookup_slot;
     }
-    r.stamps[entry] = r.now;
+    r.stamps[slot] = r.now;
 }
 
 // Claims the misses that no other block has claimed, and numbers them [0, num_misses). Every planner calls it; a
@@ -242,19 +245,19 @@ __device__ __forceinline__ u32 age_class(int stamp, int now) {
 }
 
 // Reads the row's stamps. This must be done before other blocks learn of this block's misses: they change stamps then.
-__device__ __forceinline__ void read_ages(
-    PlanShared& s, const PlanDynamic& d, const HotRow& r, int max_capacity, int tid) {
-    if (max_capacity % 4 == 0) {
+__device__ __forceinline__ void read_ages(PlanShared& s, const PlanDynamic& d, const HotRow& r, int tid) {
+    if (PAGE_SIZE % 4 == 0) {            // four entries from a multiple of 4 on are in one page
 #pragma unroll 2
         for (int i = 4 * tid; i < r.capacity; i += 4 * NUM_PLANNERS) {
-            const int4 stamp = __ldcg(reinterpret_cast<const int4*>(r.stamps + i));
+            const int4 stamp = __ldcg(reinterpret_cast<const int4*>(r.stamps + slot_of_entry(r, i)));
             *reinterpret_cast<u32*>(d.ages + i) =
                 age_class(stamp.x, r.now) | age_class(stamp.y, r.now) << 8 | age_class(stamp.z, r.now) << 16 |
                 age_class(stamp.w, r.now) << 24;
         }
     } else {
 #pragma unroll 1
-        for (int i = tid; i < r.capacity; i += NUM_PLANNERS) d.ages[i] = age_class(__ldcg(r.stamps + i), r.now);
+        for (int i = tid; i < r.capacity; i += NUM_PLANNERS)
+            d.ages[i] = age_class(__ldcg(r.stamps + slot_of_entry(r, i)), r.now);
     }
     if (tid < WARP) s.num_of_class[tid] = 0;
 }
@@ -354,15 +357,15 @@ __device__ __forceinline__ void take_entries(
             r.lookup_to_hot[mine.lookup_slot[k]] = ABSENT;
             continue;
         }
-        const int entry = d.entries[mine.miss[k]];
-        const int evicted = __ldcg(r.hot_to_lookup + entry);
+        const int entry = d.entries[mine.miss[k]], slot = slot_of_entry(r, entry);
+        const int evicted = __ldcg(r.hot_to_lookup + slot);
         if (evicted != ABSENT) {
             r.lookup_to_hot[evicted] = ABSENT;
             atomicAdd(&s.num_evictions, 1);
         }
         r.lookup_to_hot[mine.lookup_slot[k]] = entry;
-        r.hot_to_lookup[entry] = mine.lookup_slot[k];
-        r.stamps[entry] = r.now;
+        r.hot_to_lookup[slot] = mine.lookup_slot[k];
+        r.stamps[slot] = r.now;
         mine.hot[k] = entry;
     }
 }

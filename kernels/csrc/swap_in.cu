@@ -18,7 +18,6 @@
 #include "sync.cuh"
 
 constexpr int BLOCKS_PER_LANE = MAX_BLOCKS / WARP;  // of which a lane of make_schedule adds up the copies
-constexpr int MAX_UNCHECKED_PREFETCH = 8192;        // most hot_slots that are loaded before the capacity is known
 
 // This block's share of the remaining copies. All blocks have equal shares: first their own copies, then copies of
 // blocks that have more than a share (their surplus), which are numbered in the order of blocks.
@@ -45,21 +44,19 @@ struct Block {
 __device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) {
     const int capacity = (p.tables.max_capacity + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_ROUND;
     PlanDynamic d;
-    d.hot_slots = reinterpret_cast<int*>(memory);
-    d.ages = reinterpret_cast<u8*>(d.hot_slots + (p.hot_slots_in_shared ? capacity : 0));
+    d.hot_pages = reinterpret_cast<int*>(memory);
+    d.ages = reinterpret_cast<u8*>(d.hot_pages + (num_pages_of(p.tables.max_capacity) + 3) / 4 * 4);
     d.entries = reinterpret_cast<u16*>(d.ages + capacity);
     return d;
 }
 
-__device__ __forceinline__ void prefetch_hot_slots(
-    const SwapInParams& p, const PlanDynamic& d, const HotRow& r, int tid) {
-    // Loaded before the capacity is known, if the largest capacity is not too much.
-    const int max_capacity = p.tables.max_capacity;
-    const int num = max_capacity <= MAX_UNCHECKED_PREFETCH ? max_capacity : r.capacity;
-    const int step = max_capacity % 4 == 0 ? 4 : 1;
+// Copies the ids of the row's hot pages to shared memory, as many as the largest capacity has: this row's is not known
+// yet.
+__device__ __forceinline__ void prefetch_hot_pages(const SwapInParams& p, const PlanDynamic& d, int row, int tid) {
+    const int* hot_pages = hot_pages_of(p.tables, row);
 #pragma unroll 1
-    for (int i = step * tid; i < num; i += step * (NUM_PLANNERS + WARP))
-        copy_async(d.hot_slots + i, r.hot_slots + i, 4 * step);
+    for (int i = tid; i < num_pages_of(p.tables.max_capacity); i += NUM_PLANNERS + WARP)
+        copy_async(d.hot_pages + i, hot_pages + i, sizeof(int));
 }
 
 // Updates the state that changes between launches. Called when all blocks have arrived and none reads it any more.
@@ -149,7 +146,7 @@ __device__ __forceinline__ void place_misses(
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         if (mine.miss[k] == ABSENT) continue;
-        const int dst = dst_device_slot[k] = r.hot_slots[mine.hot[k]];
+        const int dst = dst_device_slot[k] = slot_of_entry(r, mine.hot[k]);
         *out_of(p, r, k, b) = dst;
         if (records) {
             p.plan.src_host_slots[s.plan_start + mine.miss[k]] = host_slot_of(r, mine.position[k]);
@@ -191,7 +188,7 @@ __device__ __forceinline__ void place_misses(
         // A duplicate miss takes the entry that its first claimer got, if there was one.
         if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
         const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.lookup_slot[k]);
-        *out_of(p, r, k, b) = entry == ABSENT ? ABSENT : r.hot_slots[entry];
+        *out_of(p, r, k, b) = entry == ABSENT ? ABSENT : slot_of_entry(r, entry);
     }
 }
 
@@ -218,7 +215,7 @@ __device__ __forceinline__ void resolve_hisparse(
         }
     } else if (has_misses) {
         claim_misses(s, r, mine, reads_ahead, p.max_early, b.lane);
-        if (!r.fits) read_ages(s, d, r, t.max_capacity, b.tid);
+        if (!r.fits) read_ages(s, d, r, b.tid);
     }
     if (has_misses) {
         Planning::wait();
@@ -235,15 +232,16 @@ __device__ __forceinline__ void resolve_hisparse(
     }
 
     // Hits. Many stamps are written in the order of entries, few in the order of positions.
-    const bool in_order = p.hot_slots_in_shared;
+    const bool in_order = p.stamps_in_order;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         const int in_slice = k * NUM_PLANNERS + b.tid;
         const bool is_inside =
             b.is_planner && in_slice < p.slice_len && b.slice * p.slice_len + in_slice < p.num_selected;
         if (mine.hot[k] >= 0) {
-            *out_of(p, r, k, b) = r.hot_slots[mine.hot[k]];
-            if (!in_order) r.stamps[mine.hot[k]] = r.now;
+            const int slot = slot_of_entry(r, mine.hot[k]);
+            *out_of(p, r, k, b) = slot;
+            if (!in_order) r.stamps[slot] = r.now;
         } else if (is_inside && mine.position[k] == ABSENT) {
             *out_of(p, r, k, b) = ABSENT;
         }
@@ -251,7 +249,7 @@ __device__ __forceinline__ void resolve_hisparse(
     if (in_order && b.is_planner)
 #pragma unroll 4
         for (int i = b.tid; i < r.capacity; i += NUM_PLANNERS)
-            if (s.is_used[i / 32] >> (i % 32) & 1) r.stamps[i] = r.now;
+            if (s.is_used[i / 32] >> (i % 32) & 1) r.stamps[slot_of_entry(r, i)] = r.now;
     if (b.slice == 0 && b.tid < num_new_of(r)) place_new(s, r, b.tid);
     if (has_misses) place_misses(p, round, s, d, r, mine, word, is_used, is_last, b);
     else if (b.is_planner) EarlyPlaced::arrive();
@@ -422,16 +420,15 @@ __device__ __forceinline__ void plan_requests(
         r.first_new = request.seq_len - num_new_of(p.requests);
         r.capacity = 0;
         r.lookup_to_hot = p.tables.lookup_to_hot;
+        r.hot_to_lookup = p.tables.hot_to_lookup;
+        r.stamps = p.tables.stamps;
+        r.hot_pages = d.hot_pages;
         if (row != ABSENT) {
-            const i64 row_start = static_cast<i64>(row) * p.tables.max_capacity;
-            r.hot_to_lookup = p.tables.hot_to_lookup + row_start;
-            r.stamps = p.tables.stamps + row_start;
             r.host_pages = p.tables.host_pages + static_cast<i64>(row) * p.tables.max_pages;
-            r.hot_slots = p.tables.hot_slots + row_start;
             r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
             r.now = __ldcg(p.tables.step + row) + 1;
             // Before the look-ups, which depend on each other.
-            if (p.hot_slots_in_shared) prefetch_hot_slots(p, d, r, b.tid);
+            prefetch_hot_pages(p, d, row, b.tid);
         }
         int flags = 0;
         const int* lookup_pages = p.tables.lookup_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
@@ -459,8 +456,6 @@ __device__ __forceinline__ void plan_requests(
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
             mine.hot[k] = mine.lookup_slot[k] >= 0 ? __ldcg(r.lookup_to_hot + mine.lookup_slot[k]) : ABSENT;
         r.first_entry = ring_entry(r.first_new, r.capacity);
-        if (r.capacity > 0 && b.slice == 0 && b.tid < num_new_of(r))
-            r.former = __ldcg(r.hot_to_lookup + entry_of_new(r, b.tid));
         // Drafts beyond the request's pages do not exist.
         if (MAX_NEW > 1 && r.capacity > 0 && last_page_id == ABSENT) r.seq_len = page_of(r.seq_len - 1) * PAGE_SIZE;
         if (r.capacity > 0 && first_page_id == ABSENT) {  // treated as padding: its token could not be backed up
@@ -482,10 +477,7 @@ __device__ __forceinline__ void plan_requests(
             Mailbox::post(s.mail.num_early, 0);
             s.num_misses = s.num_late = s.num_left = s.num_evictions = s.flags = 0;
         }
-        if (p.hot_slots_in_shared) {
-            r.hot_slots = d.hot_slots;
-            wait_for_async_copies();
-        }
+        wait_for_async_copies();
         Planning::wait();
         if (s.unit != unit) {            // another block has the presumed unit
             unit = s.unit;
@@ -494,6 +486,9 @@ __device__ __forceinline__ void plan_requests(
         ++turn;
         if (r.capacity > 0) {
             r.fits = r.first_new + MAX_NEW <= r.capacity;
+            // Nobody else writes there: misses take other entries than the new positions.
+            if (b.slice == 0 && b.tid < num_new_of(r))
+                r.former = __ldcg(r.hot_to_lookup + slot_of_entry(r, entry_of_new(r, b.tid)));
             resolve_hisparse(p, round, s, d, r, mine, flags, is_last, b);
         } else {
 #pragma unroll
@@ -702,8 +697,9 @@ extern "C" __global__ void check_pages(const __grid_constant__ CheckPagesParams 
 extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
-    const int* hot_slots = p.staged;
-    const int* host_pages = hot_slots + p.num_hot_slots;
+    const int num_hot_pages = num_pages_of(p.num_entries);
+    const int* hot_pages = p.staged;
+    const int* host_pages = hot_pages + num_hot_pages;
     const int* lookup_pages = host_pages + p.num_host_pages;
     const int* index_pages = lookup_pages + p.num_host_pages;
     const FilledLayer* layers = reinterpret_cast<const FilledLayer*>(index_pages + p.num_index_pages);
@@ -711,7 +707,7 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     const int* positions = num_warm + p.num_groups;
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
 #pragma unroll 1
-    for (int i = thread; i < p.num_hot_slots; i += num_threads) p.hot_slots[i] = hot_slots[i];
+    for (int i = thread; i < num_hot_pages; i += num_threads) p.hot_pages[i] = hot_pages[i];
 #pragma unroll 1
     for (int i = thread; i < p.num_host_pages; i += num_threads) {
         p.host_pages[i] = host_pages[i];
@@ -719,7 +715,7 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     }
 #pragma unroll 1
     for (int i = thread; i < p.num_index_pages; i += num_threads) p.index_pages[i] = index_pages[i];
-    if (thread == 0) *p.capacity = p.num_hot_slots;
+    if (thread == 0) *p.capacity = p.num_entries;
 
     const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP;
     const i64 num_items = static_cast<i64>(p.num_layers) * p.max_warm;
@@ -731,15 +727,16 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
         if (entry >= num_warm[filled.group]) continue;
         const int position = positions[(p.num_hints == 1 ? 0 : static_cast<i64>(filled.group)) * p.max_warm + entry];
         const int host_slot = slot_in_page(host_pages[page_of(position)], position);
+        const int device_slot = slot_of_entry(hot_pages, entry);
         if (lane == 0 && filled.enters) {
-            const i64 of_row = filled.group * p.group_entries + static_cast<i64>(p.row) * p.tables.max_capacity;
+            const i64 word = filled.group * p.group_device_slots + device_slot;
             const int lookup_slot = slot_in_page(lookup_pages[page_of(position)], position);
             p.tables.lookup_to_hot[filled.group * p.group_lookup_slots + lookup_slot] = entry;
-            p.tables.hot_to_lookup[of_row + entry] = lookup_slot;
-            p.tables.stamps[of_row + entry] = 0;
+            p.tables.hot_to_lookup[word] = lookup_slot;
+            p.tables.stamps[word] = 0;
         }
         // index_pages are the staged ones, because the row's part of the table is being written.
-        fetch_item(p.pool, p.checks, filled.layer, {host_slot, hot_slots[entry], position, p.row}, index_pages, lane);
+        fetch_item(p.pool, p.checks, filled.layer, {host_slot, device_slot, position, p.row}, index_pages, lane);
     }
 }
 
@@ -766,9 +763,9 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
             if (capacity > 0 && lane == 0 && layer == 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
             continue;
         }
-        const i64 of_row = static_cast<i64>(request.row) * t.max_capacity;
-        const int device_slot = capacity == 0 ? dense_slot(t, request.row, position)
-                                              : t.hot_slots[of_row + ring_entry(position, capacity)];
+        const int device_slot = capacity == 0
+            ? dense_slot(t, request.row, position)
+            : slot_of_entry(hot_pages_of(t, request.row), ring_entry(position, capacity));
         if (device_slot < 0) {           // of a resident row, without a page for its newest item
             if (lane == 0 && layer == 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
             continue;
@@ -794,7 +791,7 @@ extern "C" __global__ void newest_slots(const __grid_constant__ NewestSlotsParam
         else if (host_slot_of(t, request.row, position - number) < 0)
             atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
         else if (MAX_NEW == 1 || host_slot_of(t, request.row, position) >= 0)
-            slot = t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + ring_entry(position, capacity)];
+            slot = slot_of_entry(hot_pages_of(t, request.row), ring_entry(position, capacity));
     }
     p.out[i] = slot;
 }

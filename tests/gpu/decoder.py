@@ -55,22 +55,24 @@ class Decoder:
         pages_each = -(-max_context // 16)
         self.slots_each = slots_each = pages_each * 16
         num_host_slots = num_rows * slots_each
+        num_hot_pages = -(-capacity // 16)
+        self.scratch = num_rows * num_hot_pages * 16
         self.state = HotBufferState.create(
-            1, num_rows, max_context, capacity, 16, num_host_slots, DEVICE, max_new
+            1, num_rows, max_context, capacity, 16, num_host_slots, self.scratch, DEVICE, max_new
         )
         self.truth = torch.randint(
             0, 256, (NUM_LAYERS, num_host_slots, 48), dtype=torch.uint8, generator=self.generator
         )
         """Position p of a row is at ``row * slots_each + p``, its host slot and its lookup slot."""
         self.host = torch.full_like(self.truth, POISON, pin_memory=DEVICE == "cuda")
-        self.scratch = num_rows * capacity
         self.dev = torch.full((NUM_LAYERS, self.scratch + 1, 48), POISON, dtype=torch.uint8, device=DEVICE)
         self.seq_len_of = torch.randint(1, max_context // 2, (num_rows,), generator=self.generator)
         for row, seq_len in enumerate(self.seq_len_of.tolist()):
             known = slice(row * slots_each, row * slots_each + seq_len)
             self.host[:, known] = self.truth[:, known]
             pages = torch.arange(pages_each) + row * pages_each
-            self.state.assign_row(row, torch.arange(capacity) + row * capacity, pages, pages)
+            hot_pages = torch.arange(num_hot_pages).flip(0) + row * num_hot_pages
+            self.state.assign_row(row, capacity, hot_pages, pages, pages)
         num_slots = num_rows * max_new
         self.selected = torch.full((num_slots, top_k), -1, dtype=torch.int32, device=DEVICE)
         self.seq_lens = torch.full((num_rows,), max_new, dtype=torch.int32, device=DEVICE)
@@ -116,7 +118,7 @@ class Decoder:
         first_new = self.seq_len_of[rows]
         selected = torch.full((size, num_new, self.top_k), -1, dtype=torch.int32)
         for i, row in enumerate(rows.tolist()):
-            hot = self.before.hot_to_lookup[0, row] - row * self.slots_each
+            hot = self.before.hot_to_lookup[0, self.before.entry_slots(row)] - row * self.slots_each
             hot = hot[(hot >= 0) & (hot < first_new[i])]
             hot = hot[: self.top_k // 2]
             cold = torch.randint(int(first_new[i]) + 1, (self.top_k,), generator=self.generator)

@@ -64,8 +64,8 @@ class Request:
     host_pages: Tensor
     lookup_pages: Tensor
     num_host_pages: int
-    hot_slots: list[int]
-    """All device slots of the request; the first ``capacity`` are its hot buffer."""
+    device_slots: list[int]
+    """All device slots of the request, those of ``pages``; the first ``capacity`` are its hot buffer."""
     pages: list[int]
     lost_pages: set[int] = field(default_factory=set)
     """Numbers of pages without host and lookup page."""
@@ -134,8 +134,8 @@ class History:
         num_pages = num_rows * -(-self.span // PAGE_SIZE)
         self.num_dev = num_pages * PAGE_SIZE
         self.state = HotBufferState.create(
-            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_lookup, DEVICE, max_new,
-            self.row_checks if verifies else None,
+            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_lookup, self.num_dev,
+            DEVICE, max_new, self.row_checks if verifies else None,
         )  # fmt: skip
         self.plan = MissPlan.create((num_rows + 2) * max_new, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
@@ -210,7 +210,6 @@ class History:
                 DEVICE
             )
         else:
-            self.random.shuffle(slots)
             num_shared, shared_pages = self.share(prompt, truth)
             own_pages, self.free_host = self.free_host.tensor_split([self.pages_each - num_shared])
             host_pages = torch.cat((shared_pages, own_pages))
@@ -231,7 +230,8 @@ class History:
             else:
                 self.state.assign_row(
                     row,
-                    torch.tensor(slots[:capacity]),
+                    capacity,
+                    hot_pages(pages, capacity),
                     host_pages[:num_host_pages],
                     lookup_pages[:num_host_pages],
                 )
@@ -295,7 +295,8 @@ class History:
         draw = self.random.choice((self.hint_with_duplicates, self.hint_as_usual))
         request.hints = [draw(request.seq_len) for _ in range(num_hints)]
         arguments: dict[str, Any] = {
-            "hot_slots": torch.tensor(request.hot_slots[: request.capacity]),
+            "capacity": request.capacity,
+            "hot_pages": hot_pages(request.pages, request.capacity),
             "host_pages": request.host_pages[: request.num_host_pages],
             "lookup_pages": request.lookup_pages[: request.num_host_pages],
             "index_pages": self.index_pages[row],
@@ -328,7 +329,8 @@ class History:
 
     def lose_host_pages(self, row: int, request: Request) -> None:
         """Remove some host pages of a cold row, but not its last one."""
-        if bool((self.state.hot_to_lookup[:, row] >= 0).any()) or request.num_host_pages < 2:
+        hot_to_lookup = self.state.hot_to_lookup[:, self.state.entry_slots(row)]
+        if bool((hot_to_lookup >= 0).any()) or request.num_host_pages < 2:
             return
         lost = torch.randperm(request.num_host_pages - 1, generator=self.generator)
         lost = lost[: 1 + request.num_host_pages // 10]
@@ -348,7 +350,7 @@ class History:
         self.free_host = torch.cat((self.free_host, unused))
         self.free_lookup = torch.cat((self.free_lookup, request.lookup_pages))
         self.free_pages += request.pages
-        self.give_up(request.hot_slots)
+        self.give_up(request.device_slots)
         slots = (unused[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
         for host in (self.host, self.expected_host):
             host[:, slots] = POISON
@@ -363,7 +365,8 @@ class History:
         request = self.requests[row]
         arguments: dict[str, Any] = {
             "num_before": request.capacity,
-            "hot_slots": torch.tensor(request.hot_slots[:capacity]),
+            "capacity": capacity,
+            "hot_pages": hot_pages(request.pages, capacity),
             "num_tokens": request.seq_len,
             "layers_of_group": self.group_layers,
         }
@@ -373,18 +376,18 @@ class History:
         assert_same_tables(self.state, expected)
         assert torch.equal(self.dev.cpu(), expected_dev), "the device pool differs"
         check_consistency(expected)
-        self.is_owned[request.hot_slots[:capacity]] = True
-        self.give_up(request.hot_slots[capacity : request.capacity])
+        self.is_owned[request.device_slots[:capacity]] = True
+        self.give_up(request.device_slots[capacity : request.capacity])
         self.check_resized(row, request, capacity)
         request.capacity, request.has_stepped = capacity, False
 
     def check_resized(self, row: int, request: Request, capacity: int) -> None:
         """Check the bytes of all that is hot in a row whose hot buffer has ``capacity`` entries now, of
         ``request.capacity`` before."""
-        slots = torch.tensor(request.hot_slots)
+        slots = torch.tensor(request.device_slots)
         page_at = request.lookup_pages.argsort()  # lookup pages are distinct, and in no order
         for group, layers in enumerate(self.group_layers):
-            lookup_slots = self.state.hot_to_lookup[group, row].cpu().long()
+            lookup_slots = self.state.hot_to_lookup[group, self.state.entry_slots(row)].cpu().long()
             entries = torch.nonzero(lookup_slots != ABSENT).flatten()
             page_ids, offsets = lookup_slots[entries] // PAGE_SIZE, lookup_slots[entries] % PAGE_SIZE
             pages = page_at[torch.searchsorted(request.lookup_pages[page_at], page_ids)]
@@ -576,6 +579,11 @@ class History:
                     continue  # the model's result is not used
                 assert torch.equal(items, request.truth[layer, read]), f"I3: wrong bytes in row {row}"
         return out
+
+
+def hot_pages(pages: list[int], capacity: int) -> Tensor:
+    """Return the first of ``pages`` that a hot buffer of ``capacity`` entries takes."""
+    return torch.tensor(pages[: -(-capacity // PAGE_SIZE)])
 
 
 def live_from_nothing(item_bytes: int, max_new: int) -> None:

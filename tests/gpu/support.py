@@ -92,7 +92,7 @@ def check_step(
     for tables in (after, expected):  # the reference only plans here, so it verifies nothing
         tables.error_flags.bitwise_and_(~HotBufferError.WRONG_ROW)
     for name in ("counters", "error_flags", "step", "stamps",
-                 "hot_slots", "capacity", "page_table", "host_pages", "lookup_pages",
+                 "hot_pages", "capacity", "page_table", "host_pages", "lookup_pages",
                  "index_pages"):  # fmt: skip
         assert torch.equal(getattr(after, name), getattr(expected, name)), name
 
@@ -136,21 +136,23 @@ def check_step(
     assert torch.equal(got_a_miss(after), taken), "other entries were taken"
     assert torch.equal(after.hot_to_lookup[~taken], expected.hot_to_lookup[~taken]), "hot_to_lookup"
     inverse = torch.full_like(after.lookup_to_hot, ABSENT)
+    row_of_slot, entry_of_slot = places_of(after)
     used = torch.nonzero(after.hot_to_lookup >= 0).unbind(1)
-    inverse[used[0], after.hot_to_lookup[used].long()] = used[2].int()
+    inverse[used[0], after.hot_to_lookup[used].long()] = entry_of_slot[used[1]].int()
     assert torch.equal(after.lookup_to_hot, inverse), "lookup_to_hot is not the inverse"
 
     assert torch.equal(out[~is_miss], expected_out[~is_miss]), "device slots of hits"
     entry = after.lookup_to_hot[group, lookup_slots].long()
-    slots = torch.where(entry >= 0, after.hot_slots[row_of, entry.clamp(min=0)], ABSENT)
+    entry_pages = after.hot_pages[row_of, entry.clamp(min=0) // after.page_size]
+    slots = torch.where(entry >= 0, entry_pages * after.page_size + entry % after.page_size, ABSENT)
     assert torch.equal(out[is_miss], slots[is_miss[:num_real]]), "device slots of misses"
 
     if miss_plan is not None:
-        row, entry = torch.nonzero(taken[group]).unbind(1)
-        lookup_slots = after.hot_to_lookup[group, row, entry].long()
+        device_slots = torch.nonzero(taken[group]).flatten()
+        row, lookup_slots = row_of_slot[device_slots], after.hot_to_lookup[group, device_slots].long()
         page_number = (after.lookup_pages[row] == (lookup_slots // after.page_size)[:, None]).int().argmax(1)
         host_slots = after.host_pages[row, page_number] * after.page_size + lookup_slots % after.page_size
-        copies = torch.stack((after.hot_slots[row, entry].long(), host_slots.long()))
+        copies = torch.stack((device_slots, host_slots.long()))
         num_misses = int(miss_plan.num_misses)
         assert num_misses == len(src_host_slots), f"{num_misses} planned copies for {len(src_host_slots)}"
         planned = torch.stack(
@@ -158,6 +160,15 @@ def check_step(
         )
         in_order = [pairs[:, pairs[0].argsort()] for pairs in (planned, copies)]
         assert torch.equal(*in_order), "the plan holds other copies"
+
+
+def places_of(state: HotBufferState) -> tuple[Tensor, Tensor]:
+    """Return the row and the hot_index of each device slot, ABSENT where it is no entry."""
+    row_of_slot, entry_of_slot = torch.full((2, state.hot_to_lookup.shape[1]), ABSENT)
+    for row, capacity in enumerate(state.capacity.tolist()):
+        slots = state.entry_slots(row)[:capacity]
+        row_of_slot[slots], entry_of_slot[slots] = row, torch.arange(capacity)
+    return row_of_slot, entry_of_slot
 
 
 def padded(positions: Sequence[int], top_k: int) -> Tensor:

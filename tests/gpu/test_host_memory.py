@@ -34,10 +34,10 @@ def run_step(pool: HostPool) -> None:
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     before = host.clone()
     dev = torch.zeros((2, 16, ITEM_BYTES), dtype=torch.uint8, device=DEVICE)
-    state = HotBufferState.create(1, 1, 64, 9, 16, NUM_SLOTS, DEVICE)
+    state = HotBufferState.create(1, 1, 64, 9, 16, NUM_SLOTS, 16, DEVICE)
     host_pages = torch.randperm(NUM_SLOTS // 16)[:4]
     host_slots = (host_pages[:, None] * 16 + torch.arange(16)).flatten()
-    state.assign_row(0, torch.arange(9), host_pages, host_pages.flip(0))
+    state.assign_row(0, 9, torch.zeros(1, dtype=torch.int32), host_pages, host_pages.flip(0))
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     positions = [3, 60, 17, 33]
     requests = StepRequests(state, one * 63, one * 0, one)

@@ -52,7 +52,7 @@ class Pools:
         slots = self.slots(self.index_pages).to(dev.device)
         store_row_checks(checks, slots, items, positions, positions, range(NUM_LAYERS))
         return HotBufferState.create(
-            1, 3, NUM_SLOTS, 128, PAGE, NUM_SLOTS, dev.device, max_new=1, row_checks=checks
+            1, 3, NUM_SLOTS, 128, PAGE, NUM_SLOTS, NUM_SLOTS, dev.device, max_new=1, row_checks=checks
         )
 
     def start(self, number: int) -> PageFill:
@@ -126,7 +126,8 @@ def leave_pages(bench: Bench, request: Request, most: int) -> None:
     first = round_up(max(0, num_tokens - (capacity - max_new)), PAGE)
     bench.tables.retract(request)
     request.hot_capacity = min(capacity, num_slots - first)
-    request.owned.extents[PoolKind.DEVICE] = slice_extents(slots, first, first + request.hot_capacity)
+    end = first + round_up(request.hot_capacity, PAGE)
+    request.owned.extents[PoolKind.DEVICE] = slice_extents(slots, first, end)
     bench.tables.enter_hot_buffer(request, first)
     given_up = set(slots_tensor(slots).tolist()) - set(slots_tensor(request.owned[PoolKind.DEVICE]).tolist())
     bench.memory.k_dev[:, torch.tensor(sorted(given_up), device=DEVICE, dtype=torch.int64)] = POISON

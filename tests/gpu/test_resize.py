@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import PoolKind
@@ -36,36 +37,42 @@ class Row:
         shape = num_layers, num_pages * PAGE, item_bytes
         host = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
         self.host = host.pin_memory() if DEVICE == "cuda" else host
-        self.slots = torch.randperm(LARGEST, generator=self.generator)
+        self.hot_pages = torch.randperm(LARGEST // PAGE, generator=self.generator)
+        self.slots = (self.hot_pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
         self.pages = torch.randperm(num_pages, generator=self.generator)
         self.capacity = capacity
         hints = [torch.randperm(NUM_TOKENS, generator=self.generator).int().numpy() for _ in LAYERS_OF_GROUP]
         self.states, self.devs = [], []
         for device in (DEVICE, "cpu"):
             state = HotBufferState.create(
-                len(LAYERS_OF_GROUP), 2, NUM_TOKENS, LARGEST, PAGE, num_pages * PAGE, device
+                len(LAYERS_OF_GROUP), 2, NUM_TOKENS, LARGEST, PAGE, num_pages * PAGE, LARGEST, device
             )
             dev = torch.full((num_layers, LARGEST, item_bytes), POISON, dtype=torch.uint8, device=device)
             RowStart(
-                state, 1, hot_slots=self.slots[:capacity], host_pages=self.pages,
+                state, 1, capacity=capacity, hot_pages=self.pages_of(capacity), host_pages=self.pages,
                 lookup_pages=self.pages.flip(0), index_pages=self.pages, num_tokens=NUM_TOKENS, hints=hints,
                 layers_of_group=LAYERS_OF_GROUP, k_host=self.host, k_dev=dev,
             ).launch_slice(None)  # fmt: skip
             self.states.append(state)
             self.devs.append(dev)
 
+    def pages_of(self, capacity: int) -> Tensor:
+        """Return the device pages of a hot buffer of ``capacity`` entries."""
+        return self.hot_pages[: -(-capacity // PAGE)]
+
     def use(self) -> None:
         """Let the entries have been used in random steps."""
-        is_used = self.states[1].hot_to_lookup[:, 1] != ABSENT
+        is_used = self.states[1].hot_to_lookup != ABSENT
         stamps = torch.randint(0, 90, is_used.shape, dtype=torch.int32, generator=self.generator)
         for state in self.states:
-            state.stamps[:, 1] = torch.where(is_used, stamps, ABSENT).to(state.device)
+            state.stamps.copy_(torch.where(is_used, stamps, ABSENT))
             state.step[:, 1] = 90
 
     def resize(self, number: int, capacity: int) -> None:
         resize_hot_buffer(
-            self.states[number], 1, num_before=self.capacity, hot_slots=self.slots[:capacity],
-            num_tokens=NUM_TOKENS, layers_of_group=LAYERS_OF_GROUP, k_dev=self.devs[number],
+            self.states[number], 1, num_before=self.capacity, capacity=capacity,
+            hot_pages=self.pages_of(capacity), num_tokens=NUM_TOKENS, layers_of_group=LAYERS_OF_GROUP,
+            k_dev=self.devs[number],
         )  # fmt: skip
 
     def check(self) -> int:
@@ -77,8 +84,9 @@ class Row:
         check_consistency(state)
         num_hot = set()
         for group, layers in enumerate(LAYERS_OF_GROUP):
-            entries = torch.nonzero(state.hot_to_lookup[group, 1] != ABSENT).flatten()
-            lookup_slots = state.hot_to_lookup[group, 1, entries].long()
+            hot_to_lookup = state.hot_to_lookup[group, self.slots].long()
+            entries = torch.nonzero(hot_to_lookup != ABSENT).flatten()
+            lookup_slots = hot_to_lookup[entries]
             host_pages = self.pages[self.pages.flip(0).argsort()[lookup_slots // PAGE]]
             host_slots = host_pages * PAGE + lookup_slots % PAGE
             for layer in layers:
@@ -120,8 +128,9 @@ def test_pages_become_a_hot_buffer_without_a_wait(capacity: int, first: int) -> 
         dev[:, row.slots[: len(positions)].to(dev.device)] = row.host[:, host_slots].to(dev.device)
         with no_waiting():
             enter_hot_buffer(
-                state, 1, hot_slots=row.slots[:capacity], first_position=first, num_tokens=NUM_TOKENS
-            )
+                state, 1, capacity=capacity, hot_pages=row.pages_of(capacity), first_position=first,
+                num_tokens=NUM_TOKENS,
+            )  # fmt: skip
     row.capacity = capacity
     assert row.check() == NUM_TOKENS - first
     assert (row.states[1].page_table[1] == ABSENT).all()

@@ -86,7 +86,7 @@ def test_every_flipped_bit_is_seen(item_bytes: int) -> None:
 def test_rows_in_place_without_a_wait() -> None:
     pool = filled((2, 200, 656), "device")
     row_checks = torch.zeros((2, 192), dtype=torch.int32, device=DEVICE)
-    state = HotBufferState.create(1, 3, 160, 6, 16, 160, DEVICE, row_checks=row_checks)
+    state = HotBufferState.create(1, 3, 160, 6, 16, 160, 160, DEVICE, row_checks=row_checks)
     state.set_index_pages(1, 0, torch.tensor([2, 0, 11, 1, 7]))
     positions = torch.arange(75, device=DEVICE)
     slots = torch.randperm(200, device=DEVICE)[:75]
@@ -116,7 +116,7 @@ def test_rows_in_place_without_a_wait() -> None:
 def test_a_dense_row_as_it_landed(item_bytes: int) -> None:
     pool = filled((3, 208, item_bytes), "device")
     row_checks = torch.zeros((3, 192), dtype=torch.int32, device=DEVICE)
-    state = HotBufferState.create(1, 3, 160, 6, 16, 160, DEVICE, row_checks=row_checks)
+    state = HotBufferState.create(1, 3, 160, 6, 16, 160, 160, DEVICE, row_checks=row_checks)
     state.set_pages(1, 0, torch.tensor([12, 3, 9, 0, 5]))
     state.set_index_pages(1, 0, torch.tensor([2, 0, 11, 1, 7]))
     positions = torch.arange(75, device=DEVICE)

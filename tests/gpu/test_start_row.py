@@ -18,12 +18,14 @@ from tests.unit.model.model_specs import make_spec
 
 pytestmark = needs_gpu
 
-NUM_GROUPS, NUM_HOST, CAPACITY = 61, 4096, 300
+NUM_GROUPS, NUM_HOST, NUM_DEVICE, CAPACITY = 61, 4096, 640, 300
+NUM_HOT_PAGES = 5
+"""Pages of CAPACITY."""
 
 
 def states() -> tuple[HotBufferState, HotBufferState]:
     """Return equal tables on the GPU and on the CPU."""
-    sizes = (NUM_GROUPS, 3, 2000, CAPACITY, 64, NUM_HOST)
+    sizes = (NUM_GROUPS, 3, 2000, CAPACITY, 64, NUM_HOST, NUM_DEVICE)
     return HotBufferState.create(*sizes, DEVICE), HotBufferState.create(*sizes)
 
 
@@ -42,11 +44,11 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
     host = torch.randint(0, 256, (NUM_GROUPS, NUM_HOST, item_bytes), dtype=torch.uint8, generator=generator)
     host = host.pin_memory()
     devs = [
-        torch.zeros((NUM_GROUPS, 2 * CAPACITY, item_bytes), dtype=torch.uint8, device=device)
+        torch.zeros((NUM_GROUPS, NUM_DEVICE, item_bytes), dtype=torch.uint8, device=device)
         for device in (DEVICE, "cpu")
     ]
     page_ids = torch.randperm(NUM_HOST // 64, generator=generator)
-    slots = torch.randperm(2 * CAPACITY, generator=generator)
+    hot_pages = torch.randperm(NUM_DEVICE // 64, generator=generator)[:NUM_HOT_PAGES]
     hints = [
         torch.randperm(max(1, num_tokens), generator=generator)[:200].int().numpy() for _ in range(NUM_GROUPS)
     ]
@@ -56,7 +58,7 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
     def live(state: HotBufferState, dev: torch.Tensor) -> None:
         num_pages = -(-num_tokens // 64)
         row_start = RowStart(
-            state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages],
+            state, 1, capacity=CAPACITY, hot_pages=hot_pages, host_pages=page_ids[:num_pages],
             lookup_pages=page_ids.flip(0)[:num_pages], index_pages=page_ids[:3], num_tokens=num_tokens,
             hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
         )  # fmt: skip
@@ -83,12 +85,15 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
 
 def test_slices_fill_a_row_as_one_call_does_without_a_wait() -> None:
     host = torch.randint(0, 256, (NUM_GROUPS, NUM_HOST, 656), dtype=torch.uint8).pin_memory()
-    devs = [torch.zeros((NUM_GROUPS, CAPACITY, 656), dtype=torch.uint8, device=of) for of in (DEVICE, "cpu")]
+    devs = [
+        torch.zeros((NUM_GROUPS, NUM_DEVICE, 656), dtype=torch.uint8, device=of) for of in (DEVICE, "cpu")
+    ]
     pages, both = torch.arange(25), states()
     starts = [
         RowStart(
-            state, 1, hot_slots=torch.arange(CAPACITY), host_pages=pages + 3, lookup_pages=pages + 1,
-            index_pages=pages[:3], num_tokens=1500, hints=[np.arange(200, dtype=np.int32)],
+            state, 1, capacity=CAPACITY, hot_pages=torch.arange(NUM_HOT_PAGES).flip(0) + 2,
+            host_pages=pages + 3, lookup_pages=pages + 1, index_pages=pages[:3], num_tokens=1500,
+            hints=[np.arange(200, dtype=np.int32)],
             layers_of_group=[(layer,) for layer in range(NUM_GROUPS)], k_host=host, k_dev=dev,
         )
         for state, dev in zip(both, devs, strict=True)

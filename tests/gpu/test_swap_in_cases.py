@@ -108,7 +108,7 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
         pages = request.lookup_pages.tolist()
         kept[row] = [
             pages.index(slot // PAGE_SIZE) * PAGE_SIZE + slot % PAGE_SIZE
-            for slot in state.hot_to_lookup[0, row, :400].tolist()
+            for slot in state.hot_to_lookup[0, state.entry_slots(row)[:400]].tolist()
         ]
     slots = history.step(
         {row: shuffled(history, kept[row] + list(range(3000, 4648))) for row in range(num_rows)}
@@ -124,12 +124,14 @@ class Single:
     """One hisparse request of 64 positions in a buffer of 9, without a history."""
 
     def __init__(self) -> None:
-        self.state = HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE)
+        self.state = HotBufferState.create(1, 1, 64, 9, 16, 64, 16, DEVICE)
         self.host = torch.randint(0, 256, (1, 64, 32), dtype=torch.uint8)
         if DEVICE == "cuda":
             self.host = self.host.pin_memory()
-        self.dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
-        self.state.assign_row(0, torch.arange(9), torch.arange(4), torch.arange(4))  # position p: host slot p
+        self.dev = torch.zeros((1, 16, 32), dtype=torch.uint8, device=DEVICE)
+        pages = torch.arange(4)
+        # Entry e is in device slot e, and position p in host slot p.
+        self.state.assign_row(0, 9, pages[:1], pages, pages)
         self.one = torch.ones(1, dtype=torch.int32, device=DEVICE)
 
     def pools(self) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def test_sizes_beyond_the_limits_are_refused() -> None:
     assert failure(4096, 4096, one.state).startswith(
         "num_reqs * num_new * top_k: expected a value in [1, 16777216)"
     )
-    large = HotBufferState.create(1, 1, 64, 32769, 16, 64, DEVICE)
+    large = HotBufferState.create(1, 1, 64, 32769, 16, 64, 16, DEVICE)
     assert failure(1, 4, large) == "state.max_capacity: expected a value in [1, 32769), got 32769"
 
 

@@ -94,11 +94,11 @@ def test_new_positions_in_place_of_former_ones_that_are_selected(num_rows: int) 
 
 
 def test_more_positions_than_a_block_can_take_are_refused() -> None:
-    state = HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE, max_new=9)
+    state = HotBufferState.create(1, 1, 64, 9, 16, 64, 16, DEVICE, max_new=9)
     number = torch.ones(1, dtype=torch.int32, device=DEVICE)
     selected = torch.zeros((9, 2048), dtype=torch.int32, device=DEVICE)
     host = torch.zeros((1, 64, 32), dtype=torch.uint8, pin_memory=DEVICE == "cuda")
-    dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
+    dev = torch.zeros((1, 16, 32), dtype=torch.uint8, device=DEVICE)
     requests = StepRequests(state, number * 9, number * 0, number, 9)
     with pytest.raises(
         KernelArgumentError, match=r"num_new \* top_k: expected a value in \[1, 16385\), got 18432"

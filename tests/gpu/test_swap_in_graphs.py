@@ -75,9 +75,9 @@ def test_graphs_of_two_states_at_the_same_time() -> None:
 
 
 def test_capture_of_a_fresh_state_is_refused() -> None:
-    one, other = (HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE) for _ in range(2))
+    one, other = (HotBufferState.create(1, 1, 64, 9, 16, 64, 16, DEVICE) for _ in range(2))
     host = torch.zeros((1, 64, 32), dtype=torch.uint8, pin_memory=True)
-    dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
+    dev = torch.zeros((1, 16, 32), dtype=torch.uint8, device=DEVICE)
     selected = torch.zeros((1, 1), dtype=torch.int32, device=DEVICE)
     number = torch.ones(1, dtype=torch.int32, device=DEVICE)
 

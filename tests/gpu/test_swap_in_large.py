@@ -31,13 +31,13 @@ def test_history_up_to_the_last_of_a_million_positions() -> None:
 
 def test_offsets_beyond_two_gigabytes() -> None:
     num_slots, item_bytes = 1_900_000, 1152
-    state = HotBufferState.create(1, 1, 64, 9, 16, num_slots, DEVICE)
+    state = HotBufferState.create(1, 1, 64, 9, 16, num_slots, num_slots, DEVICE)
     host = torch.empty((1, num_slots, item_bytes), dtype=torch.uint8, pin_memory=True)
     dev = torch.empty((1, num_slots, item_bytes), dtype=torch.uint8, device=DEVICE)
     host_slots = torch.arange(num_slots - 64, num_slots)
     host[0, host_slots] = torch.randint(0, 256, (64, item_bytes), dtype=torch.uint8)
     pages = torch.arange(num_slots // 16 - 4, num_slots // 16)
-    state.assign_row(0, torch.arange(num_slots - 9, num_slots), pages, pages)
+    state.assign_row(0, 9, pages[-1:], pages, pages)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     positions = [3, 60, 17, 33]
     slots = swap_in(

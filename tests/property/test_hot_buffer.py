@@ -147,15 +147,16 @@ class NaiveHistory(History):
         twin = self.twins[row]
         for group, naive in enumerate(twin.groups):
             naive.resize(capacity, request.seq_len)
-            assert self.state.stamps[group, row, :capacity].tolist() == naive.last_used
+            slots = request.device_slots[:capacity]
+            assert self.state.stamps[group, slots].tolist() == naive.last_used
         twin.never_misses &= self.fits(request) and self.fits(replace(request, capacity=capacity))
 
     def slot(self, row: int, group: int, position: int) -> int:
         request, groups = self.requests[row], self.twins[row].groups
         if not groups:
-            return request.hot_slots[position]
+            return request.device_slots[position]
         entries = groups[group].entries
-        return request.hot_slots[entries.index(position)] if position in entries else -1
+        return request.device_slots[entries.index(position)] if position in entries else -1
 
     def write_newest(self, batch: list[tuple[int, Request]], requests: StepRequests) -> None:
         super().write_newest(batch, requests)
@@ -163,7 +164,7 @@ class NaiveHistory(History):
         for (row, request), found in zip(batch, slots, strict=False):
             groups = self.twins[row].groups
             entries = [groups[0].entry_of_new(position) if groups else position for position in request.new]
-            wanted = [request.hot_slots[entry] for entry in entries]
+            wanted = [request.device_slots[entry] for entry in entries]
             assert found == wanted + [-1] * (requests.num_new - len(wanted)), (
                 "a draft without a page has a slot"
             )

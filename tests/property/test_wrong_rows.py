@@ -304,7 +304,8 @@ class WrongRowsMachine(RuleBasedStateMachine):
         request, state = self.random.choice(hot), self.node.tables.state
         group = self.random.randrange(self.spec.num_hot_groups)
         page_ids = pages_tensor(request.extents(PoolKind.LOOKUP), PAGE_SIZE)
-        entries = state.hot_to_lookup[group, request.req_row].tolist()
+        slots = state.entry_slots(request.req_row)
+        entries = state.hot_to_lookup[group, slots].tolist()
         places = {
             int(page) * PAGE_SIZE + i: number * PAGE_SIZE + i
             for number, page in enumerate(page_ids)
@@ -314,7 +315,7 @@ class WrongRowsMachine(RuleBasedStateMachine):
         if not standing:
             return
         entry = self.random.choice(standing)
-        slot = int(state.hot_slots[request.req_row, entry])
+        slot = int(slots[entry])
         layer = self.random.choice(self.spec.kv_layers_of_hot_group[group])
         self.pool(PoolKind.DEVICE)[layer, slot, 0] ^= 1
         self.damaged.add((PoolKind.DEVICE, layer, slot))
@@ -326,8 +327,9 @@ class WrongRowsMachine(RuleBasedStateMachine):
                     return  # its turn may be another time
                 self.turn()
         if request.state is RequestState.RUNNING and request.hot_capacity > entry:
-            is_same = state.hot_to_lookup[group, request.req_row, entry] == entries[entry]
-            item = self.pool(PoolKind.DEVICE)[layer, state.hot_slots[request.req_row, entry]]
+            slot = int(state.entry_slots(request.req_row)[entry])
+            is_same = state.hot_to_lookup[group, slot] == entries[entry]
+            item = self.pool(PoolKind.DEVICE)[layer, slot]
             assert not (is_same and torch.equal(item, wrong)), "a hot row is wrong, and was not found"
 
     @rule()

@@ -397,6 +397,7 @@ def row_checks(options: argparse.Namespace) -> Cells:
                 max_capacity=1,
                 page_size=PAGE_SIZE,
                 num_lookup_slots=PAGE_SIZE,
+                num_device_slots=0,
                 device=HOME,
                 row_checks=checks,
             )

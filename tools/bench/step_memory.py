@@ -16,7 +16,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.stored_weights import weight_files
 from hisparse_pd.core.model.weight_reader import WeightFiles
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.sizing import device_demand
+from hisparse_pd.decode_node.sizing import device_demand, entry_bytes
 
 RESERVE = ("graphs and workspaces", "steps")
 """The last two parts that ``Bench`` and ``measure`` mark. Their sum is compared with what a node plans for
@@ -59,10 +59,10 @@ def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts)
     demand = device_demand(settings.model_copy(update=sizes), spec)
     fixed = dict(demand.fixed)
     plan = {
-        "tables": fixed.pop("per-request tables"),
+        "tables": fixed.pop("per-request tables") + totals.device * entry_bytes(spec),
         "reserve": fixed.pop("reserve for activations") + fixed.pop("counts of tokens"),
     }
-    plan["pools"] = sum(fixed.values()) + totals.device * demand.bytes_per_token
+    plan["pools"] = sum(fixed.values()) + totals.device * (demand.bytes_per_token - entry_bytes(spec))
     return {part: num_bytes / 1e9 for part, num_bytes in plan.items()}
 
 

@@ -189,7 +189,9 @@ class Cell:
         _, num_slots, item_bytes = host.shape
         self.host = host
         # Zeroed, so that recycled memory cannot have the bytes that a call should bring.
-        self.dev = torch.zeros((1, batch * capacity, item_bytes), dtype=torch.uint8, device=device)
+        num_hot_pages = -(-capacity // PAGE_SIZE)
+        num_device_slots = batch * num_hot_pages * PAGE_SIZE
+        self.dev = torch.zeros((1, num_device_slots, item_bytes), dtype=torch.uint8, device=device)
         pages_each = -(-context // PAGE_SIZE)
         self.host_slots_each = pages_each * PAGE_SIZE
         if batch * self.host_slots_each > num_slots:
@@ -200,13 +202,16 @@ class Cell:
             checks = row_checks_of(host, slots, slots % self.host_slots_each)
         num_lookup_slots = batch * self.host_slots_each
         self.state = HotBufferState.create(  # with one index group
-            1, batch, context, capacity, PAGE_SIZE, num_lookup_slots, device, max_new, row_checks=checks
-        )
-        hot_slots = torch.arange(batch * capacity).view(batch, capacity)
+            1, batch, context, capacity, PAGE_SIZE, num_lookup_slots, num_device_slots, device, max_new,
+            row_checks=checks,
+        )  # fmt: skip
+        hot_pages = torch.arange(batch * num_hot_pages).view(batch, num_hot_pages)
         host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
         for row in range(batch):
             # Host, look-up and index pages have the same numbers: each request has as many of each.
-            self.state.assign_row(row, hot_slots[row], host_pages[row], lookup_pages=host_pages[row])
+            self.state.assign_row(
+                row, capacity, hot_pages[row], host_pages[row], lookup_pages=host_pages[row]
+            )
             self.state.set_index_pages(row, 0, host_pages[row])
         self.rows = torch.arange(batch, dtype=torch.int32, device=device)
         self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)

@@ -66,13 +66,14 @@ def hot_positions(node: Node, request: Request, group: int) -> list[int]:
     """Return the position at each hot_index, after checking its items; -1 where it is empty."""
     state, row, positions = node.hot.state, request.req_row, []
     pages = state.lookup_pages[row].tolist()
-    for entry, lookup_slot in enumerate(state.hot_to_lookup[group, row].tolist()):
+    device_slots = state.entry_slots(row)
+    for entry, lookup_slot in enumerate(state.hot_to_lookup[group, device_slots].tolist()):
         if lookup_slot < 0:
             positions.append(-1)
             continue
         page, offset = pages.index(lookup_slot // PAGE_SIZE), lookup_slot % PAGE_SIZE
         positions.append(page * PAGE_SIZE + offset)
-        device_slot = int(state.hot_slots[row, entry])
+        device_slot = int(device_slots[entry])
         host_slot = int(state.host_pages[row, page]) * PAGE_SIZE + offset
         for layer in node.spec.layers_of_group[group]:
             item = node.memory.k_dev[layer, device_slot]
@@ -89,8 +90,9 @@ def test_what_was_used_last_stays_hot_when_a_hot_buffer_shrinks_and_grows() -> N
     state, row = node.hot.state, request.req_row
     for group, hint in enumerate(hints):
         assert hot_positions(node, request, group) == [*hint.tolist(), *[-1] * 28]
-    state.stamps[:, row, [0, 2]] = 6
-    state.stamps[:, row, 3] = 7
+    device_slots = slots_tensor(request.owned[PoolKind.DEVICE])
+    state.stamps[:, device_slots[[0, 2]]] = 6
+    state.stamps[:, device_slots[3]] = 7
     state.step[:, row] = 7
     request.row_counters = SwapCounts(hits=2, misses=1)
     state.counters[row] = torch.tensor([2, 1, 0])
@@ -98,8 +100,8 @@ def test_what_was_used_last_stays_hot_when_a_hot_buffer_shrinks_and_grows() -> N
     check_consistency(state)
     for group in range(NUM_GROUPS):
         assert hot_positions(node, request, group)[:4] == [99, 17, 50 + group, -1]
-    assert state.hot_slots[row].tolist() == [*slots_tensor(request.owned[PoolKind.DEVICE])[:4], *[-1] * 28]
-    node.memory.k_dev[:, slots_tensor(request.owned[PoolKind.DEVICE])[4:]] = 0xFF
+    assert state.hot_pages[row].tolist() == [int(device_slots[0]) // PAGE_SIZE, -1]
+    node.memory.k_dev[:, device_slots[4:]] = 0xFF
     node.hot.resize(request, num_before=4, capacity=32)
     check_consistency(state)
     for group in range(NUM_GROUPS):
@@ -140,7 +142,7 @@ def test_slices_fill_a_row_as_one_call_does() -> None:
     nodes[1].hot.start(whole)
     assert nodes[1].hot.is_ready(whole)
     one, other = (node.hot.state for node in nodes)
-    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "hot_slots", "capacity", "host_pages"):
+    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "hot_pages", "capacity", "host_pages"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert torch.equal(nodes[0].memory.k_dev, nodes[1].memory.k_dev)
 
@@ -273,11 +275,11 @@ def test_pages_that_are_given_up_are_in_no_table() -> None:
     node.hot.go_on()
     state, row = node.hot.state, request.req_row
     assert int(state.page_table[row, 0]) >= 0
-    tables = [table.clone() for table in (state.lookup_to_hot, state.hot_slots, state.host_pages)]
+    tables = [table.clone() for table in (state.lookup_to_hot, state.hot_pages, state.host_pages)]
     node.hot.stop_pages(request)
     assert (state.page_table[row] == -1).all()
     assert node.hot.is_ready(request)
-    for before, table in zip(tables, (state.lookup_to_hot, state.hot_slots, state.host_pages), strict=True):
+    for before, table in zip(tables, (state.lookup_to_hot, state.hot_pages, state.host_pages), strict=True):
         assert torch.equal(before, table)
 
 

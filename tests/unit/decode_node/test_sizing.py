@@ -26,7 +26,14 @@ from hisparse_pd.decode_node.attention_parts import MissCopies
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.memory import DecodeMemory, num_host_bytes
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.sizing import device_demand, make_limits, size_device_pool, table_bytes
+from hisparse_pd.decode_node.sizing import (
+    device_demand,
+    entry_bytes,
+    make_limits,
+    size_device_pool,
+    table_bytes,
+)
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.prefill_node import sizing as prefill_sizing
 from hisparse_pd.prefill_node.sizing import size_kv_pool
 from tests.unit.model.model_specs import make_spec
@@ -112,9 +119,11 @@ def test_what_is_allocated_is_what_was_counted(
     pools = DecodeMemory(spec, dataclasses.replace(totals, host=1, aux=1), page_size, GPU)
     taken = pools.k_dev.nbytes + pools.index.nbytes + sizing.reserve_bytes(settings, spec)
     counts = TokenCounts.create(num_rows, spec.vocab_size, GPU)
-    taken += table_bytes(settings, spec) + sum(table.nbytes for table in vars(counts).values())
+    taken += table_bytes(settings, spec, num_tokens) + sum(table.nbytes for table in vars(counts).values())
     page_bytes = page_size * (
-        num_layers * spec.item_bytes + (spec.num_index_layers * spec.index_item_bytes if not index else 0)
+        num_layers * spec.item_bytes
+        + entry_bytes(spec)
+        + (spec.num_index_layers * spec.index_item_bytes if not index else 0)
     )
     slack = memory.budget(0.5) - taken
     # Less than a page is left; an index pool of a given size may end in a part of a page, which is not made.
@@ -136,7 +145,35 @@ def test_tables_are_counted_as_they_are_made(min_split: int) -> None:
     owners = [hot, hot.state, hot.miss_plan, *(MissCopies(hot, 3).miss_plans if min_split else ())]
     values = [value for owner in owners for value in vars(owner).values()]
     made = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-    assert table_bytes(settings, spec) == made
+    assert table_bytes(settings, spec, 16) == made
+    demand = device_demand(settings, spec)
+    assert made == demand.fixed["per-request tables"] + 16 * entry_bytes(spec)
+    assert hot.state.hot_to_lookup.nbytes + hot.state.stamps.nbytes == (16 + 16) * entry_bytes(spec)
+
+
+def test_the_tables_of_entries_grow_with_the_device_pool_and_not_with_rows_or_hot_buffers() -> None:
+    """A device slot has a word of either table in each hot group; a row with a larger hot buffer only has the
+    ids of more pages."""
+
+    def sizes(**changes: Any) -> tuple[int, int]:
+        """Return the bytes of all tables, and of those of entries."""
+        fields = {"num_rows": 8, "buffer": 4096, "device": 6400, **changes}
+        spec = make_spec(context_length=163_840)
+        settings = decode(max_running_requests=fields["num_rows"], device_buffer_size=fields["buffer"])
+        state = HotBufferState.create(
+            spec.num_hot_groups, fields["num_rows"], spec.context_length, fields["buffer"], 64, 64,
+            fields["device"], GPU,
+        )  # fmt: skip
+        of_entries = state.hot_to_lookup.nbytes + state.stamps.nbytes
+        return table_bytes(settings, spec, fields["device"]), of_entries
+
+    num_groups = make_spec().num_hot_groups
+    all_bytes, entries_bytes = sizes()
+    assert entries_bytes == 8 * num_groups * 6464
+    assert sizes(num_rows=128)[1] == sizes(buffer=32_768)[1] == entries_bytes
+    assert sizes(buffer=32_768)[0] - all_bytes == 8 * 4 * (32_768 - 4096) // 64
+    added = 8 * num_groups * 6400
+    assert sizes(device=12_800) == (all_bytes + added, entries_bytes + added)
 
 
 def test_a_long_context_costs_a_row_page_ids_only() -> None:
@@ -146,13 +183,13 @@ def test_a_long_context_costs_a_row_page_ids_only() -> None:
         fields = {"num_rows": 128, "context": 163_840, "host": 1 << 20, **changes}
         spec = make_spec(context_length=fields["context"])
         return table_bytes(
-            decode(max_running_requests=fields["num_rows"], host_pool_tokens=fields["host"]), spec
+            decode(max_running_requests=fields["num_rows"], host_pool_tokens=fields["host"]), spec, 0
         )
 
     num_groups = make_spec().num_index_layers
     assert tables() - tables(context=81_920) == 128 * 16 * 81_920 // 64
     assert tables(host=2 << 20) - tables() == 2 * 4 * num_groups * (1 << 20)
-    assert (tables(num_rows=256) - tables()) / 128 < 3_000_000
+    assert (tables(num_rows=256) - tables()) / 128 < 150_000
 
 
 # --- a decode node's device pool --------------------------------------------------------------------------
@@ -163,9 +200,9 @@ def test_more_memory_or_a_larger_fraction_gives_more_tokens() -> None:
     sizes = [size_device_pool(decode(mem_fraction_static=f), spec, memory) for f in (0.6, 0.85, 0.95)]
     assert sizes == sorted(set(sizes))
     assert all(size % 64 == 0 for size in sizes)
-    # 0.85 * 140 - 60 - keys of 262144 tokens 1.97 - tables 0.61 - counts 0.03 - reserve 1.2 GiB,
-    # at 48068 bytes a token
-    assert sizes[1] == pytest.approx(1.2314e6, rel=0.001)
+    # 0.85 * 140 - 60 - keys of 262144 tokens 1.97 - tables 0.13 - counts 0.03 - reserve 1.2 GiB,
+    # at 48556 bytes a token
+    assert sizes[1] == pytest.approx(1.2300e6, rel=0.001)
 
 
 def test_the_index_pool_covers_host_and_device_tokens() -> None:
@@ -242,7 +279,10 @@ def test_at_least_one_hot_buffer_has_to_fit() -> None:
 def test_tables_and_reserve_have_room_for_drafts() -> None:
     spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 2), context_length=4096)
     plain, drafting = decode(), decode(speculative_num_steps=3)
-    assert table_bytes(drafting, spec) - table_bytes(plain, spec) >= plain.max_running_requests * 3 * 16 * 64
+    assert (
+        table_bytes(drafting, spec, 0) - table_bytes(plain, spec, 0)
+        >= plain.max_running_requests * 3 * 16 * 64
+    )
     per_row = (sizing.reserve_bytes(plain, spec) - (1 << 30)) // plain.max_running_requests
     drawn = 4 * spec.vocab_size + 2 * spec.hidden_size + 8  # as Forwards keeps them
     num_rows = 4 * drafting.max_running_requests

@@ -240,7 +240,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
                     hot = engine.tables.state.lookup_to_hot[group, looked_up[:num_written]]
                     is_hot = hot >= 0
                     assert is_hot[-1:].all()
-                    at = engine.tables.state.hot_slots[request.req_row][hot[is_hot]].long()
+                    at = engine.tables.state.entry_slots(request.req_row)[hot[is_hot]]
                     written = slots[:num_written][is_hot]
                     for layer in layers:
                         assert torch.equal(k_host[layer, written], k_dev[layer, at])

@@ -258,7 +258,7 @@ def test_hot_buffers_are_gone_through_while_they_are_used(node: EngineHarness) -
         answer = running(node, prompt, 200, 5)
         corruption = Corruption(node, "scrub")
         request = only_request(node)
-        slot = int(node.engine.tables.state.hot_slots[request.req_row, 11])
+        slot = int(node.engine.tables.state.entry_slots(request.req_row)[11])
         layer = node.engine.tables.spec.num_layers - 1
         flip(node, PoolKind.DEVICE, layer, slot)
         failure = node.failure_of(answer, status=500)

@@ -10,11 +10,12 @@ import torch
 from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import RowStart, swap_in
-from tests.unit.kernels.table_rules import check_consistency
+from tests.unit.kernels.table_rules import by_row, check_consistency
 
 NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, NUM_LOOKUP_SLOTS, ITEM_BYTES = 2, 24, 40, 48, 8
-HOT_SLOTS = [5, 9, 2, 11]
 PAGE_SIZE = 4
+HOT_PAGES, CAPACITY = [5], 4
+HOT_SLOTS = [20, 21, 22, 23]
 HOST_PAGES = [7, 3, 6, 2, 9]
 LOOKUP_PAGES = [4, 11, 0, 8, 5]
 HOST_SLOTS, LOOKUP_SLOTS = (
@@ -28,10 +29,11 @@ class Buffer:
     """One hisparse request of capacity 4 in row 1 whose 20 positions are on the host."""
 
     def __init__(self, max_new: int = 1) -> None:
-        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS, max_new=max_new)
-        self.state.assign_row(
-            ROW, torch.tensor(HOT_SLOTS), torch.tensor(HOST_PAGES), torch.tensor(LOOKUP_PAGES)
+        self.state = HotBufferState.create(
+            1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS, NUM_SLOTS, max_new=max_new
         )
+        pages = (torch.tensor(pages) for pages in (HOT_PAGES, HOST_PAGES, LOOKUP_PAGES))
+        self.state.assign_row(ROW, CAPACITY, *pages)
         generator = torch.Generator().manual_seed(1)
         self.k_host = torch.randint(
             0, 256, (NUM_LAYERS, NUM_HOST_SLOTS, ITEM_BYTES), dtype=torch.uint8, generator=generator
@@ -66,7 +68,8 @@ class Buffer:
         return RowStart(
             self.state,
             ROW,
-            hot_slots=torch.tensor(HOT_SLOTS),
+            capacity=CAPACITY,
+            hot_pages=torch.tensor(HOT_PAGES),
             host_pages=torch.tensor(HOST_PAGES[:num_pages]),
             lookup_pages=torch.tensor(LOOKUP_PAGES[:num_pages]),
             index_pages=torch.tensor([4, 1]),
@@ -84,7 +87,7 @@ class Buffer:
 
     def hot_positions(self, group: int = 0, row: int = ROW) -> list[int]:
         """Return the position at each hot_index, -1 where it is empty."""
-        slots: list[int] = self.state.hot_to_lookup[group, row].tolist()
+        slots: list[int] = by_row(self.state, self.state.hot_to_lookup)[group, row].tolist()
         return [LOOKUP_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
 
     def counters(self) -> list[int]:

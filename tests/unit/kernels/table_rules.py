@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ring_entries
 from hisparse_pd.kernels.reference import Table
+
+
+def by_row(state: HotBufferState, table: Tensor) -> Tensor:
+    """Return what a table by device slot has for each row's entries: [num_groups, num_rows, max_capacity] on
+    the CPU, ABSENT behind the row's pages."""
+    return torch.stack([table[:, state.entry_slots(row)].cpu() for row in range(state.num_rows)], dim=1)
 
 
 def check_consistency(
@@ -26,8 +34,10 @@ def check_consistency(
         raise RuntimeError(f"lookup page {int(page_ids[1:][is_again][0])} is in more than one place")
     if not np.array_equal(lookup_pages == ABSENT, state.host_pages.cpu().numpy() == ABSENT):
         raise RuntimeError("a page has a host page and no lookup page, or the other way round")
+    _check_device_pages(state, capacities)
+    of_entries = by_row(state, state.hot_to_lookup), by_row(state, state.stamps)
     for group in range(state.num_groups):
-        tables = (state.lookup_to_hot, state.hot_to_lookup, state.stamps, state.step)
+        tables = (state.lookup_to_hot, *of_entries, state.step)
         forward, backward, stamps, steps = (table[group].cpu().numpy() for table in tables)
         num_hot, num_used = np.count_nonzero(forward != ABSENT), np.count_nonzero(backward != ABSENT)
         is_empty = ((backward == ABSENT) & (stamps == ABSENT)).all(1)
@@ -40,6 +50,25 @@ def check_consistency(
             _check_row(state, where, capacity, forward, *of_row, lookup_pages[row], newest)
         if num_hot != num_used:
             raise RuntimeError(f"group {group}: {num_hot} hot lookup slots, {num_used} used entries")
+
+
+def _check_device_pages(state: HotBufferState, capacities: list[int]) -> None:
+    """Verify that a device page is in one place at most, and that slots that are no entry of a row have no
+    words. Rows whose pages are being filled have both a hot buffer and pages."""
+    page_ids = torch.cat((state.hot_pages.flatten(), state.page_table.flatten().unique())).cpu()
+    page_ids = page_ids[page_ids != ABSENT].sort().values
+    is_again = page_ids[1:] == page_ids[:-1]
+    if is_again.any():
+        raise RuntimeError(f"device page {int(page_ids[1:][is_again][0])} is in more than one place")
+    is_entry = torch.zeros(state.hot_to_lookup.shape[1], dtype=torch.bool)
+    for row, capacity in enumerate(capacities):
+        is_entry[state.entry_slots(row)[:capacity].cpu()] = True
+    if is_entry[state.num_device_slots :].any():
+        raise RuntimeError("the unused page has an entry: a row lacks a page of its hot buffer")
+    for table in (state.hot_to_lookup, state.stamps):
+        is_stray = (table.cpu() != ABSENT).any(0) & ~is_entry
+        if is_stray.any():
+            raise RuntimeError(f"device slot {int(is_stray.nonzero()[0])} is no entry and has a word")
 
 
 def _check_row(

@@ -48,14 +48,15 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
 
     monkeypatch.setattr(torch, "empty", pinned)
     launches = record_launches(monkeypatch)
-    state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048)
+    state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048, 2048)
     pool = torch.zeros((NUM_GROUPS, 2048, 8), dtype=torch.uint8)
     hints = [np.arange(group, group + 100, dtype=np.int32) for group in range(NUM_GROUPS)]
     num_pages = -(-num_tokens // PAGE_SIZE)
     cuda.start_row(
         state,
         1,
-        torch.arange(capacity),
+        capacity,
+        torch.arange(-(-capacity // PAGE_SIZE)) + 5,
         torch.arange(num_pages) + 3,
         torch.arange(num_pages) + 1,
         torch.arange(2) + 7,
@@ -96,10 +97,11 @@ def test_a_row_of_many_groups_is_one_copy_and_one_launch(monkeypatch: pytest.Mon
     ((name, parameters),) = launches
     assert name == "fill_row"
     (numbers,) = staged
-    parts = (90, 15, 15, 2, 3 * NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * 89)
+    parts = (2, 15, 15, 2, 3 * NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * 89)
     assert numbers.shape == (sum(parts),)
-    hot_slots, host_pages, lookup_pages, index_pages, layers, num_warm, positions = numbers.split(parts)
-    assert hot_slots.tolist() == list(range(90))
+    hot_pages, host_pages, lookup_pages, index_pages, layers, num_warm, positions = numbers.split(parts)
+    assert hot_pages.tolist() == [5, 6]
+    assert parameters["num_entries"] == 90
     assert host_pages.tolist() == list(range(3, 18))
     assert lookup_pages.tolist() == list(range(1, 16))
     assert index_pages.tolist() == [7, 8]

@@ -44,7 +44,7 @@ class Row:
         positions = torch.arange(NUM_TOKENS)
         items = self.host[:, self.slots("host_pages")]
         store_row_checks(checks, self.slots("index_pages"), items, positions, positions, range(NUM_LAYERS))
-        self.state = HotBufferState.create(1, 3, NUM_SLOTS, 32, PAGE, NUM_SLOTS, row_checks=checks)
+        self.state = HotBufferState.create(1, 3, NUM_SLOTS, 32, PAGE, NUM_SLOTS, NUM_SLOTS, row_checks=checks)
 
     def slots(self, name: str) -> Tensor:
         pages: Tensor = self.arguments[name]

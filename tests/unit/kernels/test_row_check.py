@@ -142,7 +142,7 @@ class Dense:
     def __init__(self) -> None:
         self.pool = random_items(2 * 20, 24).view(2, 20, 24)
         self.row_checks = torch.zeros((2, 20), dtype=torch.int32)
-        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, 20, row_checks=self.row_checks)
+        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, 20, 20, row_checks=self.row_checks)
         self.slots = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 16, 17])
         self.positions = torch.arange(10)
         self.state.set_pages(ROW, 0, torch.tensor([3, 1, 4]))
@@ -212,6 +212,6 @@ def test_pages_with_a_wrong_item() -> None:
 
 
 def test_without_checks_nothing_can_be_compared() -> None:
-    state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, 20)
+    state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, 20, 20)
     with pytest.raises(KernelArgumentError, match="row_checks: expected a tensor, got None"):
         state.require_row_checks()

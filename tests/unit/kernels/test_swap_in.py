@@ -18,10 +18,13 @@ from hisparse_pd.kernels.swap_in import (
     swap_in,
 )
 from tests.unit.kernels.one_buffer import (
+    CAPACITY,
     HOST_PAGES,
+    HOT_PAGES,
     HOT_SLOTS,
     LOOKUP_PAGES,
     NUM_LOOKUP_SLOTS,
+    NUM_SLOTS,
     PAGE_SIZE,
     ROW,
     Buffer,
@@ -89,7 +92,8 @@ def test_a_started_row_has_all_its_tables() -> None:
     assert buffer.state.host_pages[ROW].tolist() == HOST_PAGES
     assert buffer.state.lookup_pages[ROW].tolist() == LOOKUP_PAGES
     assert buffer.state.index_pages[ROW].tolist() == [4, 1, 0, 0, 0]
-    assert buffer.state.capacity.tolist() == [0, 4, 0]
+    assert buffer.state.capacity.tolist() == [0, CAPACITY, 0]
+    assert buffer.state.hot_pages.tolist() == [[-1, -1], [*HOT_PAGES, -1], [-1, -1]]
     buffer.state.set_index_pages(ROW, 2, torch.tensor([8]))
     start_dense_row(buffer.state, 0, pages=torch.tensor([5, 3]), index_pages=torch.tensor([6]))
     assert buffer.state.page_table[0].tolist() == [5, 3, -1, -1, -1]
@@ -104,11 +108,11 @@ def test_a_started_row_has_all_its_tables() -> None:
 @pytest.mark.I2
 def test_reset_row_forgets_everything() -> None:
     buffer = Buffer()
-    empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS)
+    empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS, NUM_SLOTS)
     buffer.start(10, [7, 3, 1])
     buffer.swap_in(11, [1, 2, 3, 4])
     buffer.state.reset_row(ROW)
-    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_slots", "capacity", "page_table",
+    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_pages", "capacity", "page_table",
                  "host_pages", "lookup_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
 
@@ -151,28 +155,34 @@ def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPa
         "req_rows: expected distinct rows, got [1, 1]"
     )
     with pytest.raises(KernelArgumentError, match="capacity: expected a value in"):
-        buffer.state.assign_row(0, torch.arange(7), torch.arange(3), torch.arange(3))
+        buffer.state.assign_row(0, 7, torch.arange(2), torch.arange(3), torch.arange(3))
+    with pytest.raises(KernelArgumentError, match=r"hot_pages: expected shape \[2\], got \[1\]"):
+        buffer.state.assign_row(0, 5, torch.arange(1), torch.arange(3), torch.arange(3))
+    with pytest.raises(KernelArgumentError, match=r"hot_pages highest: expected a value in \[0, 6\), got 6"):
+        buffer.state.assign_row(0, 5, torch.tensor([0, 6]), torch.arange(3), torch.arange(3))
     with pytest.raises(
         KernelArgumentError, match=r"lookup_pages highest: expected a value in \[0, 12\), got 12"
     ):
-        buffer.state.assign_row(0, torch.arange(3), torch.tensor([0, 9]), torch.tensor([0, 12]))
+        buffer.state.assign_row(0, 3, torch.arange(1), torch.tensor([0, 9]), torch.tensor([0, 12]))
     monkeypatch.setattr("tests.unit.kernels.one_buffer.HOST_PAGES", [7, 3, 6, 2, 10])
     with pytest.raises(
         KernelArgumentError, match=r"host_pages highest: expected a value in \[0, 10\), got 10"
     ):
         buffer.start(3, [])
     with pytest.raises(KernelArgumentError, match="lookup_pages: expected shape"):
-        buffer.state.assign_row(0, torch.arange(3), torch.arange(2), torch.arange(3))
+        buffer.state.assign_row(0, 3, torch.arange(1), torch.arange(2), torch.arange(3))
     with pytest.raises(
         KernelArgumentError, match=r"number of host_pages: expected a value in \[0, 6\), got 6"
     ):
-        buffer.state.assign_row(0, torch.arange(3), torch.arange(6), torch.arange(6))
+        buffer.state.assign_row(0, 3, torch.arange(1), torch.arange(6), torch.arange(6))
     with pytest.raises(KernelArgumentError, match="num_lookup_slots: expected whole pages of 4, got 42"):
-        HotBufferState.create(1, 3, 20, 6, 4, 42)
+        HotBufferState.create(1, 3, 20, 6, 4, 42, 24)
+    with pytest.raises(KernelArgumentError, match="num_device_slots: expected whole pages of 4, got 23"):
+        HotBufferState.create(1, 3, 20, 6, 4, 40, 23)
 
 
 def test_other_devices_are_refused_by_name() -> None:
-    state = HotBufferState.create(1, 1, 4, 2, 4, 4, device="meta")
+    state = HotBufferState.create(1, 1, 4, 2, 4, 4, 4, device="meta")
     ones = torch.ones(1, dtype=torch.int32, device="meta")
     with pytest.raises(KernelUnavailableError, match=r"newest_slots: no kernel for device 'meta'.*'cpu'"):
         newest_slots(StepRequests(state, ones, ones, ones))

@@ -12,7 +12,15 @@ from torch import Tensor
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
 from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, swap_in
-from tests.unit.kernels.one_buffer import HOST_PAGES, HOT_SLOTS, LOOKUP_PAGES, ROW, Buffer
+from tests.unit.kernels.one_buffer import (
+    CAPACITY,
+    HOST_PAGES,
+    HOT_PAGES,
+    HOT_SLOTS,
+    LOOKUP_PAGES,
+    ROW,
+    Buffer,
+)
 from tests.unit.kernels.table_rules import check_consistency
 
 MAX_NEW = 2
@@ -24,7 +32,7 @@ class Drafting(Buffer):
     def __init__(self, num_pages: int = 5) -> None:
         super().__init__(MAX_NEW)
         pages = torch.tensor(HOST_PAGES[:num_pages]), torch.tensor(LOOKUP_PAGES[:num_pages])
-        self.state.assign_row(ROW, torch.tensor(HOT_SLOTS), *pages)
+        self.state.assign_row(ROW, CAPACITY, torch.tensor(HOT_PAGES), *pages)
 
     def make_dense(self, pages: Tensor) -> None:
         self.state.reset_row(ROW)
@@ -102,6 +110,6 @@ def test_errors_of_several_positions() -> None:
     ):
         buffer.back_up(8, 3)
     with pytest.raises(KernelArgumentError, match=r"capacity: expected a value in \[2, 7\), got 1"):
-        buffer.state.assign_row(0, torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
+        buffer.state.assign_row(0, 1, torch.tensor([1]), torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(KernelArgumentError, match=r"max_new: expected a value in \[1, 5\), got 5"):
-        HotBufferState.create(1, 1, 20, 6, 4, 40, max_new=5)
+        HotBufferState.create(1, 1, 20, 6, 4, 40, 40, max_new=5)
