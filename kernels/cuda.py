@@ -227,30 +227,6 @@ def replay_misses(
         page_size, max_new = state.page_size, state.max_new  # those of fill_row, which is compiled
         if state.row_checks is not None:
             parameters["checks"] = checks_of(state, ReadAt.SWAP_IN)
-    _copy_planned(miss_plan, parameters, max_blocks, page_size, max_new)
-
-
-def write_back(miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int | None) -> None:
-    """See ``kernels.swap_in.write_back``: a launch of ``copy_planned`` in which the pools change roles."""
-    parameters = np.zeros((), COPY)
-    host_slots, device_slots, *others = plan_of(miss_plan)
-    parameters["plan"] = device_slots, host_slots, *others
-    pool, parameters["layer"] = pool_of(pools), layer
-    swapped = pool.copy()
-    for name in ("", "_layer_bytes", "_slot_bytes"):
-        swapped[f"host{name}"], swapped[f"dev{name}"] = pool[f"dev{name}"], pool[f"host{name}"]
-    parameters["pool"] = swapped
-    _copy_planned(miss_plan, parameters, max_blocks)
-
-
-def _copy_planned(
-    miss_plan: MissPlan,
-    parameters: npt.NDArray[Any],
-    max_blocks: int | None,
-    page_size: int = ANY_PAGE_SIZE,
-    max_new: int = 1,
-) -> None:
-    """Launch ``copy_planned`` with the values of a COPY."""
     if miss_plan.max_misses == 0:
         return
     device, is_wide_pool = miss_plan.num_misses.device, is_wide(parameters["pool"])

@@ -4,7 +4,7 @@ These are the functions that the decode node calls. When a request starts, ``Row
 fills its row of the tables (``hot_state.py``). Each forward of a step then calls ``newest_slots`` once,
 ``swap_in`` or ``plan_misses`` in the first layer of every index group, and ``replay_misses`` in the group's
 other layers. ``backup_newest`` follows once the last layer has written its items and, with drafts, once it
-is known which are accepted. ``write_back`` is for whole pages that leave the device.
+is known which are accepted.
 
 Every check that needs no synchronisation is made here. Then the device of the state's tables decides: ``cpu``
 runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools must be pinned or
@@ -160,25 +160,6 @@ def replay_misses(
         *(getattr(miss_plan, name)[:num_misses].numpy().astype(np.int64) for name in reference.Copies._fields)
     )
     reference.copy_items(pools, layer, copies, state, ReadAt.SWAP_IN)
-
-
-def write_back(
-    miss_plan: MissPlan, layer: int, k_host: Tensor, k_dev: Tensor, max_blocks: int | None = None
-) -> None:
-    """Copy the items of ``miss_plan`` in one layer the other way: from its device slots to its host slots.
-    ``max_blocks``: see ``replay_misses``."""
-    pools = _check_pools(k_host, k_dev, None)
-    check_range("layer", layer, 0, k_dev.shape[0])
-    if max_blocks is not None:
-        check_at_least("max_blocks", max_blocks, 1)
-    if (cuda := _cuda_kernels("write_back", miss_plan.num_misses.device)) is not None:
-        cuda.write_back(miss_plan, layer, pools, max_blocks)
-        return
-    num_items = int(miss_plan.num_misses)
-    host_slots, device_slots = (
-        slots[:num_items].numpy() for slots in (miss_plan.src_host_slots, miss_plan.dst_device_slots)
-    )
-    k_host[layer].numpy()[host_slots] = k_dev[layer].numpy()[device_slots]
 
 
 class RowStart:

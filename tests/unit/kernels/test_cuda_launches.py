@@ -11,7 +11,6 @@ import torch
 
 from hisparse_pd.kernels import cuda, cuda_params
 from hisparse_pd.kernels.hot_state import HotBufferState
-from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import Pools
 from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
@@ -65,31 +64,6 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         Pools(pool, pool),
     )
     return launches, staged
-
-
-def test_a_plan_is_copied_back_by_the_same_kernel_with_the_pools_in_each_others_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launches = record_launches(monkeypatch)
-    plan = MissPlan.of_slots(np.array([5, 3, 9]), np.array([0, 1, 2]), torch.device("cpu"))
-    pools = Pools(*(torch.zeros((2, num_slots, 16), dtype=torch.uint8) for num_slots in (10, 4)))
-    cuda.replay_misses(plan, 1, pools, 12, None)
-    cuda.write_back(plan, 1, pools, 12)
-    (name, there), (other_name, back) = launches
-    assert name == other_name == "copy_planned"
-    assert (there["layer"], back["layer"]) == (1, 1)
-    there_pool, back_pool = there["pool"], back["pool"]
-    for part in ("", "_layer_bytes", "_slot_bytes"):
-        assert there_pool[f"host{part}"] == back_pool[f"dev{part}"]
-        assert there_pool[f"dev{part}"] == back_pool[f"host{part}"]
-    assert there_pool["host_layer_bytes"] != there_pool["dev_layer_bytes"]
-    assert (
-        there["plan"]["src_host_slots"] == back["plan"]["dst_device_slots"] == plan.src_host_slots.data_ptr()
-    )
-    assert there["plan"]["dst_device_slots"] == back["plan"]["src_host_slots"]
-    assert there["plan"]["num_misses"] == back["plan"]["num_misses"]
-    for part in ("item_bytes", "vector_bytes"):
-        assert there_pool[part] == back_pool[part] == 16
 
 
 def test_a_row_of_many_groups_is_one_copy_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ from torch import Tensor
 from hisparse_pd.kernels import page_fill
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState
-from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.page_fill import PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
-from hisparse_pd.kernels.swap_in import write_back
 
 PAGE, ITEM_BYTES, NUM_LAYERS, NUM_SLOTS = 16, 12, 3, 640
 NUM_TOKENS, NUM_PAGES = 150, 10
@@ -135,19 +133,3 @@ def test_wrong_arguments_change_nothing(changes: Mapping[str, Any], message: str
     assert (row.state.page_table == ABSENT).all()
     assert (row.state.host_pages == ABSENT).all()
     assert (row.dev == 0).all()
-
-
-def test_items_go_back_to_the_host_slots_of_their_plan() -> None:
-    generator = torch.Generator().manual_seed(4)
-    shape = NUM_LAYERS, NUM_SLOTS, ITEM_BYTES
-    host, dev = (torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for _ in range(2))
-    was = host.clone()
-    host_slots, device_slots = (torch.randperm(NUM_SLOTS, generator=generator)[:50] for _ in range(2))
-    plan = MissPlan.of_slots(host_slots.numpy(), device_slots.numpy(), torch.device("cpu"))
-    write_back(plan, 1, host, dev)
-    was[1, host_slots] = dev[1, device_slots]
-    assert torch.equal(host, was)
-    with pytest.raises(KernelArgumentError, match="layer"):
-        write_back(plan, NUM_LAYERS, host, dev)
-    with pytest.raises(KernelArgumentError, match="max_blocks"):
-        write_back(plan, 1, host, dev, 0)
