@@ -357,8 +357,11 @@ class History:
 
     def resize(self) -> None:
         """Give one request a hot buffer of another size, and check that the CPU does the same. The slots that
-        it gives up are lost at once, as if another request had them."""
-        hisparse = [row for row, request in self.requests.items() if request.capacity]
+        it gives up are lost at once, as if another request had them. Requests that have found a wrong row
+        since the last step are left out: they end behind the next one."""
+        flags = self.state.error_flags.cpu()
+        right = [row for row in self.requests if not flags[row] & HotBufferError.WRONG_ROW]
+        hisparse = [row for row in right if self.requests[row].capacity]
         if not hisparse:
             return
         row, capacity = self.random.choice(hisparse), self.random.choice(self.capacities)
