@@ -121,8 +121,9 @@ def check_size(name: str, value: Raw) -> None:
 def check_text(body: bytes) -> None:
     """Raise ApiError for a body that is not UTF-8, or nested more deeply than ``check_nesting`` allows."""
     try:
-        with taking_interpreter(len(body)):
-            body.decode()
+        if not body.isascii():  # finding that out makes no copy
+            with taking_interpreter(len(body)):
+                body.decode()
         with taking_interpreter(len(body)):
             check_nesting(body)
     except UnicodeDecodeError as error:
