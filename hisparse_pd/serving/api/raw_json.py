@@ -1,7 +1,8 @@
 """Splits, checks and decodes clients' JSON in bounded pieces, since the decoder lets no other thread run.
 
 Readers of bodies keep large fields as ``Raw`` (undecoded JSON) and take them apart with these functions.
-Large calls are made within ``taking_interpreter``: one at a time, with a pause for other threads after each.
+Large calls are made within ``taking_interpreter``: one at a time, with a pause for other threads after long
+ones.
 """
 
 from __future__ import annotations
