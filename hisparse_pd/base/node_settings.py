@@ -7,6 +7,7 @@ each of its engines gets a copy for its rank (``of_rank``).
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -279,8 +280,10 @@ class NodeSettings(HttpSettings, TransportSettings):
         """Settings that must be the same on every machine of a node, by name."""
         return self.model_dump(mode="json", exclude=_PER_MACHINE)
 
-    @property
+    @cached_property
     def model_name(self) -> str:
+        """Name of the model in the API. Looked up once: a link in ``model_path`` costs system calls, and may
+        point elsewhere later, while the node serves what it has loaded."""
         return self.served_model_name or self.model_path.resolve().name
 
     @property

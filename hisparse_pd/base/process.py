@@ -25,6 +25,9 @@ thread of GNU's OpenMP, which torch uses, would spin for some 10 ms and keep a c
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Variables by which an operator chooses how long OpenMP's threads spin."""
 
+SWITCH_SECS = 0.0005
+"""Time for which a thread keeps the interpreter while another one waits for it (``share_interpreter``)."""
+
 _STDERR = 2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -42,12 +45,12 @@ def occupy_standard_streams() -> None:
 
 
 def share_interpreter() -> None:
-    """Hand the interpreter to a thread that waits for it within 0.5 ms, in this process from now on.
+    """Hand the interpreter to a thread that waits for it within SWITCH_SECS, in this process from now on.
 
     For loops with threads beside them: a loop gives the interpreter up in each system call and each larger
     call of numpy, and would then wait for Python's 5 ms while a thread computes.
     """
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_SECS)
 
 
 def setup_logging(level: str, name: str) -> None:

@@ -41,6 +41,22 @@ def test_every_field_explains_itself(model: type[BaseModel]) -> None:
             assert "bytes" in field.description, name
 
 
+def test_the_models_name_is_that_of_the_directory_when_the_node_began(tmp_path: Path) -> None:
+    """A link may point to another checkpoint while the node serves the one that it has loaded."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "model"
+    link.symlink_to("first")
+    settings = DecodeSettings(model_path=link)
+    named = DecodeSettings(model_path=link, served_model_name="named")
+    assert (settings.model_name, named.model_name) == ("first", "named")
+    link.unlink()
+    link.symlink_to("second")
+    assert (settings.model_name, named.model_name) == ("first", "named")
+    assert settings == DecodeSettings(model_path=link)
+    assert DecodeSettings(model_path=link).model_name == "second"
+
+
 @pytest.mark.parametrize("suffix", [".toml", ".yaml", ".yml"])
 def test_a_file_may_use_dashes_or_underscores(tmp_path: Path, suffix: str) -> None:
     mark = "=" if suffix == ".toml" else ":"

@@ -35,8 +35,9 @@ therefore written as an escape and a code point from this one on (``_escaped_sin
 
 _STAND_INS = range(0x3400, 0x4DC0)
 """Code points of stand-ins: rare ideographs, which count as letters and which Python prints unescaped."""
-_ANY_STAND_IN = re.compile(r"[\u3400-\u4dbf]|\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
-"""A pattern for stand-ins, as characters or as escapes in ASCII JSON."""
+_STAND_IN_CHARS = re.compile(r"[\u3400-\u4dbf]")
+_STAND_IN_ESCAPES = re.compile(r"\\u(?:3[4-9a-f]|4[0-9a-d])[0-9a-f]{2}")
+"""Patterns for stand-ins, as characters and as escapes in ASCII JSON. One for both would take longer."""
 
 
 class StandIns:
@@ -46,7 +47,7 @@ class StandIns:
         """``places`` has, for each string to change, the indexes of the characters to replace. Raises
         ApiError 400 if ``strings`` and ``template`` contain so many of _STAND_INS that too few are free."""
         characters = sorted({text[place] for text, found in places.items() for place in found})
-        taken = {found for text in (*strings, template) for found in _ANY_STAND_IN.findall(text)}
+        taken = {found for text in (*strings, template) for found in _stand_ins_in(text)}
         free = (code for code in _STAND_INS if chr(code) not in taken and _in_ascii(code) not in taken)
         self._codes = dict(zip(characters, free, strict=False))
         if len(self._codes) < len(characters):
@@ -61,10 +62,12 @@ class StandIns:
 
     def insert(self, text: str, places: Iterable[int]) -> str:
         """Return ``text`` with stand-ins at ``places``."""
-        characters = list(text)
-        for place in places:
-            characters[place] = chr(self._codes[text[place]])
-        return "".join(characters)
+        parts: list[str] = []
+        end = 0
+        for place in sorted(set(places)):
+            parts += (text[end:place], chr(self._codes[text[place]]))
+            end = place + 1
+        return "".join((*parts, text[end:]))
 
     def replace_in(self, value: Any) -> Any:
         """Return a JSON value with stand-ins in its strings and names, as the template gets it."""
@@ -85,6 +88,11 @@ class StandIns:
             for stand_in in (chr(code), _in_ascii(code)):
                 text = text.replace(stand_in, write(character))
         return text
+
+
+def _stand_ins_in(text: str) -> list[str]:
+    characters = [] if text.isascii() else _STAND_IN_CHARS.findall(text)
+    return characters + _STAND_IN_ESCAPES.findall(text)
 
 
 def _in_ascii(code: int) -> str:

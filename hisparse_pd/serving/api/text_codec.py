@@ -17,6 +17,7 @@ import jinja2
 
 from hisparse_pd.base.vocabulary import CheckpointError
 from hisparse_pd.engine.messages import pack_token_ids, unpack_token_ids
+from hisparse_pd.protocol.messages import TOKEN_BYTES
 from hisparse_pd.serving.api.chat_format import (
     THINK,
     THINK_MARKS,
@@ -352,11 +353,11 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 def _num_chars(prompt: Prompt) -> int:
     """Return a prompt's length for the sizes of batches: characters, plus more for a conversation's template.
 
-    Token ids are only checked, so 16 of them count as one character.
+    Token ids are only checked, so 1,024 of them count as one character.
     """
     match prompt:
         case bytes():
-            return len(prompt) // 64 + 1  # 4 bytes an id
+            return len(prompt) // (1024 * TOKEN_BYTES) + 1
         case str():
             return len(prompt)
         case ChatPrompt():

@@ -9,15 +9,17 @@ interpreter. Calls that keep it are wrapped in ``taking_interpreter``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from hisparse_pd.base.process import share_interpreter
+from hisparse_pd.base.process import SWITCH_SECS, share_interpreter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,10 +35,14 @@ _MAX_PARSING_SECS = 0.02
 _MAX_PAUSE_SECS = 0.25
 """Longest time in which no further large call begins, after one that kept the interpreter."""
 
+_PAUSE_TURNS = 10
+"""Turns of the loop after which the next large call begins even earlier. The loop needs the interpreter some
+ten times to answer a request."""
+
 
 class _Thread(threading.local):
-    is_beside_loop = False
-    """Whether this is one of the executor's threads."""
+    loop: asyncio.AbstractEventLoop | None = None
+    """The loop beside which one of the executor's threads works now; None in every other thread."""
 
 
 _thread = _Thread()
@@ -55,12 +61,7 @@ class _LargeCalls:
 _large_calls = _LargeCalls()
 
 
-def _begin_thread() -> None:
-    _thread.is_beside_loop = True
-    share_interpreter()
-
-
-_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_begin_thread)
+_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=share_interpreter)
 
 
 async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -68,8 +69,13 @@ async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
     If the caller is cancelled before ``function`` has begun, ``function`` does not run.
     """
-    future = _executor.submit(function, *args, **kwargs)
-    return await asyncio.wrap_future(future)
+    work = partial(function, *args, **kwargs)
+    return await asyncio.wrap_future(_executor.submit(_work_beside, asyncio.get_running_loop(), work))
+
+
+def _work_beside(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
+    _thread.loop = loop
+    return work()
 
 
 async def parse_body(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -116,19 +122,43 @@ _turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 def taking_interpreter(num_bytes: int) -> Iterator[None]:
     """Wrap a call over ``num_bytes`` that keeps the interpreter, so that no other thread runs meanwhile.
 
-    Large calls in threads are made one at a time, and after each none begins for as long as it took, so that
-    the loop gets the interpreter, which it needs some ten times to answer a request. What a request's last
-    call found does not wait for that.
+    Large calls in threads are made one at a time. After each none begins until the loop has made
+    ``_PAUSE_TURNS`` turns, in each of which it takes in what has come for it, or for as long as the call
+    took, if that is shorter. What a request's last call found does not wait for that. A call that is no
+    longer than a thread's turn of the interpreter is like any other code, and nothing waits after it.
     """
-    if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
+    loop = _thread.loop
+    if num_bytes <= _INLINE_BODY_BYTES or loop is None:
         yield
         return
     with _large_calls.lock:
         if (pause_secs := _large_calls.next_at - time.monotonic()) > 0:
-            time.sleep(pause_secs)
+            _await_turns(loop, pause_secs)
         began = time.monotonic()
         try:
             yield
         finally:
             ended = time.monotonic()
-            _large_calls.next_at = ended + min(ended - began, _MAX_PAUSE_SECS)
+            took = ended - began
+            _large_calls.next_at = ended + (min(took, _MAX_PAUSE_SECS) if took > SWITCH_SECS else 0.0)
+
+
+def _await_turns(loop: asyncio.AbstractEventLoop, max_secs: float) -> None:
+    """Wait in a thread until ``loop`` has made ``_PAUSE_TURNS`` turns, ``max_secs`` at most."""
+    is_over = threading.Event()
+    num_begun = itertools.count()
+
+    def turn() -> None:
+        if is_over.is_set():
+            return
+        if next(num_begun) == _PAUSE_TURNS:  # one more than have been made from beginning to end
+            is_over.set()
+        else:
+            loop.call_soon(turn)
+
+    try:
+        loop.call_soon_threadsafe(turn)
+    except RuntimeError:
+        return  # the loop is closed, and needs nothing
+    is_over.wait(max_secs)
+    is_over.set()

@@ -93,7 +93,7 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
         assert caught.value.param == "prompt[45000]"
         assert caught.value.message.startswith(f"prompt[45000]: {shown} must be")
     with pytest.raises(ApiError, match="prompt: must have nothing but token ids"):
-        packed([0, *[[1, 2, 3]] * 60_000])
+        packed([0, [1, 2, 3] * 60_000])  # the first piece ends within an entry
 
 
 @pytest.mark.I7

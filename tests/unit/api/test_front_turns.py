@@ -27,6 +27,7 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     ToEngine,
     Tokens,
+    pack_token_ids,
     unpack_token_ids,
 )
 from hisparse_pd.serving.api import token_lists
@@ -117,6 +118,10 @@ def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("hisparse_pd.serving.api.text_codec.off_loop", unreachable)
     assert asyncio.run(CODEC.encode(["ab", "c"], ["x", "y"], 100)) == (b"a\0\0\0b\0\0\0", b"c\0\0\0")
+    ids = pack_token_ids([1]) * (1 << 20)
+    assert asyncio.run(CODEC.encode([ids, ids], ["x", "y"], 100)) == (ids, ids)  # checks take 1 ms
+    with pytest.raises(AssertionError, match="a thread for"):
+        asyncio.run(CODEC.encode([ids] * 4, ["x"] * 4, 100))
 
 
 LONG_CALL = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"text": "a" * 5000})}}

@@ -59,6 +59,7 @@ def test_the_bound_is_well_under_the_interpreters() -> None:
     st.integers(1, 9),
 )
 @example(['\\"[[[[', "\\\\", [[]]], 3)
+@example(["\\" * 5 + '"[[[[', [["\\" * 4]]], 2)
 def test_brackets_in_strings_are_no_levels(value: Any, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "CHUNK_BYTES", chunk_bytes)
