@@ -52,7 +52,7 @@ class Node:
 
     @property
     def tier(self) -> StoreTier:
-        tier = self.engine.life.tier.store_tier
+        tier = self.engine.life.pages.tier.store_tier
         assert tier is not None
         return tier
 
@@ -146,7 +146,7 @@ def node(start: Start, store: MemoryStore) -> Iterator[Node]:
     yield node
     store.goes_on.set()
     node.engine.close()
-    assert node.engine.life.tier.store_tier is not None
+    assert node.engine.life.pages.tier.store_tier is not None
 
 
 def names(node: Node, tokens: Sequence[int]) -> list[str]:
@@ -295,8 +295,8 @@ def test_slots_of_a_failed_read_are_not_used_until_nothing_can_land(
     assert node.deliver(prompt(11, 150)) == 0
     assert (node.tier.num_failures["get"], node.tier.num_quarantined) == (1, 1)
     life = node.engine.life
-    assert life.pools.used(Stage.QUARANTINED).host == 144
-    assert (life.pools.free + life.prefixes.unused).host == life.pools.totals.host - 144
+    assert life.pages.pools.used(Stage.QUARANTINED).host == 144
+    assert (life.pages.pools.free + life.pages.prefixes.unused).host == life.pages.pools.totals.host - 144
     node.tier._clock = lambda: time.monotonic() + QUARANTINE_SECS
     node.engine.wait_until(lambda: node.tier.num_quarantined == 0, "the slots to be free")
 
@@ -377,7 +377,7 @@ def test_a_page_that_was_not_verified_yet_is_not_held_against_its_memory(
     for seed in (21, 22):
         second.deliver(prompt(seed, 150))
     keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
-    found = second.engine.life.prefixes.find(keys, HOST_POOLS)
+    found = second.engine.life.pages.prefixes.find(keys, HOST_POOLS)
     pages = second.engine.engine._host_pages
     assert found is not None
     assert pages is not None
