@@ -16,7 +16,7 @@ import torch
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
-from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
+from hisparse_pd.engine.messages import ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.prefill_node import host_pages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
@@ -247,8 +247,9 @@ def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: Decod
         deliver(engine, peer, next_room(), tokens)
         assert num_found(engine, tokens, CACHE_POOLS) == 128
         assert engine.life.pages.tier.num_copies == 1
-        engine.send(FlushCache())
-        engine.wait_until(lambda: num_found(engine, tokens, CACHE_POOLS) == 0, "the cache to be empty")
+        engine.wait_until_idle()
+        engine.flush()
+    assert num_found(engine, tokens, CACHE_POOLS) == 0
     assert num_found(engine, tokens, HOST_POOLS) == 0
 
 
@@ -257,6 +258,6 @@ def test_flushing_empties_main_memory_too(engine: EngineThread, peer: DecodePeer
     deliver(engine, peer, next_room(), tokens)
     assert num_found(engine, tokens, HOST_POOLS) == 128
     engine.wait_until_idle()
-    engine.send(FlushCache())
-    engine.wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the cache to be empty")
+    engine.flush()
+    assert num_found(engine, tokens, HOST_POOLS) == 0
     assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0

@@ -10,7 +10,6 @@ import pytest
 
 from hisparse_pd.base.kv_events_config import KvEventsConfig
 from hisparse_pd.core.paging.prompt_keys import root_of
-from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.prefill_node import decode_tier
 from hisparse_pd.protocol.messages import Extent, HeldKv
 from tests.event_follower import Blocks, blocks_of
@@ -82,7 +81,8 @@ def test_prompts_come_go_and_come_back(
     deliver(engine, peer, next_room(), tokens)
     assert engine.life.pages.tier.num_fetched_tokens > num_fetched
     assert check(engine, config)["GPU"] >= blocks["GPU"]
-    engine.send(FlushCache())
+    engine.wait_until_idle()
+    engine.flush()
     wait_until(lambda: not any(check(engine, config).values()))
 
 

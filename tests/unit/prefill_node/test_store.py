@@ -20,7 +20,7 @@ import pytest
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
-from hisparse_pd.engine.messages import FlushCache, pack_token_ids
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.host_tier import HOST_POOLS
 from hisparse_pd.prefill_node.page_objects import LAYOUT, namespace_of
 from hisparse_pd.prefill_node.store_tier import QUARANTINE_SECS, StoreTier
@@ -69,8 +69,7 @@ class Node:
         self.engine.wait_until(
             lambda: self.tier.num_landing + self.tier.num_queued_pages == 0, "the store's threads"
         )
-        self.engine.send(FlushCache())
-        self.engine.wait_until(lambda: self.engine.num_cached_pages == 0, "the cache to be empty")
+        self.engine.flush()
 
     def begin_anew(self) -> None:
         """Forget everything, counters and pauses too."""
