@@ -36,8 +36,8 @@ class Arrivals:
         self, peer: Peer, message: Bootstrap, now_secs: float, keys: Sequence[PageKey] | None = None
     ) -> None:
         """Open the request of a Bootstrap, or answer how it ended or why it is refused. A refused Bootstrap
-        opens no request, so a correct one may follow. ``keys``: what
-        ``PromptPages.keys_of`` returns, if it is computed already, as it is while a forward runs."""
+        opens no request, so a correct one may follow. ``keys``: what ``PromptPages.keys_of`` returns, if it
+        is computed already, as it is while a forward runs."""
         room = Room(message.room)
         request = self._life.requests.get(room)
         if request is not None:
