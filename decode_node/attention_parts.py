@@ -21,9 +21,9 @@ from hisparse_pd.decode_node.device_step import DeviceStep, NewPositions
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.kernels.attention import AttentionBackend
 from hisparse_pd.kernels.attention_backends import attention_beside
-from hisparse_pd.kernels.hot_state import StepRequests
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.paged_indexer import IndexerScratch
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import plan_misses, replay_misses
 
 NUM_PARTS: Final = 2

@@ -22,9 +22,10 @@ from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.paged_indexer import IndexerScratch, paged_index_topk
 from hisparse_pd.kernels.row_check import store_row_checks
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.step_rows import StepRows, place_rows
 from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
 

@@ -22,8 +22,8 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.engine.messages import FromEngine, RequestFailed, Tokens
-from hisparse_pd.kernels.hot_state import ReadAt
 from hisparse_pd.kernels.row_check import WrongRow
+from hisparse_pd.kernels.row_errors import ReadAt
 from hisparse_pd.protocol.messages import MAX_TEXT_CHARS, AbortRoom
 
 log = logging.getLogger(__name__)

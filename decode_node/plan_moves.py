@@ -29,7 +29,7 @@ from hisparse_pd.decode_node.queue_moves import QueueMoves
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.request_tables import RequestTables
-from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth, StepPlan
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap, HeldKv
 
 log = logging.getLogger(__name__)
@@ -50,28 +50,16 @@ class PlanMoves:
     """Requests whose Bootstrap waits for the keys of their held prefix, which the prefill node may read."""
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
-        """Do what the scheduler has planned.
-
-        The pages that admissions and fills share are marked as used first: the growth of others may evict
-        held ones, and the end of others residents'.
-        """
-        for request in plan.no_longer_local:
-            self.queue.wait_for_node(request, now)
-        for admission in plan.admissions:
-            self.requests.use_held(admission)
-        for fill in plan.fills:
-            self.requests.use_resident(fill)
-        for exchange in plan.exchanges:
-            self._exchange(exchange, now)
-        for fill in plan.fills:
-            self.requests.begin_fill(fill)
-            self._do_or_fail(self.tables.start_pages, fill.request, "made resident", now)
-        for growth in plan.growths:
-            if growth.request.state is RequestState.RUNNING:  # an exchange or a fill may have failed it
-                self.requests.grow(growth.request, growth.need)
-                self._do_or_fail(self.tables.grow, growth.request, "given more slots", now)
-        for admission in plan.admissions:
-            self.admit(admission, now)
+        """Do what the scheduler has planned."""
+        plan.carry_out(
+            wait_for_node=lambda request: self.queue.wait_for_node(request, now),
+            use_held=self.requests.use_held,
+            use_resident=self.requests.use_resident,
+            exchange_slots=lambda exchange: self._exchange(exchange, now),
+            begin_fill=lambda fill: self._begin_fill(fill, now),
+            grow=lambda growth: self._grow(growth, now),
+            admit=lambda admission: self.admit(admission, now),
+        )
 
     def admit(self, admission: Admission, now: float) -> None:
         """Reserve slots for a waiting request, and send its Bootstrap. Without a prefill node, start it.
@@ -201,6 +189,17 @@ class PlanMoves:
         self.requests.replace_device_slots(exchange, first_kept)
         enter = partial(self.tables.enter_hot_buffer, first_position=first_kept)
         return all(self._do_or_fail(move, request, "retracted", now) for move in (self.tables.grow, enter))
+
+    def _begin_fill(self, fill: Fill, now: float) -> None:
+        """Give a request pages to become resident in; ``fill_rows`` goes on with them."""
+        self.requests.begin_fill(fill)
+        self._do_or_fail(self.tables.start_pages, fill.request, "made resident", now)
+
+    def _grow(self, growth: Growth, now: float) -> None:
+        """Give a running request more slots."""
+        if growth.request.state is RequestState.RUNNING:  # an exchange or a fill may have failed it
+            self.requests.grow(growth.request, growth.need)
+            self._do_or_fail(self.tables.grow, growth.request, "given more slots", now)
 
     def _fill_row(self, request: Request, now: float) -> None:
         """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""

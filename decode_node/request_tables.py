@@ -34,7 +34,7 @@ from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_entries import enter_hot_buffer, positions_of, resize_hot_buffer
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ReadAt
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.page_fill import PageFill
 from hisparse_pd.kernels.row_check import (
@@ -44,6 +44,7 @@ from hisparse_pd.kernels.row_check import (
     void_row_checks,
     wrong_row,
 )
+from hisparse_pd.kernels.row_errors import ReadAt
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 
 SLICE_BYTES: Final = 32 << 20

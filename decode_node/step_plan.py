@@ -1,10 +1,11 @@
 """The orders of a step's plan: ``next_plan.py`` makes one before each step, ``PlanMoves.carry_out`` does it.
 
-These are data: nothing here touches a pool or a device.
+These are data, and the order in which they are carried out: nothing here touches a pool or a device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hisparse_pd.base.vocabulary import Mode
@@ -67,8 +68,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The work before the next step, in the order of the fields, with one exception: the admissions' held
-    pages are marked as used before the exchanges."""
+    """The work before the next step; ``carry_out`` has its order."""
 
     no_longer_local: tuple[Request, ...] = ()
     """Local requests, which waited without a prefill node, and need one after all: held pages on which they
@@ -80,3 +80,35 @@ class StepPlan:
     is_cut: bool = False
     """Whether the next plan comes at once: this one admits as many as a plan may, or has only made room for
     requests to grow into."""
+
+    def carry_out(
+        self,
+        *,
+        wait_for_node: Callable[[Request], object],
+        use_held: Callable[[Admission], object],
+        use_resident: Callable[[Fill], object],
+        exchange_slots: Callable[[Exchange], object],
+        begin_fill: Callable[[Fill], object],
+        grow: Callable[[Growth], object],
+        admit: Callable[[Admission], object],
+    ) -> None:
+        """Call a function for each order of the plan, in the order in which the slots suffice for all of it.
+
+        The pages that admissions and fills share are marked as used first: the growth of others may evict
+        held ones, and the end of others residents'. Exchanges free the device slots that fills, growths and
+        admissions take.
+        """
+        for request in self.no_longer_local:
+            wait_for_node(request)
+        for admission in self.admissions:
+            use_held(admission)
+        for fill in self.fills:
+            use_resident(fill)
+        for exchange in self.exchanges:
+            exchange_slots(exchange)
+        for fill in self.fills:
+            begin_fill(fill)
+        for growth in self.growths:
+            grow(growth)
+        for admission in self.admissions:
+            admit(admission)

@@ -28,7 +28,7 @@ from torch import Tensor
 from hisparse_pd.base.vocabulary import TokenLogprob
 from hisparse_pd.core.model.sampling import Sampled
 from hisparse_pd.decode_node.swap_counts import SwapCounts
-from hisparse_pd.kernels.hot_state import HotBufferError
+from hisparse_pd.kernels.row_errors import HotBufferError
 
 TOKEN_COLUMN = 4
 """The token's column after a step without drafts."""

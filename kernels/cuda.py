@@ -48,9 +48,11 @@ from hisparse_pd.kernels.cuda_params import (
     requests_of,
     tables_of,
 )
-from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import Pools
+from hisparse_pd.kernels.row_errors import ReadAt
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in_blocks import NUM_PLANNERS, BlockSplit, Workspace, round_up, workspace_of
 from hisparse_pd.kernels.warm_up import FILL_BLOCKS, FilledLayer, WarmUp
 

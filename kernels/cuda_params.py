@@ -16,9 +16,11 @@ from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.cuda_launch import cupy_module
-from hisparse_pd.kernels.hot_state import HotBufferState, ReadAt, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import Pools
+from hisparse_pd.kernels.row_errors import ReadAt
+from hisparse_pd.kernels.step_requests import StepRequests
 
 WIDEST_VECTOR_BYTES = 16
 """Bytes that one thread moves at once if addresses, strides and the item's size are multiples of them."""

@@ -49,10 +49,10 @@ def resize_hot_buffer(
 ) -> None:
     """Give the hot buffer of ``row`` another capacity, and keep what is hot as far as there is room.
 
-    If the row fits afterwards (``hot_state.ring_entries``), each hot position goes to the hot_index of its
-    own number. Otherwise the ``capacity - max_new`` positions that were used last stay hot, below the ring;
-    of those used in the same step, the ones with the lowest hot_index. They stay where they are, unless that
-    is in the ring of the new capacity or beyond it: those move to free entries. So a row that grows by
+    If the row fits afterwards (``step_requests.ring_entries``), each hot position goes to the hot_index of
+    its own number. Otherwise the ``capacity - max_new`` positions that were used last stay hot, below the
+    ring; of those used in the same step, the ones with the lowest hot_index. They stay where they are, unless
+    that is in the ring of the new capacity or beyond it: those move to free entries. So a row that grows by
     ``max_new`` entries or more, and does not fit, moves nothing. Rejected drafts are forgotten.
 
     ``num_before``: the capacity so far. ``capacity``: the one from now on. ``hot_pages``: integer [pages of
@@ -117,8 +117,8 @@ def enter_hot_buffer(
     slot of that. The row has its host and lookup pages already.
 
     ``capacity``, ``hot_pages``: as in ``resize_hot_buffer``. The positions leave the ring free. If the row
-    fits (``hot_state.ring_entries``), ``first_position`` is 0. No step may be in flight on another stream,
-    and on a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
+    fits (``step_requests.ring_entries``), ``first_position`` is 0. No step may be in flight on another
+    stream, and on a GPU nothing is waited for. Raises KernelArgumentError before it changes anything.
     """
     state.check_hot_pages(row, capacity, hot_pages)
     check_tensor("hot_pages", hot_pages, dtypes=INTEGERS, shape=(None,), device=torch.device("cpu"))

@@ -17,8 +17,8 @@ of the row's page 2::
 In a dense row ``page_table[row, 2]`` is the position's page in the device pool, and there are no misses. A
 resident row is found in the same way; it has host pages, too, to which its newest items are backed up.
 
-The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and with
-``ring_entries`` those for the new positions of a step.
+The rules that every writer of the tables keeps stand with the tables (``HotBufferState``), and in
+``step_requests.py`` those for the new positions of a step.
 
 A decode engine has one state. Its request tables fill, extend and reset rows (the methods below,
 ``swap_in.RowStart`` and ``hot_entries.py``), and each step reads and updates them in ``swap_in``.
@@ -30,15 +30,19 @@ reference works on the same layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
+from hisparse_pd.kernels.checks import (
+    KernelArgumentError,
+    check_at_least,
+    check_page_ids,
+    check_range,
+    check_tensor,
+)
+from hisparse_pd.kernels.row_errors import WrongRowField
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -52,48 +56,6 @@ MAX_TABLE_SLOTS = 2**31 - 1
 """Most slots of a pool that a table has, with those that stay unused: slots are int32 on the device."""
 MAX_LOOKUP_SLOTS = MAX_TABLE_SLOTS - 1
 """Most lookup slots, of which the tables have one more, and most host slots: both are int32 on the device."""
-
-
-class HotBufferError(IntFlag):
-    """Bits of ``error_flags``. A set bit means that the row's output of that step has missing slots."""
-
-    NONE = 0
-    TOO_MANY_MISSES = 1
-    """There were more misses than entries to evict: the capacity is below num_new * top_k + max_new."""
-    BAD_POSITION = 2
-    """A selected position was outside [0, seq_len)."""
-    NO_HOST_SLOT = 4
-    """A selected position other than a draft had no host slot, or a new item of a resident row no device
-    slot. If it was the first new one, whose item could not be backed up, the row was left out like
-    padding."""
-    WRONG_ROW = 8
-    """An item that was read is not the one that was written for its layer and position: ``wrong_rows`` has
-    the first such item. No result computed from it may be used."""
-
-
-class ReadAt(IntEnum):
-    """The reads at which items are checked; the values of ``WrongRowField.READ_AT``."""
-
-    START = 0
-    """The fill of a row's tables: warm-up of its hot buffer, or a check of its dense pages."""
-    SWAP_IN = 1
-    """A copy of a miss."""
-    SCRUB = 2
-    """A check of an item in place, in the device pool."""
-
-
-class WrongRowField(IntEnum):
-    """Columns of ``wrong_rows``."""
-
-    READ_AT = 0
-    """A ``ReadAt``."""
-    LAYER = 1
-    POSITION = 2
-    SLOT = 3
-    EXPECTED = 4
-    """The row check that was stored when the item was written."""
-    ACTUAL = 5
-    """The row check of the bytes that were read."""
 
 
 @dataclass(frozen=True)
@@ -367,69 +329,9 @@ class HotBufferState:
         self.lookup_to_hot.scatter_(1, slots, ABSENT)
 
 
-@dataclass(frozen=True)
-class StepRequests:
-    """The requests of one step on the tables of ``state``; padding comes last.
-
-    Raises KernelArgumentError. Values in tensors are checked by the kernels: a GPU treats a request with a
-    value out of range as padding, the CPU raises KernelArgumentError.
-    """
-
-    state: HotBufferState
-    seq_lens: Tensor
-    """int32 or int64 [num_reqs], tokens of each request including the last new one: its new positions are
-    [seq_len - num_new, seq_len). The first new position must be inside the context. Others may be beyond it,
-    or beyond the request's pages: such a draft has no slot (-1), and changes nothing."""
-    req_rows: Tensor
-    """int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows)."""
-    num_real_reqs: Tensor
-    """int32 [1]; requests from this index on are padding and are ignored."""
-    num_new: int = 1
-    """New positions of each request, 1 to ``state.max_new``: the newest token's and its drafts'."""
-
-    def __post_init__(self) -> None:
-        device, num_reqs = self.state.device, self.seq_lens.shape[0]
-        check_tensor("seq_lens", self.seq_lens, dtypes=INTEGERS, shape=(num_reqs,), device=device)
-        check_tensor("req_rows", self.req_rows, dtypes=INTEGERS, shape=(num_reqs,), device=device)
-        check_tensor("num_real_reqs", self.num_real_reqs, dtypes=(torch.int32,), shape=(1,), device=device)
-        check_range("num_new", self.num_new, 1, self.state.max_new + 1)
-
-    @property
-    def num_reqs(self) -> int:
-        return self.seq_lens.shape[0]
-
-
-def ring_entries(
-    positions: npt.NDArray[np.int64], capacity: npt.NDArray[np.int64], max_new: int
-) -> npt.NDArray[np.int64]:
-    """Return the hot_index of ``positions`` in a step in which they are new; arguments broadcast.
-
-    This is the position itself while that is below ``capacity``. Later positions take the last ``max_new``
-    entries, the ring, in turn: with a capacity of 100 and a ``max_new`` of 4, position 99 is at hot_index 99,
-    and 100, 101, 102, 103, 104 are at 96, 97, 98, 99, 96.
-
-    A row fits while the ``max_new`` positions from its first new one on are all below ``capacity``: then any
-    position is at the hot_index of its own number. Once a row does not fit, positions that are not new are
-    anywhere below the ring. It must not fit again later; therefore the first new position decides, and not
-    the last one, which rejected drafts move back.
-
-    A rejected draft stays in its entry until its position is new again. No look-up finds it: until then the
-    position is at or beyond every ``seq_len``, and when it is new it gets the same entry.
-    """
-    in_ring = capacity - max_new + (positions - capacity) % max_new
-    return np.where(positions < capacity, positions, in_ring)
-
-
 def _write(to: Tensor, values: Tensor) -> None:
     """Write ``values`` to ``to``, a part of a table, in stream order and without waiting for a GPU."""
     values = values.to(to.dtype)
     if to.device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     to.copy_(values, non_blocking=True)
-
-
-def check_page_ids(name: str, page_ids: Tensor, num_pages: int) -> None:
-    """Raise KernelArgumentError if ``page_ids`` are on the CPU and not all in [0, num_pages)."""
-    if page_ids.device.type == "cpu" and page_ids.numel():
-        check_range(f"{name} lowest", int(page_ids.min()), 0, num_pages)
-        check_range(f"{name} highest", int(page_ids.max()), 0, num_pages)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.checks import check_range, check_tensor
-from hisparse_pd.kernels.hot_state import INTEGERS, HotBufferState, check_page_ids
+from hisparse_pd.kernels.checks import check_page_ids, check_range, check_tensor
+from hisparse_pd.kernels.hot_state import INTEGERS, HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.swap_in import replay_misses
 from hisparse_pd.kernels.warm_up import FILL_BLOCKS

@@ -8,7 +8,7 @@ A swap-in is ``resolve``, which updates the tables and returns the copies to mak
 position is found in two steps: ``lookup_pages`` has its lookup slot, and ``lookup_to_hot`` that slot's
 hot_index, or ABSENT for a miss (``hot_state.py`` has an example). New positions, those of a step's newest
 token and its drafts, cannot take any entry: one below the capacity has the entry of its own number, and later
-ones take turns in the last ``max_new`` entries, the ring (``hot_state.ring_entries``).
+ones take turns in the last ``max_new`` entries, the ring (``step_requests.ring_entries``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,10 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import (
-    ABSENT,
-    EVICTIONS,
-    HITS,
-    MISSES,
-    HotBufferError,
-    HotBufferState,
-    ReadAt,
-    StepRequests,
-    ring_entries,
-)
+from hisparse_pd.kernels.hot_state import ABSENT, EVICTIONS, HITS, MISSES, HotBufferState
 from hisparse_pd.kernels.reference_check import reference_checks
+from hisparse_pd.kernels.row_errors import HotBufferError, ReadAt
+from hisparse_pd.kernels.step_requests import StepRequests, ring_entries
 
 
 class Pools(NamedTuple):

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import check_range, check_tensor
-from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt, WrongRowField
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.reference_check import reference_checks
+from hisparse_pd.kernels.row_errors import HotBufferError, ReadAt, WrongRowField
 
 PageRows: TypeAlias = npt.NDArray[np.int32]
 """Items to verify, int32 [n, 3]: page id, position of the page's first item, and how many items from it on

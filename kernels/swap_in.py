@@ -29,16 +29,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hisparse_pd.kernels import reference
-from hisparse_pd.kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from hisparse_pd.kernels.hot_state import (
-    INTEGERS,
-    MAX_LOOKUP_SLOTS,
-    HotBufferState,
-    ReadAt,
-    StepRequests,
+from hisparse_pd.kernels.checks import (
+    KernelArgumentError,
+    check_at_least,
     check_page_ids,
+    check_range,
+    check_tensor,
 )
+from hisparse_pd.kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.row_errors import ReadAt
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.warm_up import FilledLayer, plan_warm_up
 
 
@@ -67,7 +68,7 @@ def swap_in(
     position, -1 where ``selected`` is -1, in padding rows, and for a draft that has no slot.
     ``miss_plan``: afterwards it holds this call's copies, for ``replay_misses``.
 
-    The new positions of a hisparse row take the entries of ``hot_state.ring_entries``, whether they are
+    The new positions of a hisparse row take the entries of ``step_requests.ring_entries``, whether they are
     selected or not; the model writes their bytes there, and they are never copied from the host. In a row
     that fits, a missing position goes to its own hot_index and nothing is evicted. Otherwise misses take
     entries below the ring that this step does not use, the oldest first (``HotBufferState.stamps``). Which

@@ -1,6 +1,6 @@
 """Checks a Bootstrap before a request is made of it, because a bad one must not harm other requests.
 
-``PrefillLife.bootstrap`` calls ``BootstrapChecks.why_refused``. It checks, in this order, that the prompt
+``Arrivals.bootstrap`` calls ``BootstrapChecks.why_refused``. It checks, in this order, that the prompt
 suits the model, that positions lie in the prompt, that the pool could hold what this node is to compute
 (``num_computed_tokens``: all tokens but the last), that the landing zone can be written, and that what is
 held can be read."""

@@ -2,7 +2,8 @@
 
 ``DecodeEvents`` owns the messages that were read during a forward. Each turn of the engine's loop calls
 ``answer_decided``, ``receive`` and ``fail_silent``. A message of a node that is not registered is refused, so
-that its sender registers (again); a Bootstrap or AbortRoom of one that is goes to ``PrefillLife``.
+that its sender registers (again). A Bootstrap of one that is goes to ``Arrivals``, an AbortRoom to
+``PrefillLife``.
 ``Registrations`` has who is registered, and ``Lanes`` chooses the lane to each before its Register is
 answered.
 
@@ -18,6 +19,7 @@ from typing import assert_never
 
 from hisparse_pd.base.log_limit import LogLimiter
 from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.prefill_node.arrivals import Arrivals
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
 from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.protocol.channels import ControlServer
@@ -48,6 +50,7 @@ class DecodeEvents:
         control: ControlServer,
         peers: Registrations,
         life: PrefillLife,
+        arrivals: Arrivals,
         lanes: Lanes,
         transfer: TransferEngine,
         *,
@@ -59,6 +62,7 @@ class DecodeEvents:
         self._control = control
         self._peers = peers
         self._life = life
+        self._arrivals = arrivals
         self._lanes = lanes
         self._transfer = transfer
         self._instance_id = instance_id
@@ -89,7 +93,7 @@ class DecodeEvents:
         """Read what decode nodes have sent, a burst at most, and compute the keys of prompts while the device
         computes others. The messages are handled after the forward, because they may end its requests."""
         for identity, message in self._control.receive():
-            keys = self._life.keys_of(message) if isinstance(message, Bootstrap) else None
+            keys = self._life.pages.keys_of(message) if isinstance(message, Bootstrap) else None
             self._early.append((identity, message, keys))
 
     def fail_silent(self, now_secs: float) -> None:
@@ -129,7 +133,7 @@ class DecodeEvents:
             case Heartbeat():
                 self._control.send(identity, HeartbeatAck(message.seq, self._instance_id))
             case Bootstrap():
-                self._life.bootstrap(peer, message, now_secs, keys)
+                self._arrivals.bootstrap(peer, message, now_secs, keys)
             case AbortRoom():
                 self._life.abort_room(peer, message, now_secs)
             case _:

@@ -1,9 +1,10 @@
 """The decode node as a tier below this node's own: what it holds of a prompt is read instead of computed.
 
-A Bootstrap says where the decode node has the prompt's first tokens (``HeldKv``). ``PrefillLife`` calls
-``fetch`` for a waiting request that ``HostTier`` does not hold back, ``returned`` for each read that is over,
-and ``release`` when the request begins or ends. Whole pages that the device lacks are read into its pages,
-KV, indexer keys and row checks; then the request finds them in the cache on the device, as any others.
+A Bootstrap says where the decode node has the prompt's first tokens (``HeldKv``). ``PromptPages`` calls
+``fetch`` for a waiting request that ``HostTier`` does not hold back, and ``release`` when the request begins
+or ends; the engine calls ``returned`` for each read that is over. Whole pages that the device lacks are read
+into its pages, KV, indexer keys and row checks; then the request finds them in the cache on the device, as
+any others.
 
 A read is a write whose source is the decode node's memory: the same plans, slices and turns, in a ``Sender``
 of its own. A prompt's pages are read in parts, in order, so that what has come can be used when time is up.

@@ -30,12 +30,15 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
+from hisparse_pd.prefill_node.arrivals import Arrivals
+from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
 from hisparse_pd.prefill_node.decode_events import DecodeEvents
 from hisparse_pd.prefill_node.decode_tier import ReadMemory
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.page_objects import PageObjects, namespace_of
+from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.push import ChunkPush, Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
 from hisparse_pd.prefill_node.request_life import PrefillLife
@@ -142,19 +145,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 self.memory, num_host_pages * settings.page_size, placement=self._placement
             )
         self._store_threads = self._start_store() if settings.kv_store else None
-        self.life = PrefillLife(
-            pusher=self._pusher,
-            limits=self._limits,
-            context_length=spec.context_length,
-            vocab_size=spec.vocab_size,
-            num_aux_slots=num_aux_slots,
-            max_queued=settings.max_running_requests + settings.max_queued_requests,
+        pages = PromptPages(
+            self._limits,
+            num_aux_slots,
             use_prefix_cache=not settings.disable_prefix_cache,
-            tell_peer=self._tell_peer,
-            room_timeout_secs=settings.room_timeout_secs,
-            # A request is kept this much longer than its decode node waits for it, so that clients get the
-            # decode node's error. A decode node that was silent for this long is lost anyway.
-            grace_secs=settings.heartbeat_timeout_secs,
             host_pages=self._host_pages,
             store_orders=self._store_threads,
             held_reads=self._held_reads,
@@ -168,10 +162,25 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             clock=lambda: time.monotonic(),
             wrong_items=self.memory.wrong_items,
         )
+        self.life = PrefillLife(
+            pages,
+            self._pusher,
+            self._tell_peer,
+            room_timeout_secs=settings.room_timeout_secs,
+            # A request is kept this much longer than its decode node waits for it, so that clients get the
+            # decode node's error. A decode node that was silent for this long is lost anyway.
+            grace_secs=settings.heartbeat_timeout_secs,
+        )
+        arrivals = Arrivals(
+            self.life,
+            BootstrapChecks(self._limits, spec.context_length, spec.vocab_size),
+            max_queued=settings.max_running_requests + settings.max_queued_requests,
+        )
         self._decode_events = DecodeEvents(
             self.control,
             self.peers,
             self.life,
+            arrivals,
             self.lanes,
             self.transfer,
             instance_id=self.instance_id,
@@ -186,7 +195,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if self._host_pages is not None:
             kv[PoolKind.HOST], row_checks[PoolKind.HOST] = self._host_pages.kv, self._host_pages.row_checks
         verified = {kind: checks for kind, checks in row_checks.items() if checks is not None}
-        self._set_live_record(self.life, self.life.prefixes, kv, verified)
+        self._set_live_record(self.life, pages.prefixes, kv, verified)
 
         if device.type == "cuda":
             self._warm_up(device)
@@ -298,10 +307,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     # --- receive -------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        self.life.tier.poll()
-        self.life.decode_tier.poll()
+        self.life.pages.tier.poll()
+        self.life.pages.decode_tier.poll()
         for completion in self._held_reads.poll() if self._held_reads is not None else ():
-            self.life.decode_tier.returned(completion)
+            self.life.pages.decode_tier.returned(completion)
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)
@@ -312,7 +321,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self.life.fail_expired(now)
 
     def _flush(self) -> None:
-        self.life.tier.settle()
+        self.life.pages.tier.settle()
         super()._flush()
 
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
@@ -325,7 +334,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if len(self.life):  # even if they only send: without a step the front would call the engine stalled
             self._num_steps += 1
         # While pages are on their way to or from main memory, the loop looks again at once.
-        return did_work or self.life.tier.num_copies > 0
+        return did_work or self.life.pages.tier.num_copies > 0
 
     def _forward(self) -> bool:
         """Run one forward of this rank's requests, or take part in one of other ranks. Return False when no
@@ -356,7 +365,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 raise
             self._fail_batch(batch, error)
             return True
-        self.life.pace.note(num_tokens, time.monotonic() - started_secs)
+        self.life.pages.pace.note(num_tokens, time.monotonic() - started_secs)
         self._commit(batch, computed)
         return True
 
@@ -394,21 +403,21 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         Fetches begin while the scheduler looks at waiting requests, and take pages that the plan may have
         given away, cached ones among them. Then it is made again; each request is fetched for once.
         """
-        life = self.life
+        life, pages = self.life, self.life.pages
         while True:
             # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
-            num_available_pages = life.num_available_pages
+            num_available_pages = pages.num_available_pages
             chunks = plan_step(
                 life.running(),
                 life.candidates(),
                 self._limits,
                 num_available_pages=num_available_pages,
-                num_aux_slots=life.pools.free.aux,
+                num_aux_slots=pages.pools.free.aux,
             )
-            if life.num_available_pages != num_available_pages:
+            if pages.num_available_pages != num_available_pages:
                 continue
-            if not chunks and life.unpin():
+            if not chunks and pages.unpin():
                 continue
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
@@ -429,12 +438,12 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         return self.life.dropped + self.control.dropped
 
     def _stats(self, now: float) -> EngineStats:
-        life, requests = self.life, self.life.requests
+        life, pages, requests = self.life, self.life.pages, self.life.requests
         num_running = requests.count(PrefillState.COMPUTING)
         num_sending = requests.count(PrefillState.SENDING, PrefillState.DRAINING)
         num_waiting = requests.count(PrefillState.QUEUED)
         num_total_tokens = self._limits.num_pages * self._limits.page_size
-        num_used_tokens = num_total_tokens - life.num_available_pages * self._limits.page_size
+        num_used_tokens = num_total_tokens - pages.num_available_pages * self._limits.page_size
         num_prompt_tokens = max(life.counters["prompt_tokens_total"], 1.0)
         gauges = {
             "num_running_reqs": float(num_running),
@@ -446,15 +455,15 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             "cache_hit_rate": life.counters["cached_tokens_total"] / num_prompt_tokens,
             "num_registered_peers": float(len(self.peers)),
         }
-        counters = life.counters | life.decode_tier.counters
-        if num_host_tokens := life.pools.totals.host:
-            num_available = (life.pools.free + life.prefixes.unused).host
+        counters = life.counters | pages.decode_tier.counters
+        if num_host_tokens := pages.pools.totals.host:
+            num_available = (pages.pools.free + pages.prefixes.unused).host
             gauges['pool_used_tokens{pool="host"}'] = float(num_host_tokens - num_available)
-            gauges['pool_held_tokens{pool="host"}'] = float(life.pools.used(Stage.HELD).host)
+            gauges['pool_held_tokens{pool="host"}'] = float(pages.pools.used(Stage.HELD).host)
             gauges['pool_total_tokens{pool="host"}'] = float(num_host_tokens)
-            counters["host_stored_tokens_total"] = float(life.tier.num_stored_tokens)
-            counters["host_fetched_tokens_total"] = float(life.tier.num_fetched_tokens)
-        if (store := life.tier.store_tier) is not None:
+            counters["host_stored_tokens_total"] = float(pages.tier.num_stored_tokens)
+            counters["host_fetched_tokens_total"] = float(pages.tier.num_fetched_tokens)
+        if (store := pages.tier.store_tier) is not None:
             gauges |= store.gauges
             counters |= store.counters
         lanes = tuple(

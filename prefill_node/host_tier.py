@@ -1,9 +1,9 @@
 """The host tier of the prefix cache: pages that stay in main memory when the device needs their slots.
 
-``PrefillLife`` calls ``store`` for a prompt that is computed whole, ``fetch`` for a waiting request, and
-``poll`` in each turn of the loop. A page is copied down once, right after it was computed, and stays in the
-cache on the device, too, until that evicts it. A waiting request whose prompt main memory has more of than
-the device waits for a copy up; then it finds the pages in the cache on the device, as any others.
+``PromptPages`` calls ``store`` for a prompt that is computed whole and ``fetch`` for a waiting request, the
+engine ``poll`` in each turn of its loop. A page is copied down once, right after it was computed, and stays
+in the cache on the device, too, until that evicts it. A waiting request whose prompt main memory has more of
+than the device waits for a copy up; then it finds the pages in the cache on the device, as any others.
 
 Both levels are prefixes of one ``PrefixTree``, of different kinds. ``HostTier`` owns the copies under way,
 with the slots that they write. Prefixes that were fetched stay in use until their request begins or ends

@@ -2,7 +2,8 @@
 
 A request begins with a decode node's ``Bootstrap``, which says which KV is wanted and where it is to land,
 and is named by its room. ``PrefillRequests`` owns the states of live requests and what is remembered of ended
-ones. Only ``request_life.py`` moves a request; the scheduler, ``compute.py`` and ``push.py`` read it.
+ones. Only ``request_life.py`` moves a request that ``arrivals.py`` has opened, and only ``prompt_pages.py``
+changes what pages it has; the scheduler, ``compute.py`` and ``push.py`` read it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verifies the rows that a forward is about to read again, in cached prefixes and earlier chunks.
 
 The engine calls ``RowVerification`` while it plans a forward. Pages with a wrong row are set aside, the
-requests that have such pages fail, and the engine plans again. It owns no state: pages and requests are
-``PrefillLife``'s.
+requests that have such pages fail, and the engine plans again. It owns no state: requests and their pages
+are ``PrefillLife``'s.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RowVerification:
         request, page_size = self.life.requests.live(chunk.room), self.limits.page_size
         page_ids = request.page_ids
         if chunk.admits:  # the request has no pages yet: it reads those of the prefix that it will get
-            found = self.life.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
+            found = self.life.pages.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
             assert found is not None
             page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
         return rows_of_pages(page_ids, page_size, 0, chunk.start)

@@ -15,7 +15,7 @@ from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
-from hisparse_pd.decode_node.step_plan import Admission, StepPlan
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import Room
 
@@ -76,25 +76,24 @@ def carry_out(
     """Carry out a plan as a node does, without memory. A prefill node's run is named after its address, and
     one that is needed after all is registered with at once. ``limits``: those of the node; without them,
     requests that leave their pages keep none of their slots."""
-    for request in plan.no_longer_local:
-        rooms.queue(request, RequestState.WAITING, deadline)
-    for admission in plan.admissions:
-        rooms.use_held(admission)
-    for fill in plan.fills:
-        rooms.use_resident(fill)
-    for exchange in plan.exchanges:
-        request = exchange.request
-        rooms.grow_for_exchange(exchange)
+
+    def exchange(order: Exchange) -> None:
+        request = order.request
+        rooms.grow_for_exchange(order)
         first_kept = None
         if limits is not None and not request.hot_capacity:
-            first_kept = limits.first_kept(request, exchange.hot_capacity)
-        rooms.replace_device_slots(exchange, first_kept)
-    for fill in plan.fills:
-        rooms.begin_fill(fill)
-    for growth in plan.growths:
-        rooms.grow(growth.request, growth.need)
-    for admission in plan.admissions:
-        rooms.reserve(admission, f"run of {admission.request.peer}", deadline)
+            first_kept = limits.first_kept(request, order.hot_capacity)
+        rooms.replace_device_slots(order, first_kept)
+
+    plan.carry_out(
+        wait_for_node=lambda request: rooms.queue(request, RequestState.WAITING, deadline),
+        use_held=rooms.use_held,
+        use_resident=rooms.use_resident,
+        exchange_slots=exchange,
+        begin_fill=rooms.begin_fill,
+        grow=lambda growth: rooms.grow(growth.request, growth.need),
+        admit=lambda admission: rooms.reserve(admission, f"run of {admission.request.peer}", deadline),
+    )
 
 
 def fail_to_land(rooms: LiveRequests, land: Callable[[], object]) -> None:

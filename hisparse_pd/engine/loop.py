@@ -191,8 +191,7 @@ class EngineLoop(ABC, Generic[SettingsT]):
             match message:
                 case FlushCache():
                     self._flush()
-                    if message.request_id:
-                        self.socket.send(Flushed(message.request_id))
+                    self.socket.send(Flushed(message.request_id))
                 case ReleasePage():
                     self._live.set_aside.give_back(message.pool, message.start)
                 case Shutdown():

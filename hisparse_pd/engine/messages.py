@@ -79,12 +79,12 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class FlushCache(Struct, frozen=True, tag="flush_cache"):
-    """Drop every cached or held prefix that no request uses.
+    """Drop every cached or held prefix that no request uses. Flushed is the answer.
 
-    ``request_id``: begins with a ``request_prefix``; Flushed has it. Empty: there is no answer.
+    ``request_id``: begins with a ``request_prefix``; the answer has it, too.
     """
 
-    request_id: str = ""
+    request_id: str
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):

@@ -244,7 +244,7 @@ __device__ __forceinline__ int slot_in_page(int page_id, int position) {
 // The number of pages that hold this many slots.
 __device__ __forceinline__ int num_pages_of(int num_slots) { return page_of(num_slots + PAGE_SIZE - 1); }
 
-// The hot_index of a position in a step in which it is new (kernels/hot_state.py: ring_entries).
+// The hot_index of a position in a step in which it is new (kernels/step_requests.py: ring_entries).
 __device__ __forceinline__ int ring_entry(int position, int capacity) {
     const int turn = static_cast<int>(static_cast<u32>(position - capacity) % MAX_NEW);
     return position < capacity ? position : capacity - MAX_NEW + turn;

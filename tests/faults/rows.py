@@ -111,7 +111,7 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
         nonlocal sender
         life, sender = self.life, self.sender
         unused = [
-            each for each in life.prefixes if not each.num_users
+            each for each in life.pages.prefixes if not each.num_users
         ]  # the others are being sent, after a check
         if life.waiting() and unused and faults.is_due("cached"):
             cached = [extent for each in unused for extent in each.holding[PoolKind.DEVICE]]

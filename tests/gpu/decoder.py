@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
 from tests.gpu.support import DEVICE, POISON, check_step, on_host
 from tests.unit.kernels.table_rules import check_consistency

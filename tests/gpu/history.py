@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.hot_entries import resize_hot_buffer
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import newest_slots as expected_newest_slots
 from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import wrong_row
+from hisparse_pd.kernels.row_errors import HotBufferError
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import (
     RowStart,
     backup_newest,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.loader import load_model
-from hisparse_pd.kernels.hot_state import HotBufferError
+from hisparse_pd.kernels.row_errors import HotBufferError
 from tests.gpu.support import DEVICE
 from tools.bench.step_bench import Bench
 from tools.bench.step_options import add_node_options, load_shared_spec, make_settings

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState, StepRequests, ring_entries
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
 from hisparse_pd.kernels.reference import resolve as expected_resolve
+from hisparse_pd.kernels.row_errors import HotBufferError
+from hisparse_pd.kernels.step_requests import StepRequests, ring_entries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0xA5

@@ -12,7 +12,8 @@ import torch
 from hisparse_pd.core.memory.device import DeviceMemory
 from hisparse_pd.core.memory.host import PAGE_BYTES, HostMemoryError, HostPool, allocate_host
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import backup_newest, swap_in
 from tests.gpu.support import DEVICE, needs_gpu
 

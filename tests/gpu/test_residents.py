@@ -15,9 +15,10 @@ from hisparse_pd.core.paging.pools import PoolKind, round_up
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.kernels import page_fill
-from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.page_fill import CHUNK_TOKENS, PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
+from hisparse_pd.kernels.row_errors import HotBufferError
 from tests.gpu.step_bench import NUM_STEPS, bench_of, write_model
 from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
 from tools.bench.step_bench import Bench

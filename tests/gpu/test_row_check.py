@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
     check_dense_row,
@@ -20,6 +20,7 @@ from hisparse_pd.kernels.row_check import (
     store_row_checks,
     wrong_row,
 )
+from hisparse_pd.kernels.row_errors import HotBufferError, ReadAt
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import MISSES, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import MISSES, HotBufferState
+from hisparse_pd.kernels.row_errors import HotBufferError
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.gpu.history import ONE_LAYER, PAGE_SIZE, History
 from tests.gpu.support import DEVICE, needs_gpu

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import MISSES, HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import MISSES, HotBufferState
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import swap_in
 from tests.gpu.decoder import Decoder, draw
 from tests.gpu.support import DEVICE, needs_gpu

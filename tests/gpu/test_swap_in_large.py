@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu

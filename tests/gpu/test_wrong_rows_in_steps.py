@@ -16,8 +16,8 @@ from hisparse_pd.decode_node import forwards
 from hisparse_pd.decode_node.drafting import full_buffer
 from hisparse_pd.decode_node.memory import slots_tensor
 from hisparse_pd.decode_node.split_choice import Split
-from hisparse_pd.kernels.hot_state import HotBufferError, ReadAt
 from hisparse_pd.kernels.row_check import row_checks_of, wrong_row
+from hisparse_pd.kernels.row_errors import HotBufferError, ReadAt
 from tests.gpu.support import DEVICE, needs_gpu
 from tools.bench.step_bench import Bench
 from tools.bench.step_options import make_settings

@@ -86,7 +86,7 @@ class Node:
 
     @property
     def tier(self) -> StoreTier:
-        tier = self.engine.life.tier.store_tier
+        tier = self.engine.life.pages.tier.store_tier
         assert tier is not None
         return tier
 

@@ -361,7 +361,7 @@ class World:
         first = (dst_addr - pool.data_ptr()) // pool.shape[2] % pool.shape[1]
         owners = {
             slot: (holding.room, holding.stage)
-            for holding in node.engine.life.pools.holdings
+            for holding in node.engine.life.pages.pools.holdings
             for slot in extents_to_slots(holding[PoolKind.DEVICE]).tolist()
         }
         for slot in range(first, first + len(content) // pool.shape[2]):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hisparse_pd.kernels.hot_state import HotBufferError, StepRequests
+from hisparse_pd.kernels.row_errors import HotBufferError
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import newest_slots
 from tests.gpu.history import History, Request
 from tests.gpu.support import DEVICE

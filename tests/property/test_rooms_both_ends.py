@@ -334,7 +334,7 @@ class BothEndsMachine(RuleBasedStateMachine):
     ) -> None:
         """A conversation goes on as before, but its prefill node has it nowhere any more."""
         for prefill in self.world.prefill.values():
-            prefill.engine.life.prefixes.flush()
+            prefill.engine.life.pages.prefixes.flush()
         tokens = self.world.decode.front.tokens
         before = list(tokens)[-1 - back % len(tokens)]
         prompt = (*self.world.prompts[before], *tokens[before], *[family] * 9)[:26]
@@ -387,8 +387,8 @@ class BothEndsMachine(RuleBasedStateMachine):
         assert rooms.pools.free == rooms.pools.totals
         for node in world.prefill.values():
             life = node.engine.life
-            life.prefixes.flush()
-            assert life.pools.free == life.pools.totals
+            life.pages.prefixes.flush()
+            assert life.pages.pools.free == life.pages.pools.totals
         self.check_answers()
 
     def unsettled(self) -> list[str]:
@@ -399,8 +399,8 @@ class BothEndsMachine(RuleBasedStateMachine):
         for node in world.prefill.values():
             life = node.engine.life
             left += [f"prefill: room {request.room} is {request.state}" for request in life.requests]
-            left += [f"prefill: a read of room {room}" for room in life.decode_tier._under_way]
-            left += ["prefill: slots of a read in quarantine"] * life.decode_tier.num_quarantined
+            left += [f"prefill: a read of room {room}" for room in life.pages.decode_tier._under_way]
+            left += ["prefill: slots of a read in quarantine"] * life.pages.decode_tier.num_quarantined
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:

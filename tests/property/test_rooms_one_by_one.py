@@ -198,11 +198,11 @@ def test_a_next_turn_reads_what_the_decode_node_holds() -> None:
         ask(world, num_tokens=11)
         for _ in range(20):
             world.work(fates)
-        world.prefill[address].engine.life.prefixes.flush()
+        world.prefill[address].engine.life.pages.prefixes.flush()
         ask(world, "next", room=2, num_tokens=16)
         for _ in range(20):
             world.work(fates)
         assert world.decode.front.num_ends == {"r": 1, "next": 1}
         assert not world.decode.front.errors
         assert world.num_read > 0
-        assert world.prefill[address].engine.life.decode_tier.num_read_tokens == 8
+        assert world.prefill[address].engine.life.pages.decode_tier.num_read_tokens == 8

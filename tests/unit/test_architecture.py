@@ -91,6 +91,7 @@ PURE = (
     ),
     *("prefill_node/scheduler.py", "prefill_node/requests.py"),
     *(f"hisparse_pd/core/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
+    *(f"hisparse_pd/core/paging/{name}.py" for name in ("run_tree", "run_integrity", "idle_runs")),
     *("transfer/plan.py", "transfer/send_queue.py"),
 )
 """Schedulers, pools and plans, which use no tensors, sockets or HTTP."""

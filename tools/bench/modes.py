@@ -36,7 +36,7 @@ from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_line import STEPS_BETWEEN_ESTIMATES
-from hisparse_pd.decode_node.step_plan import StepPlan
+from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, StepPlan
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.messages import TOKEN_BYTES, Room
@@ -220,41 +220,42 @@ class Simulation:
         self._requests.queue(request, RequestState.WAITING, float("inf"))
 
     def _carry_out(self, plan: StepPlan) -> None:
-        requests, node = self._requests, self._node
-        for admission in plan.admissions:
-            requests.use_held(admission)
-        for fill in plan.fills:
-            requests.use_resident(fill)
-        for exchange in plan.exchanges:
-            request = exchange.request
-            self._unfilled.pop(request, None)
-            requests.grow_for_exchange(exchange)
-            if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
-                self._now += request.num_kv_tokens * node.position_bytes / node.retract_rate
-            first_kept = (
-                None if request.hot_capacity else self._limits.first_kept(request, exchange.hot_capacity)
-            )
-            num_before = request.num_retractions
-            requests.replace_device_slots(exchange, first_kept)
-            self.outcome.num_retractions += request.num_retractions - num_before
-            request.row_counters = SwapCounts()
-            self._num_hot[request] = min(
-                self._num_hot.get(request, request.num_kv_tokens), exchange.hot_capacity
-            )
-        for fill in plan.fills:
-            requests.begin_fill(fill)
-            self._unfilled[fill.request] = fill.num_page_slots * float(node.position_bytes)
-        for growth in plan.growths:
-            requests.grow(growth.request, growth.need)
-        for admission in plan.admissions:
-            requests.reserve(admission, "run of the prefill node", float("inf"))
-            request = admission.request
-            self.outcome.num_by_mode[request.mode] += 1
-            num_landing = request.num_prompt_tokens - request.held_prefix_tokens
-            self.outcome.num_landed_tokens += num_landing
-            secs = num_landing * node.position_bytes / node.lane_rate
-            self._lane_free_at = max(self._lane_free_at, self._now) + secs
-            self._landed_at[request] = self._lane_free_at
+        plan.carry_out(
+            wait_for_node=lambda request: self._requests.queue(request, RequestState.WAITING, float("inf")),
+            use_held=self._requests.use_held,
+            use_resident=self._requests.use_resident,
+            exchange_slots=self._exchange,
+            begin_fill=self._begin_fill,
+            grow=lambda growth: self._requests.grow(growth.request, growth.need),
+            admit=self._admit,
+        )
+
+    def _exchange(self, exchange: Exchange) -> None:
+        request, node = exchange.request, self._node
+        self._unfilled.pop(request, None)
+        self._requests.grow_for_exchange(exchange)
+        if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
+            self._now += request.num_kv_tokens * node.position_bytes / node.retract_rate
+        first_kept = None if request.hot_capacity else self._limits.first_kept(request, exchange.hot_capacity)
+        num_before = request.num_retractions
+        self._requests.replace_device_slots(exchange, first_kept)
+        self.outcome.num_retractions += request.num_retractions - num_before
+        request.row_counters = SwapCounts()
+        self._num_hot[request] = min(self._num_hot.get(request, request.num_kv_tokens), exchange.hot_capacity)
+
+    def _begin_fill(self, fill: Fill) -> None:
+        self._requests.begin_fill(fill)
+        self._unfilled[fill.request] = fill.num_page_slots * float(self._node.position_bytes)
+
+    def _admit(self, admission: Admission) -> None:
+        request, node = admission.request, self._node
+        self._requests.reserve(admission, "run of the prefill node", float("inf"))
+        self.outcome.num_by_mode[request.mode] += 1
+        num_landing = request.num_prompt_tokens - request.held_prefix_tokens
+        self.outcome.num_landed_tokens += num_landing
+        secs = num_landing * node.position_bytes / node.lane_rate
+        self._lane_free_at = max(self._lane_free_at, self._now) + secs
+        self._landed_at[request] = self._lane_free_at
 
     def _fill_row(self, request: Request, num_positions: int) -> None:
         """Let a request sit out until that many positions are in its hot buffer."""

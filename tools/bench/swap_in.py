@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HITS, MISSES, HotBufferState
 from hisparse_pd.kernels.row_check import row_checks_of
+from hisparse_pd.kernels.row_errors import HotBufferError
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import swap_in
 from tools.bench.facts import spread
 from tools.bench.gpu_timing import timed_us

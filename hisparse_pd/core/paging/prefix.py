@@ -1,7 +1,7 @@
 """A prefix, which is a run of pages in the tree of ``prefix_tree.py``, and the match of a prompt with one.
 
-Only ``PrefixTree`` changes a ``Prefix``; schedulers and requests read them. A ``PageListener`` is told which
-pages the tree has.
+Only ``PrefixTree`` and its ``RunTree`` change a ``Prefix``; schedulers and requests read them. A
+``PageListener`` is told which pages the tree has.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Prefix:
     def is_mergeable_with_parent(self) -> bool:
         """Whether the parent has the same users and last use as this run, and all else that a run has as one.
 
-        ``PrefixTree`` then merges the two if this run is the parent's only child, which it checks itself.
+        ``RunTree`` then merges the two if this run is the parent's only child, which it checks itself.
         A user of a run uses its parent too, so equally many users are the same users.
         """
         return self.parent is not None and self.parent._as_one() == self._as_one()

@@ -19,33 +19,25 @@ whoever uses it; the bytes are the caller's, as all bytes are (``held_tier.py`` 
 moves runs down where that helps, and evicts none there. The tree may also get pages that are down from the
 start, or that are still on their way up (``hold``).
 
-A run is split where a request uses only part of it. A run and its only child are merged when the same
-requests use both, or last used both: a conversation that grew by a page a turn is one run. A sequence has at
-most MAX_RUNS runs: where side branches keep runs from being merged, those used longest ago are evicted.
+Runs are split and merged as their users need (``run_tree.py``). A sequence has at most MAX_RUNS runs: where
+side branches keep runs from being merged, those used longest ago are evicted.
 
 A prefix with wrong bytes is dropped together with its descendants (``drop``): no request finds them any more,
 and each is freed when its last user and its children are gone.
-
-A page may be noted as *stepped*: its KV is rounded as in decode steps, at least in part (``num_prefilled``).
-
-A ``listener`` is told of each page that can be found, and when it no longer can be, if whoever adds the page
-gives its token ids.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from hisparse_pd.core.paging.allocator import PoolIntegrityError
 from hisparse_pd.core.paging.extents import has_slot
-from hisparse_pd.core.paging.idle_runs import IdleRuns
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Match, PageListener, Prefix, end_of
 from hisparse_pd.core.paging.prompt_keys import PageKey
-from hisparse_pd.protocol.messages import TOKEN_BYTES
+from hisparse_pd.core.paging.run_integrity import check_runs
+from hisparse_pd.core.paging.run_tree import RunTree
 
 MAX_RUNS: Final = 64
 """Most runs of one sequence; each costs the loop some microseconds in every turn of a conversation."""
@@ -58,52 +50,49 @@ class PrefixTree:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._prefixes: dict[Prefix, None] = {}
-        self._by_key: dict[Kinds, dict[PageKey, Prefix]] = {}
-        """The run that has each page. Where a page is in it, so are all pages before it: ``find`` bisects."""
-        self._stepped: dict[Kinds, set[PageKey]] = {}
-        """Pages that are noted as stepped."""
-        self._idle = IdleRuns()
-        """Prefixes without users; descendants were touched before their ancestors."""
-        self._num_idle_pages: Counter[Kinds] = Counter()
-        """Pages of the prefixes in ``_idle``, by the pools in which these have slots."""
+        self._runs = RunTree(pools)
         self._num_events = 0
         """How often pages were added or let go of: the clock of ``Prefix.last_used``."""
         self.num_evicted_tokens = 0
         """Tokens that ``make_room`` has evicted since the engine's start."""
         self.num_moved_down_tokens = 0
         """Tokens that it has moved down."""
-        self.listener: PageListener | None = None
-        """Set before the first page is added; None: nobody is told of pages."""
 
     def __len__(self) -> int:
-        return len(self._prefixes)
+        return len(self._runs)
 
     def __iter__(self) -> Iterator[Prefix]:
-        return iter(self._prefixes)
+        return iter(self._runs)
+
+    @property
+    def listener(self) -> PageListener | None:
+        """Who is told of pages, set before the first page is added; None: nobody is."""
+        return self._runs.listener
+
+    @listener.setter
+    def listener(self, listener: PageListener | None) -> None:
+        self._runs.listener = listener
 
     @property
     def num_tokens(self) -> int:
         """All tokens that can be found, in use or not."""
-        return sum(len(by_key) for by_key in self._by_key.values()) * self._pools.page_size
+        return sum(self._runs.num_pages.values()) * self._pools.page_size
 
     def num_tokens_in(self, kinds: Kinds) -> int:
         """Return the tokens that can be found in ``kinds``, in use or not."""
-        return len(self._by_key.get(kinds, ())) * self._pools.page_size
+        return self._runs.num_pages.get(kinds, 0) * self._pools.page_size
 
     @property
     def unused(self) -> SlotCounts:
         """Slots of prefixes without users: what ``make_room`` can free."""
         page_size = self._pools.page_size
-        parts = (SlotCounts.of(pools, num * page_size) for pools, num in self._num_idle_pages.items())
+        parts = (SlotCounts.of(pools, num * page_size) for pools, num in self._runs.idle.num_pages.items())
         return sum(parts, SlotCounts())
 
     def find(self, keys: Sequence[PageKey], kinds: Kinds) -> Match | None:
         """Return the longest beginning of ``keys`` that is held in ``kinds``, or None if not even one page
         is."""
-        by_key = self._by_key.get(kinds, {})
-        num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
-        return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
+        return self._runs.find(keys, kinds)
 
     def num_found(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
         """Return how many pages the longest beginning of ``keys`` has that is held in ``kinds``."""
@@ -112,22 +101,21 @@ class PrefixTree:
 
     def num_prefilled(self, keys: Sequence[PageKey], kinds: Kinds) -> int:
         """Return how many of the pages of ``keys``, which are all held, come before the first stepped one."""
-        stepped = self._stepped.get(kinds, ())
-        return next((number for number, key in enumerate(keys) if key in stepped), len(keys))
+        return self._runs.num_prefilled(keys, kinds)
 
     def use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
         """Count one more user of the pages of ``keys``, which are all held, until it calls ``let_go``.
 
         Returns the prefix that ends with the last of them.
         """
-        prefix = self._prefix_ending_with(keys, kinds)
+        prefix = self._runs.ending_with(keys, kinds)
         self.use_run(prefix)
         return prefix
 
     def use_stored(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
         """Do ``use`` for pages that are to be read from main memory alone, which has all of their bytes. Runs
         that nobody else uses move down."""
-        prefix = self._prefix_ending_with(keys, kinds)
+        prefix = self._runs.ending_with(keys, kinds)
         for part in prefix.chain():
             if not part.num_users and not part.is_down:
                 self._move_down(part)
@@ -137,19 +125,19 @@ class PrefixTree:
     def use_run(self, prefix: Prefix) -> None:
         """Count one more user of ``prefix``, which is in the tree, until it calls ``let_go``."""
         for part in prefix.chain():
-            self._set_num_users(part, part.num_users + 1)
+            self._runs.set_num_users(part, part.num_users + 1)
 
     def let_go(self, prefix: Prefix, *, keeps: bool = True) -> None:
         """Count one user fewer of ``prefix``. What has no users then is kept, or else evicted."""
         self._num_events += 1
         for part in prefix.chain():
-            self._set_num_users(part, part.num_users - 1)
+            self._runs.set_num_users(part, part.num_users - 1)
             part.last_used = self._num_events
-        self._merge_chain(prefix)
+        self._runs.merge_chain(prefix)
         for part in tuple(prefix.chain()):
-            self._evict_if_dropped(part)
+            self._runs.evict_if_dropped(part)
             if not (keeps or part.num_users or part.children or part.is_dropped):
-                self._evict(part, len(part.keys))
+                self._runs.evict(part, len(part.keys))
         self._pools.num_changes += 1  # ``make_room`` may evict more now, so a failed reservation may succeed
 
     def share(
@@ -210,7 +198,7 @@ class PrefixTree:
         num_found = 0 if found is None else found.num_pages
         if num_found < num_before:
             raise PoolIntegrityError(f"room {holding.room}: the pages before its own are not held")
-        parent = self._prefix_ending_with(keys[:num_found], kinds) if num_found else None
+        parent = self._runs.ending_with(keys[:num_found], kinds) if num_found else None
         pools = (PoolKind.HOST,) if is_down else kinds
         copies = self._split_pages(holding, pools, num_found - num_before)  # of pages in the tree
         added = self._split_pages(holding, pools, len(keys) - num_found)
@@ -226,17 +214,11 @@ class PrefixTree:
                 is_stored=is_down,
                 is_arriving=is_arriving,
             )
-            self._insert(last)
-            self._num_idle_pages[last.pools] += len(last.keys)
+            self._runs.add(last)
             if num_prefilled is not None:
-                stepped = keys[max(num_found, num_prefilled) :]
-                self._stepped.setdefault(kinds, set()).update(stepped)
-            if token_ids is not None and self.listener is not None:
-                last.is_reported = True
-                page_bytes = self._pools.page_size * TOKEN_BYTES
-                own_ids = token_ids[num_found * page_bytes : len(keys) * page_bytes]
-                before = keys[num_found - 1] if num_found else None
-                self.listener.stored(kinds, before, tuple(last.keys), own_ids)
+                self._runs.mark_stepped(keys[max(num_found, num_prefilled) :], kinds)
+            if token_ids is not None:
+                self._runs.report(last, token_ids)
         if copies is not None and keeps_copies:
             self._pools.join(copies, holding)
         elif copies is not None:
@@ -244,8 +226,8 @@ class PrefixTree:
         if last is not None:
             for part in last.chain():
                 part.last_used = self._num_events
-            self._touch_chain(last)
-            self._merge_chain(last)
+            self._runs.touch_chain(last)
+            self._runs.merge_chain(last)
         return len(keys)
 
     def make_room(self, need: SlotCounts) -> None:
@@ -261,10 +243,10 @@ class PrefixTree:
             if max(missing_pages.values()) <= 0:
                 return
             helpful = {kind for kind, num_pages in missing_pages.items() if num_pages > 0}
-            movable = [run for run in self._idle.firsts() if run.is_stored and not run.is_down]
+            movable = [run for run in self._runs.idle.firsts() if run.is_stored and not run.is_down]
             gained = helpful & {kind for run in movable for kind in run.pools if kind is not PoolKind.HOST}
             # Eviction comes first: it frees slots of all pools of a run, and may leave nothing to be moved.
-            victim = self._idle.oldest(helpful - gained)
+            victim = self._runs.idle.oldest(helpful - gained)
             if victim is None and gained:
                 self._move_down(next(run for run in movable if not gained.isdisjoint(run.pools)))
                 continue
@@ -277,7 +259,7 @@ class PrefixTree:
                 victim = next(iter(victim.children))
                 num_pages = len(victim.keys)
             self.num_evicted_tokens += num_pages * page_size
-            self._evict(victim, num_pages)
+            self._runs.evict(victim, num_pages)
 
     def mark_stored(self, prefix: Prefix, first_page: int) -> None:
         """Note that main memory has a copy of what the runs of a chain, from page ``first_page`` on, have in
@@ -305,7 +287,7 @@ class PrefixTree:
     def take_down(self, runs: Iterable[Prefix]) -> None:
         """Undo ``bring_up``, which has returned ``runs``: their bytes do not come."""
         for run in runs:
-            self._give_up_all_but_host(run)
+            self._runs.keep_host_slots(run)
             run.is_arriving = False
 
     def mark_arrived(self, prefix: Prefix) -> None:
@@ -320,220 +302,35 @@ class PrefixTree:
 
     def flush(self) -> None:
         """Evict everything without users."""
-        while (prefix := self._idle.oldest()) is not None:
-            self._evict(prefix, len(prefix.keys))
+        while (prefix := self._runs.idle.oldest()) is not None:
+            self._runs.evict(prefix, len(prefix.keys))
         if self.listener is not None and not self.num_tokens:
             self.listener.emptied()
 
     def drop(self, kind: PoolKind, slot: int) -> None:
         """Make the prefix that has ``slot``, and its descendants, impossible to find, because the slot's
         bytes are wrong."""
-        owner = next((run for run in self._prefixes if has_slot(run.holding[kind], slot)), None)
+        owner = next((run for run in self._runs if has_slot(run.holding[kind], slot)), None)
         if owner is not None:
-            self._drop(owner)
+            self._runs.drop(owner)
 
     def drop_copies(self, key: PageKey) -> None:
         """Do ``drop`` for the page of ``key`` in all pools: what is wrong in one may have been copied."""
-        for owner in [by_key[key] for by_key in self._by_key.values() if key in by_key]:
-            self._drop(owner)
-
-    def _drop(self, owner: Prefix) -> None:
-        if owner.is_dropped:
-            return
-        subtree = [owner]
-        for prefix in subtree:  # grows while it is walked
-            subtree += prefix.children
-        for prefix in subtree:
-            if not prefix.is_dropped:
-                self._forget_keys(prefix, prefix.keys)
-                prefix.is_dropped = True
-        for prefix in reversed(subtree):
-            self._evict_if_dropped(prefix)
+        for owner in self._runs.runs_with(key):
+            self._runs.drop(owner)
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """Raise PoolIntegrityError unless index, order and counts agree with the prefixes and their users.
-
-        ``users``: the prefix of each request that uses one.
-        """
-        num_users = Counter(part for prefix in users for part in prefix.chain())
-        if strays := num_users.keys() - self._prefixes:
-            raise PoolIntegrityError(f"{len(strays)} prefixes are used and not held")
-        num_pages: Counter[Kinds] = Counter()
-        num_idle_pages: Counter[Kinds] = Counter()
-        for prefix in self._prefixes:
-            if fault := self._fault(prefix, num_users[prefix]):
-                raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: {fault}")
-            num_pages[prefix.kinds] += 0 if prefix.is_dropped else len(prefix.keys)
-            num_idle_pages[prefix.pools] += 0 if prefix.num_users else len(prefix.keys)
-        seen: set[Prefix] = set()
-        for prefix in self._idle:
-            if prefix.parent in seen:
-                raise PoolIntegrityError(f"prefix of room {prefix.holding.room}: would outlive its parent")
-            seen.add(prefix)
-        num_with_parent = sum(prefix.parent is not None for prefix in self._prefixes)
-        if (num_children := sum(len(prefix.children) for prefix in self._prefixes)) != num_with_parent:
-            raise PoolIntegrityError(f"{num_with_parent} prefixes have parents, which have {num_children}")
-        num_keys = Counter({kinds: len(by_key) for kinds, by_key in self._by_key.items()})
-        if (num_pages, num_idle_pages) != (num_keys, self._num_idle_pages):
-            raise PoolIntegrityError(
-                f"held pages {num_pages}, unused {num_idle_pages}, "
-                f"counted as {num_keys}, {self._num_idle_pages}"
-            )
-
-    def _fault(self, prefix: Prefix, num_users: int) -> str:
-        """Return what is wrong with a prefix that ``num_users`` requests use, or an empty string."""
-        num_pages, parent = len(prefix.keys), prefix.parent
-        slots = {kind: prefix.holding.num_slots(kind) for kind in prefix.holding.extents}
-        kinds = (PoolKind.HOST,) if prefix.is_down and prefix.is_stored else prefix.kinds
-        if slots != dict.fromkeys(kinds, num_pages * self._pools.page_size):
-            return f"its slots are not {num_pages} pages of {kinds}"
-        if prefix.is_arriving and (prefix.is_down or not prefix.num_users):
-            return "it is arriving, and has moved down or has no users"
-        if not num_pages or prefix.start_page != end_of(parent):
-            return f"{num_pages} pages from {end_of(parent)} to {prefix.end_page}"
-        if parent is not None and parent not in self._prefixes:
-            return "its parent is not held"
-        if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
-            return "a child is not held, or has another parent"
-        by_key = self._by_key[prefix.kinds]
-        num_findable = sum(by_key.get(key) is prefix for key in prefix.keys)
-        if num_findable != (0 if prefix.is_dropped else num_pages):
-            return "a page can still be found" if prefix.is_dropped else "a page cannot be found"
-        if parent is not None and parent.is_dropped and not prefix.is_dropped:
-            return "its parent was dropped"
-        if prefix.is_dropped and not num_users and not prefix.children:
-            return "it was dropped, and is still there"
-        if prefix.num_users != num_users:
-            return f"{prefix.num_users} users counted, {num_users} known"
-        is_idle = prefix in self._idle
-        if is_idle != (num_users == 0):
-            return f"{num_users} users, listed as unused {is_idle}"
-        return ""
+        """Raise PoolIntegrityError unless the tree is in order and knows its users: ``users``, the prefix of
+        each request that uses one."""
+        check_runs(self._runs, users, self._pools.page_size)
 
     def _split_pages(self, holding: Holding, kinds: Kinds, num_pages: int) -> Holding | None:
         return self._pools.split(holding, kinds, num_pages * self._pools.page_size) if num_pages else None
 
-    def _set_num_users(self, prefix: Prefix, num_users: int) -> None:
-        """Change the number of users; a prefix that loses its last one is the most recently used idle one."""
-        was_idle, is_idle = not prefix.num_users, not num_users
-        prefix.num_users = num_users
-        if was_idle and not is_idle:
-            self._idle.discard(prefix)
-            self._num_idle_pages[prefix.pools] -= len(prefix.keys)
-        elif is_idle and not was_idle:
-            self._idle.touch(prefix)
-            self._num_idle_pages[prefix.pools] += len(prefix.keys)
-
-    def _touch_chain(self, prefix: Prefix) -> None:
-        """Make the idle runs of a chain the most recently used, in the order that ``_idle`` keeps."""
-        for part in prefix.chain():
-            if part in self._idle:
-                self._idle.touch(part)
-
-    def _insert(self, prefix: Prefix) -> None:
-        """Link a new prefix to its parent and index it. The count of idle pages is the caller's: pages of a
-        split prefix are counted already."""
-        if prefix.parent is not None:
-            prefix.parent.children.add(prefix)
-        self._prefixes[prefix] = None
-        self._by_key.setdefault(prefix.kinds, {}).update(dict.fromkeys(prefix.keys, prefix))
-        if not prefix.num_users:
-            self._idle.touch(prefix)
-
-    def _prefix_ending_with(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
-        """Return the run that ends with the last page of ``keys``. A run that goes on behind this page is
-        split: the new first part is returned, and the second part stays the run that its users refer to."""
-        second = self._by_key[kinds][keys[-1]]
-        num_first = len(keys) - second.start_page
-        if num_first == len(second.keys):
-            return second
-        holding = self._pools.split(second.holding, second.pools, num_first * self._pools.page_size)
-        first = Prefix(
-            kinds,
-            second.parent,
-            end_page=len(keys),
-            keys=second.keys[:num_first],
-            holding=holding,
-            num_users=second.num_users,
-            last_used=second.last_used,
-            children={second},
-            is_reported=second.is_reported,
-            is_stored=second.is_stored,
-            is_arriving=second.is_arriving,
-        )
-        if second.parent is not None:
-            second.parent.children.remove(second)
-        second.parent, second.keys = first, second.keys[num_first:]
-        self._insert(first)
-        self._touch_chain(second)
-        return first
-
-    def _merge_chain(self, prefix: Prefix) -> None:
-        """Merge each run of the chain with its parent if it is the only child and
-        ``is_mergeable_with_parent``."""
-        part: Prefix | None = prefix
-        while part is not None:
-            while (parent := part.parent) and len(parent.children) == 1 and part.is_mergeable_with_parent():
-                self._merge(parent, part)
-            part = part.parent
-
-    def _merge(self, first: Prefix, second: Prefix) -> None:
-        """Move the pages of ``first`` into its child ``second``, which is the one that requests refer to."""
-        if not first.is_dropped:
-            self._by_key[first.kinds].update(dict.fromkeys(first.keys, second))
-        self._pools.join(first.holding, second.holding)
-        second.keys = first.keys + second.keys
-        second.parent = first.parent
-        if first.parent is not None:
-            first.parent.children.remove(first)
-            first.parent.children.add(second)
-        self._idle.discard(first)
-        del self._prefixes[first]
-
-    def _evict(self, prefix: Prefix, num_pages: int) -> None:
-        """Free the last ``num_pages`` pages of an idle prefix that has no children. If these are all of its
-        pages, the prefix itself is gone."""
-        num_left = len(prefix.keys) - num_pages
-        if not prefix.is_dropped:
-            self._forget_keys(prefix, prefix.keys[num_left:])
-        self._num_idle_pages[prefix.pools] -= num_pages
-        prefix.end_page -= num_pages
-        del prefix.keys[num_left:]
-        if num_left:
-            self._pools.trim(prefix.holding, num_left * self._pools.page_size)
-            return
-        self._idle.discard(prefix)
-        del self._prefixes[prefix]
-        self._pools.release(prefix.holding)
-        if (parent := prefix.parent) is not None:
-            parent.children.remove(prefix)
-            if len(parent.children) == 1:
-                self._merge_chain(next(iter(parent.children)))
-
     def _move_down(self, prefix: Prefix) -> None:
         """Give up the slots of an idle, stored prefix in all pools but the host pool."""
-        num_pages = len(prefix.keys)
-        self._num_idle_pages[prefix.pools] -= num_pages
-        self._give_up_all_but_host(prefix)
-        self._num_idle_pages[prefix.pools] += num_pages
-        self._idle.changed_pools(prefix)
-        self.num_moved_down_tokens += num_pages * self._pools.page_size
-
-    def _give_up_all_but_host(self, prefix: Prefix) -> None:
-        self._pools.give_up(prefix.holding, [kind for kind in prefix.pools if kind is not PoolKind.HOST])
-
-    def _evict_if_dropped(self, prefix: Prefix) -> None:
-        """Evict a dropped prefix that has neither users nor children. The caller tries descendants first."""
-        if prefix.is_dropped and not prefix.num_users and not prefix.children:
-            self._evict(prefix, len(prefix.keys))
-
-    def _forget_keys(self, prefix: Prefix, keys: Sequence[PageKey]) -> None:
-        for key in keys:
-            del self._by_key[prefix.kinds][key]
-        if (stepped := self._stepped.get(prefix.kinds)) is not None:
-            stepped.difference_update(keys)
-        if prefix.is_reported and self.listener is not None:
-            self.listener.removed(prefix.kinds, tuple(keys))
+        self._runs.keep_host_slots(prefix)
+        self.num_moved_down_tokens += len(prefix.keys) * self._pools.page_size
 
     def _fit_one_more_run(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
         """Evict side branches of the chain that holds ``keys`` until it can get one more run within MAX_RUNS.
@@ -550,7 +347,7 @@ class PrefixTree:
             if not branches:
                 return False
             for sibling in min(branches, key=lambda siblings: max(run.last_used for run in siblings)):
-                self._evict(sibling, len(sibling.keys))
+                self._runs.evict(sibling, len(sibling.keys))
         return True
 
     def _evictable_siblings(self, part: Prefix) -> list[Prefix]:
@@ -560,4 +357,4 @@ class PrefixTree:
         if parent is None or len(parent.children) > 1 + MAX_SIBLINGS or not part.is_mergeable_with_parent():
             return []
         siblings = [child for child in parent.children if child is not part]
-        return siblings if all(run in self._idle and not run.children for run in siblings) else []
+        return siblings if all(run in self._runs.idle and not run.children for run in siblings) else []

@@ -37,6 +37,7 @@ from hisparse_pd.engine.messages import (
     EngineLoading,
     EngineStats,
     FlushCache,
+    Flushed,
     FromEngine,
     Generate,
     GenerateGroup,
@@ -387,7 +388,7 @@ class EngineHarness:
 
     def flush(self) -> None:
         """Have the engine let go of the prefixes that it holds."""
-        self.send(FlushCache())
+        self.send(FlushCache("00"))
         self.turn_until(lambda: not self.engine.requests.held)
 
     def come_to_rest(self) -> None:
@@ -487,7 +488,7 @@ class EngineHarness:
                 answer = self.answers[message.request_id]
                 assert not answer.token_ids
                 answer.scores.append(message)
-            case EngineLoading():
+            case EngineLoading() | Flushed():
                 pass
             case EngineStats():
                 self.stats = message

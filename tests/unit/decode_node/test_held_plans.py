@@ -16,10 +16,10 @@ from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.reserve import Claim, order_ends
-from hisparse_pd.decode_node.step_plan import StepPlan
+from hisparse_pd.decode_node.step_plan import Growth, StepPlan
 from hisparse_pd.protocol.messages import Room
 from hisparse_pd.protocol.prompt_scores import WantedScores
-from tests.books import carry_out, end
+from tests.books import admission_of, carry_out, end
 from tests.unit.decode_node.plan_node import AUTO, FALSE, STEP_BY_STEP, TRUE, Node, request_slots
 
 
@@ -130,6 +130,29 @@ def test_a_sample_whose_first_one_failed_waits_no_more() -> None:
     node.rooms.release(first, 0.0)
     (admission,) = node.plan().admissions
     assert (admission.request, admission.num_shared_pages) == (second, 0)
+
+
+def test_growth_evicts_other_pages_than_those_that_the_same_plan_shares() -> None:
+    """What an admission shares was used longest ago, so it would be the first to go."""
+    node = Node()
+    for family in (1, 2):
+        held = node.arrive(TRUE, 33, family=family)
+        node.step()
+        end(node.rooms, held, is_sound=True)
+    growing = node.arrive(TRUE, 20, 9)
+    node.step()
+    free = node.rooms.pools.free
+    node.rooms.pools.reserve(Room(99), SlotCounts(host=free.host, index=free.index), Stage.QUARANTINED)
+    sharing, other = (node.arrive(TRUE, 33, family=family) for family in (1, 2))
+    growth = Growth(growing, SlotCounts(host=16, index=16))
+    carry_out(
+        node.rooms,
+        StepPlan(
+            growths=(growth,), admissions=(admission_of(node.rooms, sharing, Mode.HISPARSE, num_slots=48),)
+        ),
+    )
+    assert sharing.num_shared_pages == 2
+    assert node.rooms.held.num_found(other.usable_keys, KV_POOLS[Mode.HISPARSE]) == 0
 
 
 def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:

@@ -117,7 +117,7 @@ def narrow(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
 def test_a_request_whose_pages_are_evicted_while_it_waits_gets_a_room(narrow: EngineHarness) -> None:
     running, answer = waiting_locally(narrow, narrow.double)
     narrow.double.bootstraps.clear()
-    narrow.send(FlushCache())
+    narrow.send(FlushCache("00"))
     narrow.turn_until(lambda: answer.is_over and running.is_over)
     assert answer.failure is None
     assert [bootstrap.num_held_tokens for bootstrap in narrow.double.bootstraps] == [0]
@@ -129,7 +129,7 @@ def test_a_request_whose_pages_are_evicted_fails_as_others_do_if_its_node_is_dow
     narrow: EngineHarness, away: PrefillDouble
 ) -> None:
     running, answer = waiting_locally(narrow, away)
-    narrow.send(FlushCache())
+    narrow.send(FlushCache("00"))
     narrow.engine.queue_moves.contact_timeout_secs = 0.0
     narrow.turn_until(lambda: running.is_over)
     failure = narrow.failure_of(answer, status=503, error="no contact with prefill node")

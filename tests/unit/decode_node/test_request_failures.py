@@ -20,7 +20,7 @@ from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange, Fill, Growth, StepPlan
 from hisparse_pd.engine.messages import Abort
-from hisparse_pd.kernels.hot_state import HotBufferError
+from hisparse_pd.kernels.row_errors import HotBufferError
 from hisparse_pd.kernels.swap_in import RowStart
 from hisparse_pd.protocol.messages import Room, RoomDone, RoomFailed, RoomQuiet
 from hisparse_pd.transfer.aux_record import AuxRecord

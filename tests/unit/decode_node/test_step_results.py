@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hisparse_pd.decode_node.step_results import join_plain, join_verified, num_columns, read_results
-from hisparse_pd.kernels.hot_state import HotBufferError
+from hisparse_pd.kernels.row_errors import HotBufferError
 
 WRONG = int(HotBufferError.WRONG_ROW)
 ROW_RESULTS = torch.tensor([[0, 7, 8, 9], [WRONG, 1, 2, 3]])

@@ -98,14 +98,14 @@ def test_an_engine_hears_all_fronts_and_leaves_when_all_have_said_so(tmp_path: P
 
         engine.send(STATS)
         assert [heard(front, 1) for front in fronts] == [[STATS], [STATS]], "they are connected"
-        for front, message in ((0, Shutdown(0)), (0, Shutdown(0)), (1, FlushCache())):
+        for front, message in ((0, Shutdown(0)), (0, Shutdown(0)), (1, FlushCache("01"))):
             assert fronts[front].send(message)
         hear(1)
-        assert received == [FlushCache()]
+        assert received == [FlushCache("01")]
         assert fronts[1].send(Abort("x"))
         assert fronts[1].send(Shutdown(1))
         hear(3)
-        assert received == [FlushCache(), Abort("x"), Shutdown(1)]
+        assert received == [FlushCache("01"), Abort("x"), Shutdown(1)]
 
 
 # --- what a turn takes in ----------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hisparse_pd.kernels.hot_state import HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import RowStart, swap_in
 from tests.unit.kernels.table_rules import by_row, check_consistency
 

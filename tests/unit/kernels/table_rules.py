@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState, ring_entries
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.reference import Table
+from hisparse_pd.kernels.step_requests import ring_entries
 
 
 def by_row(state: HotBufferState, table: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hisparse_pd.kernels import page_fill
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import ABSENT, HotBufferError, HotBufferState
+from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
 from hisparse_pd.kernels.page_fill import PageFill
 from hisparse_pd.kernels.row_check import store_row_checks, wrong_row
+from hisparse_pd.kernels.row_errors import HotBufferError
 
 PAGE, ITEM_BYTES, NUM_LAYERS, NUM_SLOTS = 16, 12, 3, 640
 NUM_TOKENS, NUM_PAGES = 150, 10

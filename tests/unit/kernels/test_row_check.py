@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState, ReadAt
+from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
     check_dense_row,
@@ -21,6 +21,7 @@ from hisparse_pd.kernels.row_check import (
     void_row_checks,
     wrong_row,
 )
+from hisparse_pd.kernels.row_errors import HotBufferError, ReadAt
 
 SIZES = [1, 2, 3, 4, 9, 656, 1152, 2304]
 PAGE_SIZE, ROW = 4, 1

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import HITS, HotBufferError, HotBufferState, StepRequests
+from hisparse_pd.kernels.hot_state import HITS, HotBufferState
 from hisparse_pd.kernels.indexer import gather_pages, index_topk
 from hisparse_pd.kernels.miss_plan import MissPlan
+from hisparse_pd.kernels.row_errors import HotBufferError
+from hisparse_pd.kernels.step_requests import StepRequests
 from hisparse_pd.kernels.swap_in import (
     KernelUnavailableError,
     backup_newest,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.kernels.checks import KernelArgumentError
-from hisparse_pd.kernels.hot_state import HotBufferError, HotBufferState
+from hisparse_pd.kernels.hot_state import HotBufferState
+from hisparse_pd.kernels.row_errors import HotBufferError
 from hisparse_pd.kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.unit.kernels.one_buffer import (
     CAPACITY,

@@ -65,10 +65,30 @@ def test_a_run_with_slots_in_fewer_pools_keeps_its_place() -> None:
         idle.touch(run)
     for run in (runs[2], runs[1]):  # the later one first
         del run.holding.extents[PoolKind.INDEX]
-        idle.changed_pools(run)
+        idle.changed(run)
     assert list(idle) == runs
     assert idle.oldest({PoolKind.INDEX}) is runs[0]
     assert set(idle.firsts()) == {runs[0], runs[1]}
     idle.discard(runs[0])
     assert idle.oldest() is runs[1]
     assert idle.oldest({PoolKind.INDEX}) is runs[3]
+
+
+def test_pages_are_counted_by_the_pools_in_which_runs_have_slots() -> None:
+    first, second = run_of(HELD), run_of(HELD)
+    idle = IdleRuns()
+    idle.touch(first)
+    idle.touch(second)
+    idle.touch(first)
+    assert idle.num_pages == {HELD: 2}
+    first.keys *= 3
+    idle.changed(first)
+    assert idle.num_pages == {HELD: 4}
+    assert list(idle) == [second, first]
+    del first.holding.extents[PoolKind.INDEX]
+    idle.changed(first)
+    assert {pools: num for pools, num in idle.num_pages.items() if num} == {DEVICE: 3, HELD: 1}
+    first.keys.clear()
+    idle.discard(first)
+    idle.changed(first)
+    assert {pools: num for pools, num in idle.num_pages.items() if num} == {HELD: 1}

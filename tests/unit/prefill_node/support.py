@@ -355,13 +355,13 @@ class EngineThread(Listener):
     @property
     def num_used_pages(self) -> int:
         """Pages that rooms use, cached ones included."""
-        num_available = self.between_turns(lambda: self.life.num_available_pages)
-        return self.life.pools.totals.device // self.settings.page_size - num_available
+        num_available = self.between_turns(lambda: self.life.pages.num_available_pages)
+        return self.life.pages.pools.totals.device // self.settings.page_size - num_available
 
     @property
     def num_cached_pages(self) -> int:
         """Cached pages, in use or not."""
-        return self.between_turns(lambda: self.life.prefixes.num_tokens) // self.settings.page_size
+        return self.between_turns(lambda: self.life.pages.prefixes.num_tokens) // self.settings.page_size
 
     def assert_whole(self) -> None:
         """Assert that an engine without rooms has nothing in use."""
@@ -369,7 +369,7 @@ class EngineThread(Listener):
         def look() -> None:
             life = self.life
             life.check_integrity()
-            assert life.pools.free + life.prefixes.unused == life.pools.totals
+            assert life.pages.pools.free + life.pages.prefixes.unused == life.pages.pools.totals
 
         self.between_turns(look)
 

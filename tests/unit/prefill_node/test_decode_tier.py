@@ -58,7 +58,7 @@ SCATTERED = (Extent(64, 40), Extent(0, 8), Extent(512, 112))
 def eager(engine: EngineThread) -> Iterator[None]:
     """Nothing is computed too soon to be read, or because a busy machine reads slowly, and earlier errors are
     forgotten."""
-    engine.life.decode_tier._paused_until.clear()
+    engine.life.pages.decode_tier._paused_until.clear()
     with patch.multiple(decode_tier, LEAST_SECS=0.0, LEAST_WAIT_SECS=decode_tier.LONGEST_WAIT_SECS):
         yield
 
@@ -156,12 +156,13 @@ def test_what_the_decode_node_holds_is_not_computed_again(
 ) -> None:
     tokens = prompt(1, 140)
     before = held_elsewhere(engine, either, tokens, hisparse=hisparse)
-    num_read, num_bytes = engine.life.decode_tier.num_read_tokens, engine.life.decode_tier.num_read_bytes
+    tier = engine.life.pages.decode_tier
+    num_read, num_bytes = tier.num_read_tokens, tier.num_read_bytes
     done = deliver_turn(engine, either, before, tokens[:132] + prompt(2, 30), num_held=128)
     assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens(decode=128))
-    assert engine.life.decode_tier.num_read_tokens == num_read + 128
+    assert tier.num_read_tokens == num_read + 128
     per_token = sum(len(pool) * pool.shape[2] for pool in (either.kv_host, either.index, either.row_checks))
-    assert engine.life.decode_tier.num_read_bytes == num_bytes + 128 * per_token
+    assert engine.life.pages.decode_tier.num_read_bytes == num_bytes + 128 * per_token
     done = deliver_turn(engine, either, before, tokens[:132] + prompt(3, 30), num_held=128)
     assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens()), "it is on the device now"
 
@@ -171,10 +172,10 @@ def test_requests_share_pages_under_their_own_root_only(engine: EngineThread, pe
     before = held_elsewhere(engine, peer, tokens, root=root)
     longer = tokens[:132] + prompt(5, 30)
     assert deliver_turn(engine, peer, before, longer, num_held=128, root=root).fetched.decode == 128
-    assert engine.life.prefixes.find(page_keys(root, pack_token_ids(longer), PAGE), CACHE_POOLS) is not None
-    assert (
-        engine.life.prefixes.find(page_keys(NO_ISOLATION, pack_token_ids(longer), PAGE), CACHE_POOLS) is None
-    )
+    prefixes = engine.life.pages.prefixes
+    with_root, without = (page_keys(each, pack_token_ids(longer), PAGE) for each in (root, NO_ISOLATION))
+    assert prefixes.find(with_root, CACHE_POOLS) is not None
+    assert prefixes.find(without, CACHE_POOLS) is None
 
 
 def test_pages_that_are_held_in_part_are_computed(engine: EngineThread) -> None:
@@ -197,7 +198,7 @@ def test_only_what_is_missing_is_read(engine: EngineThread, peer: DecodePeer) ->
 
 
 def test_parts_arrive_one_after_the_other(engine: EngineThread, either: DecodePeer) -> None:
-    tier = engine.life.decode_tier
+    tier = engine.life.pages.decode_tier
     assert tier._memory is not None
     tokens = prompt(9, 150)
     before = held_elsewhere(engine, either, tokens)
@@ -213,7 +214,7 @@ def test_rows_of_steps_are_read_if_the_operator_lets_them(
     tokens = prompt(11, 150)
     before = held_elsewhere(engine, peer, tokens)
     held = HeldKv(slice_extents(before.kv_extents, 0, 144), slice_extents(before.index_extents, 0, 144), 80)
-    with patch.object(engine.life.decode_tier, "_which", which):
+    with patch.object(engine.life.pages.decode_tier, "_which", which):
         done = deliver_turn(engine, peer, before, tokens[:146] + prompt(12, 20), num_held=144, held=held)
     assert done.fetched.decode == {"all": 144, "prompts": 80}[which]
 
@@ -273,7 +274,7 @@ def test_a_draft_layer_is_read_with_the_others_or_nothing_is(tmp_path: Path) -> 
 def test_requests_that_begin_alike_wait_for_one_read(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(21, 150)
     before = held_elsewhere(engine, peer, tokens)
-    num_read = engine.life.decode_tier.num_read_tokens
+    num_read = engine.life.pages.decode_tier.num_read_tokens
     with engine.admission_paused():
         for number in range(3):
             message = next_turn(peer, before, tokens[:146] + prompt(22 + number, 20), num_held=144)
@@ -281,7 +282,7 @@ def test_requests_that_begin_alike_wait_for_one_read(engine: EngineThread, peer:
     done = all_delivered(peer, 3)
     assert [each.num_cached_tokens for each in done.values()] == [144] * 3
     assert sorted(each.fetched.decode for each in done.values()) == [0, 0, 144]
-    assert engine.life.decode_tier.num_read_tokens == num_read + 144
+    assert engine.life.pages.decode_tier.num_read_tokens == num_read + 144
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_an_error_costs_hits_and_nothing_else(
     engine: EngineThread, either: DecodePeer, may_still_land: bool
 ) -> None:
     """Parts before it are used. Where bytes may still land, the slots wait."""
-    tier, lanes = engine.life.decode_tier, engine.engine.lanes
+    tier, lanes = engine.life.pages.decode_tier, engine.engine.lanes
     assert tier._memory is not None
     tokens = prompt(34, 150)
     before = held_elsewhere(engine, either, tokens)
@@ -359,7 +360,7 @@ def test_an_error_costs_hits_and_nothing_else(
     assert (done.num_cached_tokens, done.fetched.decode) == (32, 32)
     assert tier.num_failures == num_failures + 1
     engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
-    assert engine.life.pools.used(Stage.QUARANTINED).device == (144 - 32 if may_still_land else 0)
+    assert engine.life.pages.pools.used(Stage.QUARANTINED).device == (144 - 32 if may_still_land else 0)
     with patch.object(tier, "_clock", lambda: time.monotonic() + decode_tier.QUARANTINE_SECS):
         engine.wait_until(lambda: tier.num_quarantined == 0, "the slots to be free")
 
@@ -389,14 +390,14 @@ class StuckReads:
 @pytest.mark.I7
 def test_a_slow_node_costs_hits_and_nothing_else(engine: EngineThread, peer: DecodePeer) -> None:
     """What arrives too late is not taken, even if its source is another's by then."""
-    tier, tokens = engine.life.decode_tier, prompt(36, 150)
+    tier, tokens = engine.life.pages.decode_tier, prompt(36, 150)
     before = held_elsewhere(engine, peer, tokens)
     num_late = tier.num_late
     longer = tokens[:146] + prompt(37, 20)
     with StuckReads(engine), patch.object(decode_tier, "LEAST_WAIT_SECS", 0.0):
         done = deliver_turn(engine, peer, before, longer, num_held=144)
         assert (done.num_cached_tokens, tier.num_late) == (0, num_late + 1)
-        assert engine.life.pools.used(Stage.LANDING).device == 144
+        assert engine.life.pages.pools.used(Stage.LANDING).device == 144
         peer.kv_host.zero_()
     engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
     assert tier.num_quarantined == 0
@@ -406,7 +407,7 @@ def test_a_slow_node_costs_hits_and_nothing_else(engine: EngineThread, peer: Dec
 
 def test_a_room_is_quiet_though_its_read_is_not_over(engine: EngineThread, peer: DecodePeer) -> None:
     """What it brings is not taken any more, so that the decode node may use the source again."""
-    tier, tokens = engine.life.decode_tier, prompt(38, 150)
+    tier, tokens = engine.life.pages.decode_tier, prompt(38, 150)
     before = held_elsewhere(engine, peer, tokens)
     num_read = tier.num_read_tokens
     with StuckReads(engine) as reads:
@@ -414,7 +415,7 @@ def test_a_room_is_quiet_though_its_read_is_not_over(engine: EngineThread, peer:
         assert reads.started.wait(WAIT_SECS)
         peer.client.send(AbortRoom(message.room, "the client is gone"))
         assert not peer.expect(RoomQuiet).batch_failed
-        assert engine.life.pools.used(Stage.LANDING).device == 144
+        assert engine.life.pages.pools.used(Stage.LANDING).device == 144
     engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
     assert tier.num_read_tokens == num_read
     assert engine.num_cached_pages == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hisparse_pd.core.paging.prompt_keys import root_of
-from hisparse_pd.engine.messages import FlushCache
+from hisparse_pd.engine.messages import FlushCache, Flushed
 from hisparse_pd.protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -217,7 +217,8 @@ def test_pages_stay_until_a_stuck_write_returns(
     peer.bootstrap(room, prompt(11, 40))
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (room, 504, False)
-    engine.send(FlushCache())
+    engine.send(FlushCache("00"))
+    engine.expect(Flushed)
     wait_until(lambda: engine.next_stats().gauges["num_transfer_queue_reqs"] == 1, "the room to drain")
     assert engine.num_used_pages == 3, "cached pages in the transport were evicted"
     peer.assert_nothing_more()

@@ -16,7 +16,7 @@ import torch
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
-from hisparse_pd.engine.messages import FlushCache, ReleasePage, pack_token_ids
+from hisparse_pd.engine.messages import ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.prefill_node import host_pages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
@@ -64,7 +64,7 @@ def engine(engine: EngineThread) -> Iterator[EngineThread]:
 def num_found(engine: EngineThread, tokens: Sequence[int], kinds: tuple[PoolKind, ...]) -> int:
     """Return how many tokens of a prompt are in the cache of ``kinds``."""
     keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
-    found = engine.between_turns(lambda: engine.life.prefixes.find(keys, kinds))
+    found = engine.between_turns(lambda: engine.life.pages.prefixes.find(keys, kinds))
     return 0 if found is None else found.num_pages * PAGE
 
 
@@ -80,14 +80,14 @@ def test_what_the_device_has_evicted_is_not_computed_again(engine: EngineThread,
     tokens = prompt(1, 130)
     deliver(engine, peer, next_room(), tokens)
     evict_from_device(engine, peer, tokens)
-    before = engine.life.tier.num_fetched_tokens
+    before = engine.life.pages.tier.num_fetched_tokens
     done = deliver(engine, peer, next_room(), tokens)
     assert (done.num_cached_tokens, done.fetched.host) == (128, 128)
-    assert engine.life.tier.num_fetched_tokens == before + 128
+    assert engine.life.pages.tier.num_fetched_tokens == before + 128
     longer = tokens[:120] + prompt(2, 50)
     done = deliver(engine, peer, next_room(), longer)
     assert (done.num_cached_tokens, done.fetched.host) == (112, 0), "it is on the device now"
-    assert engine.life.tier.num_fetched_tokens == before + 128
+    assert engine.life.pages.tier.num_fetched_tokens == before + 128
 
 
 def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(
@@ -99,10 +99,10 @@ def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(
     deliver(engine, peer, next_room(), tokens[:50])
     num_cached = num_found(engine, tokens, CACHE_POOLS)
     assert 0 < num_cached < 128
-    before = engine.life.tier.num_fetched_tokens
+    before = engine.life.pages.tier.num_fetched_tokens
     done = deliver(engine, peer, next_room(), tokens)
     assert (done.num_cached_tokens, done.fetched.host) == (128, 128 - num_cached)
-    assert engine.life.tier.num_fetched_tokens == before + 128 - num_cached
+    assert engine.life.pages.tier.num_fetched_tokens == before + 128 - num_cached
 
 
 def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
@@ -113,14 +113,14 @@ def test_prompts_that_do_not_fit_at_once_come_up_one_after_the_other(
     for tokens in prompts:
         deliver(engine, peer, next_room(), tokens)
     evict_from_device(engine, peer, prompts[0])
-    before = engine.life.tier.num_fetched_tokens
+    before = engine.life.pages.tier.num_fetched_tokens
     with engine.admission_paused():
         messages = peer.bootstrap_side_by_side({next_room(): tokens for tokens in prompts})
         rooms = [*messages]
         engine.wait_until(lambda: all(engine.has_room(room) for room in rooms), "the rooms to wait")
     done = all_delivered(peer, len(rooms))
     assert [done[room].num_cached_tokens for room in rooms] == [144, 144, 144]
-    assert engine.life.tier.num_fetched_tokens >= before + 2 * 144
+    assert engine.life.pages.tier.num_fetched_tokens >= before + 2 * 144
     peer.assert_has(messages[rooms[-1]])
 
 
@@ -188,7 +188,7 @@ def test_a_row_that_changed_in_main_memory_is_computed_anew(engine: EngineThread
     evict_from_device(engine, peer, tokens)
     keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
     with patch.object(PrefixScrub, "verify_next"):  # the scrub would find the row first
-        found = engine.life.prefixes.find(keys, HOST_POOLS)
+        found = engine.life.pages.prefixes.find(keys, HOST_POOLS)
         assert found is not None
         slot = int(extents_to_slots(found.prefix.extents(PoolKind.HOST))[70])
         pages = engine.engine._host_pages
@@ -210,7 +210,7 @@ def test_rows_in_main_memory_are_scrubbed(engine: EngineThread, peer: DecodePeer
     tokens = prompt(21, 130)
     deliver(engine, peer, next_room(), tokens)
     engine.wait_until_idle()
-    found = engine.life.prefixes.find(page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE), HOST_POOLS)
+    found = engine.life.pages.prefixes.find(page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE), HOST_POOLS)
     assert found is not None
     slot = int(extents_to_slots(found.prefix.extents(PoolKind.HOST))[10])
     pages = engine.engine._host_pages
@@ -246,9 +246,10 @@ def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: Decod
     ):
         deliver(engine, peer, next_room(), tokens)
         assert num_found(engine, tokens, CACHE_POOLS) == 128
-        assert engine.life.tier.num_copies == 1
-        engine.send(FlushCache())
-        engine.wait_until(lambda: num_found(engine, tokens, CACHE_POOLS) == 0, "the cache to be empty")
+        assert engine.life.pages.tier.num_copies == 1
+        engine.wait_until_idle()
+        engine.flush()
+    assert num_found(engine, tokens, CACHE_POOLS) == 0
     assert num_found(engine, tokens, HOST_POOLS) == 0
 
 
@@ -257,6 +258,6 @@ def test_flushing_empties_main_memory_too(engine: EngineThread, peer: DecodePeer
     deliver(engine, peer, next_room(), tokens)
     assert num_found(engine, tokens, HOST_POOLS) == 128
     engine.wait_until_idle()
-    engine.send(FlushCache())
-    engine.wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 0, "the cache to be empty")
+    engine.flush()
+    assert num_found(engine, tokens, HOST_POOLS) == 0
     assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 0

@@ -10,7 +10,6 @@ import pytest
 
 from hisparse_pd.base.kv_events_config import KvEventsConfig
 from hisparse_pd.core.paging.prompt_keys import root_of
-from hisparse_pd.engine.messages import FlushCache
 from hisparse_pd.prefill_node import decode_tier
 from hisparse_pd.protocol.messages import Extent, HeldKv
 from tests.event_follower import Blocks, blocks_of
@@ -52,7 +51,7 @@ def served(
 
 def cached(engine: EngineThread) -> Blocks:
     def look() -> Blocks:
-        runs = [run for run in engine.life.prefixes if not run.is_dropped and run.is_reported]
+        runs = [run for run in engine.life.pages.prefixes if not run.is_dropped and run.is_reported]
         return blocks_of((run.kinds, key) for run in runs for key in run.keys)
 
     return engine.between_turns(look)
@@ -63,7 +62,7 @@ def check(engine: EngineThread, config: KvEventsConfig) -> Blocks:
 
     def is_known() -> bool:
         engine.wait_until_idle()
-        return engine.life.tier.num_copies == 0 and follow(config, PAGE).blocks == cached(engine)
+        return engine.life.pages.tier.num_copies == 0 and follow(config, PAGE).blocks == cached(engine)
 
     wait_until(is_known, "a subscriber knows what the engine has")
     return cached(engine)
@@ -78,11 +77,12 @@ def test_prompts_come_go_and_come_back(
     assert {medium: len(hashes) for medium, hashes in blocks.items()} == {"GPU": 8, "CPU_PINNED": 8}
     deliver(engine, peer, next_room(), prompt(2, NUM_PAGES * PAGE - 20))
     assert len(check(engine, config)["GPU"] & blocks["GPU"]) < 8, "some had to go"
-    num_fetched = engine.life.tier.num_fetched_tokens
+    num_fetched = engine.life.pages.tier.num_fetched_tokens
     deliver(engine, peer, next_room(), tokens)
-    assert engine.life.tier.num_fetched_tokens > num_fetched
+    assert engine.life.pages.tier.num_fetched_tokens > num_fetched
     assert check(engine, config)["GPU"] >= blocks["GPU"]
-    engine.send(FlushCache())
+    engine.wait_until_idle()
+    engine.flush()
     wait_until(lambda: not any(check(engine, config).values()))
 
 

@@ -158,9 +158,9 @@ def test_prompts_that_arrive_during_a_forward_are_read_meanwhile(
             read_during.append(room not in engine.computed)
         return keys_of(message)
 
-    keys_of = engine.life.keys_of
+    keys_of = engine.life.pages.keys_of
     engine.after_layer = hold
-    with patch.object(engine.life, "keys_of", noted):
+    with patch.object(engine.life.pages, "keys_of", noted):
         sent = [peer.bootstrap(room, prompt(21, 40))]
         assert has_begun.wait(WAIT_SECS)
         engine.after_layer = lambda layer: None

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse_pd.prefill_node import request_life
+from hisparse_pd.prefill_node import arrivals
+from hisparse_pd.prefill_node.arrivals import Arrivals
+from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
+from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.push import PENDING_DIVISOR, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.request_life import PrefillLife
@@ -85,18 +88,10 @@ class Node:
         kv, index, aux = (source[kind] for kind in (RegionKind.KV_HOST, RegionKind.INDEX, RegionKind.AUX))
         sources = SourceRegions(kv, index, aux, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
         self.pusher = Pusher(self.sender, sources, PAGE_SIZE)  # type: ignore[arg-type]
-        self.life = PrefillLife(
-            pusher=self.pusher,
-            limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
-            context_length=NUM_SLOTS,
-            vocab_size=1000,
-            num_aux_slots=16,
-            use_prefix_cache=True,
-            max_queued=MAX_QUEUED,
-            tell_peer=self.tell,
-            room_timeout_secs=300.0,
-            grace_secs=10.0,
-        )
+        limits = StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES)
+        pages = PromptPages(limits, num_aux_slots=16, use_prefix_cache=True)
+        self.life = PrefillLife(pages, self.pusher, self.tell, room_timeout_secs=300.0, grace_secs=10.0)
+        self.arrivals = Arrivals(self.life, BootstrapChecks(limits, NUM_SLOTS, vocab_size=1000), MAX_QUEUED)
 
     def tell(self, peer: Peer, message: ToDecode) -> bool:
         self.told.append(message)
@@ -108,7 +103,7 @@ class Node:
         """Receive a Bootstrap with so many tokens to compute. Prompts of one family begin alike."""
         tokens = (*[family or room] * (num_tokens - 1), room, 5)
         message = bootstrap_of(room, tokens, num_resumed_tokens=num_resumed)
-        self.life.bootstrap(self.peers[peer], message, now)
+        self.arrivals.bootstrap(self.peers[peer], message, now)
 
     def compute(self, room: int) -> None:
         """Admit a room and compute its prompt, which is then queued at the sender as a whole."""
@@ -199,21 +194,21 @@ def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) ->
     for completion in node.sender.poll():
         node.life.batch_returned(completion, 0.0)
     num_cached = 8 * (NUM_PAGES // 8 - 1)
-    assert node.life.prefixes.num_tokens == num_cached * PAGE_SIZE
-    assert node.life.num_available_pages == NUM_PAGES
+    assert node.life.pages.prefixes.num_tokens == num_cached * PAGE_SIZE
+    assert node.life.pages.num_available_pages == NUM_PAGES
     node.arrive(11, 1, 100 * PAGE_SIZE)
     for room in (12, 13):
         node.arrive(room, 1, NUM_SLOTS // 8, family=room - 11)
     requests = [node.life.requests.live(Room(room)) for room in (11, 12, 13)]
-    found = [node.life.look_up(request) for request in requests]
+    found = [node.life.pages.look_up(request) for request in requests]
     assert [(waiting.num_cached_pages, waiting.num_unused_pages) for waiting in found] == [
         *((0, 0), (31, 31), (31, 31))
     ]
     node.life.admit(requests, 0.0)
-    again = node.life.look_up(requests[1])
+    again = node.life.pages.look_up(requests[1])
     assert (again.num_cached_pages, again.num_unused_pages) == (31, 0), "it uses them"
     assert [request.num_cached_tokens for request in requests] == [0, 496, 496]
-    assert node.life.num_available_pages == NUM_PAGES - 100 - 2 * NUM_PAGES // 8
+    assert node.life.pages.num_available_pages == NUM_PAGES - 100 - 2 * NUM_PAGES // 8
     node.life.check_integrity()
 
 
@@ -249,7 +244,7 @@ def test_no_more_rooms_wait_than_may(node: Node) -> None:
 
 @pytest.mark.I7
 def test_no_more_tokens_wait_than_may(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_life, "MAX_QUEUED_TOKENS", 100)
+    monkeypatch.setattr(arrivals, "MAX_QUEUED_TOKENS", 100)
     node.arrive(1, 0, 59)
     node.arrive(2, 0, 40)
     (failed,) = node.told
@@ -303,7 +298,7 @@ def test_a_room_whose_scores_cannot_be_sent_fails(node: Node) -> None:
 def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(node: Node) -> None:
     """A Bootstrap with another prompt or attempt is dropped."""
     message = bootstrap_of(1, [*range(5, 40)], attempt=3)
-    node.life.bootstrap(node.peers[0], message, 0.0)
+    node.arrivals.bootstrap(node.peers[0], message, 0.0)
     node.compute(1)
     taken = node.sender.queue.next("a", 0.0)
     assert taken is not None
@@ -315,9 +310,9 @@ def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(n
         bootstrap_of(1, [*range(5, 39), 9], attempt=3),
         bootstrap_of(1, [*range(5, 40)], attempt=4),
     ):
-        node.life.bootstrap(node.peers[0], other, 0.0)
+        node.arrivals.bootstrap(node.peers[0], other, 0.0)
         assert node.told == []
-    node.life.bootstrap(node.peers[0], bootstrap_of(1, [*range(5, 40)], attempt=3), 0.0)
+    node.arrivals.bootstrap(node.peers[0], bootstrap_of(1, [*range(5, 40)], attempt=3), 0.0)
     assert node.told == [first]
     node.sender.queue.finish(taken, Outcome())
     for completion in node.sender.poll():
@@ -328,7 +323,7 @@ def test_a_bootstrap_that_is_repeated_while_its_room_drains_hears_how_it_ended(n
 @pytest.mark.I1
 def test_a_delivery_is_repeated_for_its_attempt(node: Node) -> None:
     message = bootstrap_of(1, [*range(5, 40)], attempt=3)
-    node.life.bootstrap(node.peers[0], message, 0.0)
+    node.arrivals.bootstrap(node.peers[0], message, 0.0)
     node.compute(1)
     node.sender.write("a")
     for completion in node.sender.poll():
@@ -336,7 +331,7 @@ def test_a_delivery_is_repeated_for_its_attempt(node: Node) -> None:
     (done,) = node.told
     for peer, attempt in ((0, 3), (1, 3), (0, 4)):
         node.told.clear()
-        node.life.bootstrap(node.peers[peer], bootstrap_of(1, [*range(5, 40)], attempt=attempt), 0.0)
+        node.arrivals.bootstrap(node.peers[peer], bootstrap_of(1, [*range(5, 40)], attempt=attempt), 0.0)
         (answer,) = node.told
         assert (answer == done) is ((peer, attempt) == (0, 3))
 

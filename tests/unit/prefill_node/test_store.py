@@ -20,7 +20,7 @@ import pytest
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
-from hisparse_pd.engine.messages import FlushCache, pack_token_ids
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.host_tier import HOST_POOLS
 from hisparse_pd.prefill_node.page_objects import LAYOUT, namespace_of
 from hisparse_pd.prefill_node.store_tier import QUARANTINE_SECS, StoreTier
@@ -52,7 +52,7 @@ class Node:
 
     @property
     def tier(self) -> StoreTier:
-        tier = self.engine.life.tier.store_tier
+        tier = self.engine.life.pages.tier.store_tier
         assert tier is not None
         return tier
 
@@ -69,8 +69,7 @@ class Node:
         self.engine.wait_until(
             lambda: self.tier.num_landing + self.tier.num_queued_pages == 0, "the store's threads"
         )
-        self.engine.send(FlushCache())
-        self.engine.wait_until(lambda: self.engine.num_cached_pages == 0, "the cache to be empty")
+        self.engine.flush()
 
     def begin_anew(self) -> None:
         """Forget everything, counters and pauses too."""
@@ -146,7 +145,7 @@ def node(start: Start, store: MemoryStore) -> Iterator[Node]:
     yield node
     store.goes_on.set()
     node.engine.close()
-    assert node.engine.life.tier.store_tier is not None
+    assert node.engine.life.pages.tier.store_tier is not None
 
 
 def names(node: Node, tokens: Sequence[int]) -> list[str]:
@@ -295,8 +294,8 @@ def test_slots_of_a_failed_read_are_not_used_until_nothing_can_land(
     assert node.deliver(prompt(11, 150)) == 0
     assert (node.tier.num_failures["get"], node.tier.num_quarantined) == (1, 1)
     life = node.engine.life
-    assert life.pools.used(Stage.QUARANTINED).host == 144
-    assert (life.pools.free + life.prefixes.unused).host == life.pools.totals.host - 144
+    assert life.pages.pools.used(Stage.QUARANTINED).host == 144
+    assert (life.pages.pools.free + life.pages.prefixes.unused).host == life.pages.pools.totals.host - 144
     node.tier._clock = lambda: time.monotonic() + QUARANTINE_SECS
     node.engine.wait_until(lambda: node.tier.num_quarantined == 0, "the slots to be free")
 
@@ -377,7 +376,7 @@ def test_a_page_that_was_not_verified_yet_is_not_held_against_its_memory(
     for seed in (21, 22):
         second.deliver(prompt(seed, 150))
     keys = page_keys(NO_ISOLATION, pack_token_ids(tokens), PAGE)
-    found = second.engine.life.prefixes.find(keys, HOST_POOLS)
+    found = second.engine.life.pages.prefixes.find(keys, HOST_POOLS)
     pages = second.engine.engine._host_pages
     assert found is not None
     assert pages is not None
