@@ -50,9 +50,9 @@ class Exchange:
     hot_capacity: int
     """Entries of the hot buffer, whose device slots are not in ``need``."""
     need: SlotCounts = _NONE
-    """Further slots in the host, index and lookup pools for a request that leaves its pages. A dense one takes
-    none of these for pages of which the host pool turns out to have a copy (``DenseTier.use_host_copy``): no
-    plan counts on that."""
+    """Further slots in the host, index and lookup pools for a request that leaves its pages. A dense one
+    takes fewer if the host pool has a copy of pages that it shares (``DenseTier.use_host_copy``), on which no
+    plan counts."""
 
 
 @dataclass(frozen=True)
