@@ -267,7 +267,11 @@ class DenseTier:
             slice_extents(prefix.extents(kind), 0, stored.num_pages * page_size)
             for prefix, kind in ((shared, PoolKind.INDEX), (stored.prefix, PoolKind.HOST))
         )
-        num_pages = self._copies.num_same(index, host) // page_size
+        num_pages = 0
+        try:
+            num_pages = self._copies.num_same(index, host) // page_size
+        except CopyFailed as error:
+            log.error("pages in main memory are not compared with those on the device: %s", error)
         if num_pages == 0:
             return None
         prefix = self._prefixes.use(keys[:num_pages], HISPARSE)

@@ -47,7 +47,7 @@ class PageCopies(Protocol):
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
         """Return how many of the first token slots ``index`` have the row checks that lie at the places of as
-        many slots of the host pool; 0 without row checks. Waits for the device."""
+        many slots of the host pool; 0 without row checks. Waits for the device. Raises CopyFailed."""
 
     def settle(self) -> None:
         """Wait until all copies are over."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hisparse_pd.core.memory.host import Pinning
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
-from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
+from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.engine.host_copies import HostCopies, SlotCopy
 from hisparse_pd.protocol.messages import Extent
 
@@ -38,7 +38,7 @@ class KeyPages:
         self._keys = HostCopies(
             pools, num_slots, name="keys of held prefixes", pinning=pinning, placement=placement
         )
-        self._k_host, self._k_dev, self._row_checks = memory.k_host, memory.k_dev, memory.row_checks
+        self._k_host, self._k_dev = memory.k_host, memory.k_dev
 
     def copy_down(
         self, index: Sequence[Extent], host: Sequence[Extent], device: Sequence[Extent] = ()
@@ -59,12 +59,9 @@ class KeyPages:
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
         """Return how many of the first token slots ``index`` have the row checks, in all layers, that lie at
-        the places of as many slots of the host pool; 0 without row checks. Waits for the device."""
-        if self._row_checks is None:
-            return 0
-        on_device = self._row_checks[:, slots_tensor(tuple(index)).to(self._row_checks.device)].cpu()
-        is_same = (on_device == self.row_checks(slots_tensor(tuple(host)))).all(dim=0)
-        return int(is_same.long().cumprod(dim=0).sum())
+        the places of as many slots of the host pool; 0 without row checks. Waits for the device. Raises
+        CopyFailed."""
+        return self._keys.num_same(1, index, host) if len(self._keys.tensors) > 1 else 0
 
     def row_checks(self, slots: Tensor) -> Tensor:
         """Return the row checks that lie at the places of token slots of the host pool: int32 [layers,

@@ -60,6 +60,8 @@ class SlowCopies:
         return self._begin(keys, _copy(self.host, host, self.device, device) if device else None)
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
+        if not self.can_begin:
+            raise CopyFailed("no memory")
         pairs = zip(extents_to_slots(index).tolist(), extents_to_slots(host).tolist(), strict=True)
         is_same = (self.index.get(slot) == self.places.get(place) is not None for slot, place in pairs)
         return sum(takewhile(bool, is_same))

@@ -113,7 +113,9 @@ def test_a_copy_with_other_bits_serves_up_to_its_first_page_with_another_row(num
 
 @pytest.mark.I1
 @pytest.mark.I2
-@pytest.mark.parametrize("case", ["evicted", "its device pages are wrong", "its copy is wrong", "arriving"])
+@pytest.mark.parametrize(
+    "case", ["evicted", "its device pages are wrong", "its copy is wrong", "arriving", "not compared"]
+)
 def test_what_cannot_serve_is_copied_as_if_it_was_not_there(case: str) -> None:
     books = Books()
     request = _shares(books, TURN)
@@ -125,6 +127,8 @@ def test_what_cannot_serve_is_copied_as_if_it_was_not_there(case: str) -> None:
     elif case == "its device pages are wrong":
         assert request.prefix is not None
         held.drop(PoolKind.DEVICE, request.prefix.extents(PoolKind.DEVICE)[0].start)
+    elif case == "not compared":
+        books.copies.can_begin = False
     else:
         books.land((*FIRST[:16], 3), Mode.HISPARSE)
         assert below.is_arriving
