@@ -12,6 +12,8 @@ the rest: ``fetch`` puts these into the tree at once, as pages that are arriving
 request is FETCHING until they are there. Its rows are verified when it starts, as those of every dense
 request. All that main memory has whole can be fetched (``held_matches.py``), whichever mode left it.
 
+A dense request that leaves its pages while it runs uses what the host pool has of them (``use_host_copy``).
+
 ``DenseTier`` owns the copies under way. Each uses the prefix that it reads, and that in front of what it
 writes.
 """
@@ -33,6 +35,7 @@ from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix, end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
+from hisparse_pd.decode_node.held_matches import stored_beginning
 from hisparse_pd.decode_node.held_tier import PageCopies
 from hisparse_pd.decode_node.request import KV_POOLS
 from hisparse_pd.protocol.messages import Extent, Room
@@ -242,6 +245,38 @@ class DenseTier:
         self._prefixes.use_run(prefix)
         self._up.append(_CopyUp(source, prefix, is_behind))
         self.num_fetched_tokens += (prefix.end_page - num_here) * self._pools.page_size
+
+    # --- beside ----------------------------------------------------------------------------------------
+
+    def use_host_copy(self, keys: Sequence[PageKey], shared: Prefix) -> Prefix | None:
+        """Let a dense request that leaves its pages use what the host pool has of those that it shares: the
+        pages of ``keys``, which are ``shared`` on the device. Returns the host pool's prefix, or None.
+
+        It has the first of these pages, as many as have the same row checks in main memory: equal keys are
+        equal tokens, and their KV may still be rounded otherwise. Where it had moved down it gets index slots
+        and is arriving until the request's keys are there, too, and the caller calls ``mark_arrived``. Raises
+        PoolExhausted.
+        """
+        if self._copies is None or shared.is_dropped:
+            return None
+        stored = stored_beginning(self._prefixes, keys, 0, 0)
+        if stored is None or any(run.is_arriving for run in stored.prefix.chain()):
+            return None
+        page_size = self._pools.page_size
+        index, host = (
+            slice_extents(prefix.extents(kind), 0, stored.num_pages * page_size)
+            for prefix, kind in ((shared, PoolKind.INDEX), (stored.prefix, PoolKind.HOST))
+        )
+        num_pages = 0
+        try:
+            num_pages = self._copies.num_same(index, host) // page_size
+        except CopyFailed as error:
+            log.error("pages in main memory are not compared with those on the device: %s", error)
+        if num_pages == 0:
+            return None
+        prefix = self._prefixes.use(keys[:num_pages], HISPARSE)
+        self._prefixes.bring_up(prefix)
+        return prefix
 
     # --- copies --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
-from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve
 from hisparse_pd.decode_node.step_plan import Exchange, Growth
 
@@ -106,11 +106,12 @@ def exchanges_of_pages(
 ) -> Iterator[tuple[Exchange, SlotCounts]]:
     """Yield exchanges of a request's pages for a hot buffer of ``capacity`` entries, first choice first, each
     with the slots that it takes; those that it gives back count as negative. A dense request that shares
-    pages takes index slots for copies of their keys."""
-    owned = request.owned_slots
-    num_shared_pages = 0 if request.mode is Mode.DENSE else request.num_shared_pages
+    pages takes host slots and index slots for copies of these, beside what it has already behind them."""
+    owned, num_shared_pages, copies = request.owned_slots, request.num_shared_pages, SlotCounts()
+    if request.mode is Mode.DENSE:
+        copies = SlotCounts.of(KV_POOLS[Mode.HISPARSE], num_shared_pages * limits.page_size)
     for num_tokens in _grown_lengths(limits, request):
-        need = _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, num_shared_pages), owned)
+        need = copies + _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, num_shared_pages), owned)
         device = limits.in_pages(capacity) - owned.device
         yield Exchange(request, capacity, need), need + SlotCounts(device=device)
 

@@ -45,6 +45,10 @@ class PageCopies(Protocol):
     ) -> torch.cuda.Event | None:
         """Begin to copy pages back, as ``copy_down``. Copies up end in the order in which they began."""
 
+    def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
+        """Return how many of the first token slots ``index`` have the row checks that lie at the places of as
+        many slots of the host pool; 0 without row checks. Waits for the device. Raises CopyFailed."""
+
     def settle(self) -> None:
         """Wait until all copies are over."""
 

@@ -57,6 +57,12 @@ class KeyPages:
         kv = [SlotCopy(self._k_host, host, self._k_dev, device)] if device else []
         return self._keys.copy_up(host, index, *kv)
 
+    def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
+        """Return how many of the first token slots ``index`` have the row checks, in all layers, that lie at
+        the places of as many slots of the host pool; 0 without row checks. Waits for the device. Raises
+        CopyFailed."""
+        return self._keys.num_same(1, index, host) if len(self._keys.tensors) > 1 else 0
+
     def row_checks(self, slots: Tensor) -> Tensor:
         """Return the row checks that lie at the places of token slots of the host pool: int32 [layers,
         num_slots]. ``slots``: int64 [num_slots], on the CPU."""

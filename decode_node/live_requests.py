@@ -21,6 +21,7 @@ from hisparse_pd.core.paging.pools import (
     Stage,
     round_up,
 )
+from hisparse_pd.core.paging.prefix import end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.dense_tier import DenseTier
@@ -184,11 +185,18 @@ class LiveRequests(RequestIndex):
 
     def grow_for_exchange(self, exchange: Exchange) -> None:
         """Give a running request the slots that it needs beside its hot buffer. A dense one gets index slots
-        in front of its own for the pages that it shares. Raises PoolExhausted."""
-        request, copies = exchange.request, SlotCounts()
-        if request.mode is Mode.DENSE:
-            copies = SlotCounts(index=request.num_shared_pages * self.pools.page_size)
-        self.grow(request, exchange.need - copies)
+        in front of its own for the pages that it shares. Of those that the host pool has already it uses the
+        copy (``Request.host_prefix``), and gets no slots for them. Raises PoolExhausted."""
+        request, need, copies = exchange.request, exchange.need, SlotCounts()
+        if request.mode is Mode.DENSE and (shared := request.prefix) is not None:
+            keys = request.usable_keys[: shared.end_page]
+            request.host_prefix = self.dense_tier.use_host_copy(keys, shared)
+            num_there, num_shared = (
+                end_of(prefix) * self.pools.page_size for prefix in (request.host_prefix, shared)
+            )
+            need -= SlotCounts(host=num_there, index=num_shared)
+            copies = SlotCounts(index=num_shared - num_there)
+        self.grow(request, need)
         if copies.index:
             self.held.make_room(copies)
             in_front = self.pools.reserve(request.room, copies, request.owned.stage)
@@ -197,7 +205,7 @@ class LiveRequests(RequestIndex):
 
     def replace_device_slots(self, exchange: Exchange, first_kept: int | None = None) -> None:
         """Give a request a hot buffer for its device slots, after ``grow_for_exchange``. A dense request
-        becomes hisparse, and lets go of the pages that it shares, of which it has copies.
+        becomes hisparse, and lets go of the pages that it shares, of which it has copies, or uses some.
 
         A hot buffer that it has already keeps its first slots, as many as both sizes have, and pages that are
         being filled are given up. Of pages that it leaves, those of its own from the position ``first_kept``
@@ -282,12 +290,22 @@ class LiveRequests(RequestIndex):
             self.held.let_go(prefix, keeps=False)
 
     def _leave_prefix(self, request: Request) -> None:
-        """Let go of the pages that a request shares, and has copies of. Where one of them is wrong, so is a
-        copy, and nobody is to find it."""
-        prefix, request.prefix = request.prefix, None
+        """Let go of the pages that a dense request shares, and has copies of. Where one of them is wrong, so
+        is a copy, and nobody is to find it. From now on it shares those in the host pool that it uses."""
+        prefix, request.prefix = request.prefix, request.host_prefix
+        request.host_prefix = None
+        if request.prefix is not None:
+            self.held.mark_arrived(request.prefix)
         if prefix is not None:
             if prefix.is_dropped:
                 request.prompt_keys = None
+            self.held.let_go(prefix)
+
+    def _give_back_host_copy(self, request: Request) -> None:
+        """Let go of the pages in the host pool for which a request was to leave its own, but could not."""
+        prefix, request.host_prefix = request.host_prefix, None
+        if prefix is not None:
+            self.held.take_down([run for run in prefix.chain() if run.is_arriving])
             self.held.let_go(prefix)
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
@@ -316,6 +334,7 @@ class LiveRequests(RequestIndex):
         holding, request.holding = request.owned, None
 
         self._leave_residents(request)
+        self._give_back_host_copy(request)
         num_shared_pages = request.num_shared_pages
         prefix, request.prefix = request.prefix, None
         request.is_sound &= prefix is None or not prefix.is_dropped

@@ -106,6 +106,9 @@ class Request:
     source_prefix: Prefix | None = None
     """Pages of hisparse requests that are to be brought to the device for a dense one, from the start of its
     prompt; only while a plan is carried out that admits it."""
+    host_prefix: Prefix | None = None
+    """Pages in the host pool with the same bytes as the first of those that a dense request shares, which it
+    leaves for them; only while an exchange is carried out."""
     resident_prefix: Prefix | None = None
     """The device pages at its start that it shares with other residents while it is resident itself, or
     becomes so; those of its own come behind them."""
@@ -349,7 +352,7 @@ class Request:
     @property
     def prefixes(self) -> tuple[Prefix, ...]:
         """The prefixes whose pages it uses."""
-        prefixes = (self.prefix, self.source_prefix, self.resident_prefix)
+        prefixes = (self.prefix, self.source_prefix, self.host_prefix, self.resident_prefix)
         return tuple(prefix for prefix in prefixes if prefix is not None)
 
     @property

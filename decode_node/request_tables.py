@@ -29,6 +29,7 @@ from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.paging.extents import slice_extents, total_length
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix import Prefix, end_of
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor
 from hisparse_pd.decode_node.request import Request
@@ -46,6 +47,7 @@ from hisparse_pd.kernels.row_check import (
 )
 from hisparse_pd.kernels.row_errors import ReadAt
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
+from hisparse_pd.protocol.messages import Extent
 
 SLICE_BYTES: Final = 32 << 20
 """Bytes of one slice of the copies that fill rows: 0.7 ms of PCIe, beside a step."""
@@ -393,18 +395,29 @@ class RequestTables:
 
     def retract(self, request: Request) -> None:
         """Bring all KV of a dense or resident request, which is to leave its pages, to the host, and copy the
-        indexer keys of the pages that a dense one shares to slots of its own. Waits for the device."""
+        indexer keys of the pages that a dense one shares to slots of its own, or to those of the copy that it
+        uses where these are empty. Waits for the device."""
         self.fill_at_once(request)
         self._wait_until_filled(request.req_row)
         # If it is resident, the host is up to date: every step ends with the backup of its newest tokens.
         if request.mode is Mode.DENSE:
+            num_there = end_of(request.host_prefix) * self.page_size
             if request.prefix is not None:
-                shared = request.prefix.extents(PoolKind.INDEX)
-                copies = slice_extents(request.owned[PoolKind.INDEX], 0, total_length(shared))
-                self.memory.copy_rows(PoolKind.INDEX, shared, copies)
+                self._copy_shared_keys(request.prefix, request.host_prefix, request.owned[PoolKind.INDEX])
             # It waits for the copies above, too: whoever gets the shared pages next may write there at once.
-            on_device = request.extents(PoolKind.DEVICE)
-            self.memory.spill(on_device, request.owned[PoolKind.HOST], request.num_kv_tokens)
+            on_device = slice_extents(request.extents(PoolKind.DEVICE), num_there, request.num_kv_tokens)
+            self.memory.spill(on_device, request.owned[PoolKind.HOST], total_length(on_device))
+
+    def _copy_shared_keys(self, shared: Prefix, on_host: Prefix | None, own: tuple[Extent, ...]) -> None:
+        """Copy the indexer keys and row checks of ``shared`` to the runs of ``on_host`` that are arriving,
+        and those behind its end to the slots ``own``."""
+        extents, page_size = shared.extents(PoolKind.INDEX), self.page_size
+        for run in on_host.chain() if on_host is not None else ():
+            if run.is_arriving:
+                src = slice_extents(extents, run.start_page * page_size, run.end_page * page_size)
+                self.memory.copy_rows(PoolKind.INDEX, src, run.holding[PoolKind.INDEX])
+        src = slice_extents(extents, end_of(on_host) * page_size, total_length(extents))
+        self.memory.copy_rows(PoolKind.INDEX, src, slice_extents(own, 0, total_length(src)))
 
     def enter_hot_buffer(self, request: Request, first_position: int) -> None:
         """Let steps find the items of a request in its hot buffer, and no more in pages. The first device

@@ -51,7 +51,9 @@ class Exchange:
     hot_capacity: int
     """Entries of the hot buffer, whose device slots are not in ``need``."""
     need: SlotCounts = _NONE
-    """Further slots in the host, index and lookup pools for a request that leaves its pages."""
+    """Further slots in the host, index and lookup pools for a request that leaves its pages. A dense one
+    takes fewer if the host pool has a copy of pages that it shares (``DenseTier.use_host_copy``), on which no
+    plan counts."""
 
 
 @dataclass(frozen=True)

@@ -71,15 +71,22 @@ def land(rooms: LiveRequests, request: Request, mode: Mode, num_slots: int) -> R
 
 
 def carry_out(
-    rooms: LiveRequests, plan: StepPlan, deadline: float = 9.0, limits: Limits | None = None
+    rooms: LiveRequests,
+    plan: StepPlan,
+    deadline: float = 9.0,
+    limits: Limits | None = None,
+    retract: Callable[[Request], None] | None = None,
 ) -> None:
     """Carry out a plan as a node does, without memory. A prefill node's run is named after its address, and
     one that is needed after all is registered with at once. ``limits``: those of the node; without them,
-    requests that leave their pages keep none of their slots."""
+    requests that leave their pages keep none of their slots. ``retract``: copies what dense requests have
+    before they leave their pages."""
 
     def exchange(order: Exchange) -> None:
         request = order.request
         rooms.grow_for_exchange(order)
+        if retract is not None and request.mode is Mode.DENSE:
+            retract(request)
         first_kept = None
         if limits is not None and not request.hot_capacity:
             first_kept = limits.first_kept(request, order.hot_capacity)

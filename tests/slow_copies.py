@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import cast
 
 import torch
 
 from hisparse_pd.core.model.side_stream import CopyFailed
-from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix import end_of
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.protocol.messages import Extent
 
 
@@ -55,6 +58,33 @@ class SlowCopies:
     ) -> torch.cuda.Event:
         keys = _copy(self.places, host, self.index, index)
         return self._begin(keys, _copy(self.host, host, self.device, device) if device else None)
+
+    def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
+        if not self.can_begin:
+            raise CopyFailed("no memory")
+        pairs = zip(extents_to_slots(index).tolist(), extents_to_slots(host).tolist(), strict=True)
+        is_same = (self.index.get(slot) == self.places.get(place) is not None for slot, place in pairs)
+        return sum(takewhile(bool, is_same))
+
+    def retract(self, request: Request) -> None:
+        """Copy what a dense request has to the host pool, as ``RequestTables.retract`` does."""
+        page_size = request.prompt_keys.page_size if request.prompt_keys is not None else 1
+        on_host, num_there = request.host_prefix, end_of(request.host_prefix) * page_size
+        for run in on_host.chain() if on_host is not None else ():
+            if run.is_arriving:
+                part = slice_extents(
+                    request.extents(PoolKind.INDEX), run.start_page * page_size, run.end_page * page_size
+                )
+                _copy(self.index, part, self.index, run.holding[PoolKind.INDEX])()
+        num_copied = request.num_shared_pages * page_size - num_there
+        if num_copied:
+            part = slice_extents(request.extents(PoolKind.INDEX), num_there, num_there + num_copied)
+            own = slice_extents(request.owned[PoolKind.INDEX], 0, num_copied)
+            _copy(self.index, part, self.index, own)()
+        if request.num_kv_tokens > num_there:
+            part = slice_extents(request.extents(PoolKind.DEVICE), num_there, request.num_kv_tokens)
+            own = slice_extents(request.owned[PoolKind.HOST], 0, request.num_kv_tokens - num_there)
+            _copy(self.device, part, self.host, own)()
 
     def settle(self) -> None:
         self.finish()

@@ -23,7 +23,7 @@ from hisparse_pd.core.memory.gpu_copies import compile_copies, enqueue_copies
 from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
-from hisparse_pd.core.paging.extents import SlotRanges
+from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots
 from hisparse_pd.protocol.messages import Extent
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.plan import RegionView, descriptors, for_gpu, join_descriptors, plan_writes
@@ -77,6 +77,8 @@ class HostCopies:
         self.tensors = tuple(here)
         """What is here of the tokens, [layers, num_slots, …] for each pool; none once it is closed."""
         self._down, self._up = SideStream(self._device), SideStream(self._device)
+        self._beside_copies = SideStream(self._device)
+        """For what the host waits for, and which does not wait for copies under way."""
         if is_cuda:
             compile_copies(self._device)
         log.info("%s: %d tokens, %.2f GiB", name, num_slots, sum(each.nbytes for each in here) / (1 << 30))
@@ -103,6 +105,17 @@ class HostCopies:
         with stream.copying():
             copy_slots(copies, self._device)
         return stream.record()
+
+    def num_same(self, number: int, device: Sequence[Extent], host: Sequence[Extent]) -> int:
+        """Return how many of the first token slots ``device`` of pool ``number`` have, in all layers, what
+        lies in as many slots ``host`` here. Waits for the device. Raises CopyFailed."""
+        pool, here = self._on_device[number], self.tensors[number]
+        slots = torch.from_numpy(extents_to_slots(tuple(device)))
+        with self._beside_copies.copying():
+            copy = torch.empty((here.shape[0], slots.numel()), dtype=here.dtype, device=self._device)
+            copy_slots([SlotCopy(here, host, copy, [Extent(0, slots.numel())])], self._device)
+            is_same = (pool[:, slots.to(self._device)] == copy).all(dim=0)
+            return int(is_same.long().cumprod(dim=0).sum())
 
     def settle(self) -> None:
         """Wait until all copies are over."""

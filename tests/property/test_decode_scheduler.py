@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from itertools import chain
 
 import pytest
@@ -104,6 +105,15 @@ def names_of(keys: Sequence[PageKey]) -> list[tuple[PageKey, int]]:
     return [(key, number) for key in keys for number in range(PAGE_SIZE)]
 
 
+class Loss(Enum):
+    """What becomes of held pages."""
+
+    FLUSHED = auto()
+    """What is unused is evicted: requests that lacked nothing may lack it now."""
+    WRONG = auto()
+    """A row is found wrong, and nobody finds its page any more, or those behind it."""
+
+
 class DecodeNodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +138,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 3]),
         keeps_residents=st.booleans(),
         largest_hot_buffer=st.sampled_from([0, 24]),
-        num_index_slots=st.sampled_from([0, 40, 60]),
+        num_index_slots=st.sampled_from([0, 40, 60, 100]),
         miss_cost=st.sampled_from([CHEAP, PRESENT_COST, HIGH_COST, STEPS_COST, STALE_COST]),
         fill_tokens=st.sampled_from([0, 40]),
         totals=st.sampled_from([TOTALS, ROOMY]),
@@ -231,15 +241,44 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self._arrive(flag, 17, 2, 2, PEERS[0], "", family, 1)
             self.steps_and_deliveries(3)
 
+    @precondition(lambda self: self.limits.totals.index < TOTALS.index)
+    @rule(
+        families=st.permutations(range(5)),
+        num_copied=st.sampled_from([0, 1, None, None]),
+        of_family=st.sampled_from([None, 0, 0, 1]),
+        late=st.lists(ARRIVALS, max_size=2),
+    )
+    def leave_what_main_memory_has(
+        self, families: list[int], num_copied: int | None, of_family: int | None, late: list[Arrival]
+    ) -> None:
+        """Dense requests, whose conversations' last turns are in the host pool or on their way there, have
+        filled the device pool when others come, which may share these turns."""
+        for request in self.rooms.select(RequestState.RUNNING):
+            self.end(request)
+        for family in families:
+            if self.rooms.available.device >= 24:
+                self._arrive(HisparseFlag.FALSE, 17, 2, 2, PEERS[0], "", family, 1)
+                self.steps_and_deliveries(2)
+                self.copies.finish(num_copied)
+                self._arrive(HisparseFlag.AUTO, 17, 8, 8, PEERS[0], "", family, 1)
+                self.steps_and_deliveries(1)
+        others = None if of_family is None else families[of_family]
+        self._arrive(HisparseFlag.TRUE, 22, 8, 8, PEERS[0], "", others, 1)
+        self.arrive(late) if late else self.step()
+
+    @rule(family=st.integers(0, 4), loss=st.sampled_from(Loss))
+    def lose_copies(self, family: int, loss: Loss) -> None:
+        """Held pages of a conversation are lost while requests share them."""
+        if loss is Loss.FLUSHED:
+            self.rooms.held.flush()
+            return
+        tokens = pack_token_ids([family] * 2 * PAGE_SIZE)
+        self.rooms.held.drop_copies(PromptKeys.of(NO_ISOLATION, tokens, PAGE_SIZE).keys[1])
+
     @precondition(lambda self: self.copies.under_way)
     @rule(most=st.integers(1, 4))
     def end_copies(self, most: int) -> None:
         self.copies.finish(most)
-
-    @rule()
-    def flush(self) -> None:
-        """What is held and unused is evicted: requests that lacked nothing may lack it now."""
-        self.rooms.held.flush()
 
     @precondition(lambda self: self.landing())
     @rule(first=st.lists(ARRIVALS, min_size=1, max_size=3), later=ARRIVALS)
@@ -327,7 +366,12 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert self.limits.keeps_residents
             assert fill.request.hot_capacity > 0
         kept = {exchange.request: self._kept_slots(exchange) for exchange in plan.exchanges}
-        carry_out(self.rooms, plan, float("inf"), self.limits)
+        leaving = [each.request for each in plan.exchanges if each.request.mode is Mode.DENSE]
+        for request in leaving:
+            self._write_keys(request)
+        carry_out(self.rooms, plan, float("inf"), self.limits, self.copies.retract)
+        for request in leaving:
+            self._check_has_its_bytes(request)
         for request, slots in kept.items():
             assert extents_to_slots(request.owned[PoolKind.DEVICE]).tolist()[: len(slots)] == slots
         for fill in plan.fills:
@@ -358,6 +402,12 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for request in ending:  # the step that was in flight is read
             self._write_keys(request)
             self.rooms.release(request, self.now)
+
+    def _check_has_its_bytes(self, request: Request) -> None:
+        """It reads nothing but what it had before it left its pages."""
+        names = names_of(request.kept_keys(request.num_kv_tokens))
+        for kind, slots in slots_of(request).items():
+            assert [self.copies.of(kind).get(slot) for slot in slots[: len(names)]] == names, kind
 
     def _kept_slots(self, exchange: Exchange) -> list[int]:
         """Return the device slots that a request keeps, in the order of its hot buffer: the first ones that
@@ -708,6 +758,63 @@ def test_pages_that_are_filled_while_others_come_and_go(
             machine.steps_and_deliveries(1)
             machine.pools_are_whole()
             machine.everybody_can_end()
+    machine.teardown()
+
+
+@settings(
+    derandomize=True,
+    max_examples=num_examples(25, 200),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    max_drafts=st.sampled_from([0, 3]),
+    keeps_residents=st.booleans(),
+    totals=st.sampled_from([TOTALS, replace(ROOMY, device=64)]),
+    num_index_slots=st.sampled_from([80, 100, 110]),
+    miss_cost=st.sampled_from([CHEAP, PRESENT_COST, STEPS_COST]),
+    turns=st.lists(
+        st.tuples(
+            st.permutations(range(5)),
+            st.sampled_from([0, 1, None, None]),
+            st.sampled_from([None, 0, 0, 1]),
+            st.lists(ARRIVALS, max_size=2),
+            st.integers(1, 12),
+            st.sampled_from([None, None, *Loss]),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+)
+def test_pages_that_are_left_for_what_main_memory_has(
+    max_drafts: int,
+    keeps_residents: bool,
+    totals: SlotCounts,
+    num_index_slots: int,
+    miss_cost: MissCost,
+    turns: list[tuple[list[int], int | None, int | None, list[Arrival], int, Loss | None]],
+) -> None:
+    """``turns``: what leaves and for whom, steps behind that, and what becomes of the copies."""
+    machine = DecodeNodeMachine()
+    machine.choose(
+        max_drafts,
+        keeps_residents=keeps_residents,
+        num_index_slots=num_index_slots,
+        miss_cost=miss_cost,
+        totals=totals,
+    )
+    for families, num_copied, of_family, late, num_later, loss in turns:
+        machine.leave_what_main_memory_has(families, num_copied, of_family, late)
+        for number in range(num_later):
+            if number == 1 and loss is not None:
+                machine.lose_copies(families[0], loss)
+            machine.steps_and_deliveries(1)
+            for invariant_of in (
+                machine.pools_are_whole,
+                machine.held_pages_have_their_bytes,
+                machine.steps_read_what_is_there,
+                machine.everybody_can_end,
+            ):
+                invariant_of()
     machine.teardown()
 
 

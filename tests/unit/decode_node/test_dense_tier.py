@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -11,15 +11,12 @@ import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots
-from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.core.paging.prefix import Prefix
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node import held_matches
 from hisparse_pd.decode_node.held_matches import HeldMatches, num_shareable_pages
 from hisparse_pd.decode_node.key_pages import KeyPages
-from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
-from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, StepPlan
 from hisparse_pd.engine.messages import pack_token_ids
@@ -28,9 +25,9 @@ from tests.books import carry_out, end, enqueue, fail_to_land, make_request
 from tests.slow_copies import SlowCopies
 from tests.unit.decode_node.plan_node import LIMITS, Node
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, random_prompt
+from tests.unit.decode_node.tier_books import DENSE, FIRST, SECOND, THIRD, Books, keys_of
 
 CHECKPOINT = "tied"
-DENSE, HISPARSE = KV_POOLS[Mode.DENSE], KV_POOLS[Mode.HISPARSE]
 PAGE = 16
 NODE = {
     "disable_prefix_cache": False,
@@ -44,87 +41,6 @@ NUM_NEW = 8
 
 
 # --- the books ------------------------------------------------------------------------------------------
-
-
-def _keys(prompt: Prompt) -> Sequence[PageKey]:
-    return PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), 4).keys
-
-
-class Books:
-    """Live requests without an engine, with pages of 4 tokens: 10 in the device pool, 24 in the host pool."""
-
-    def __init__(self, num_host_slots: int = 96) -> None:
-        totals = SlotCounts(host=num_host_slots, device=40, index=64, lookup=96, aux=4, req_row=4)
-        self.copies = SlowCopies()
-        self.rooms = LiveRequests(Pools(totals, 4), quarantine_secs=5.0, copies=self.copies)
-        self._num_rooms = 0
-
-    def land(self, prompt: Prompt, mode: Mode = Mode.DENSE) -> Request:
-        """Admit a request as a plan does, with what it can share, and deliver its KV."""
-        self._num_rooms += 1
-        keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), 4)
-        request = make_request(self._num_rooms, len(prompt), prompt_keys=keys)
-        enqueue(self.rooms, request)
-        match = HeldMatches(self.rooms.held, (), 4).find(request, mode)
-        num_own = len(prompt) + 3 - 4 * match.num_pages
-        need = SlotCounts.of(KV_POOLS[mode], num_own) + SlotCounts(aux=1, req_row=1)
-        hot_capacity = 0
-        if mode is Mode.HISPARSE:
-            hot_capacity, need = 8, need + SlotCounts(device=8, lookup=len(prompt) + 3)
-        free_before = self.rooms.available
-        admission = Admission(request, mode, need, hot_capacity, match.num_pages)
-        carry_out(self.rooms, StepPlan(admissions=(admission,)))
-        taken = self.rooms.pools.rounded(need) + match.taken
-        assert self.rooms.available == free_before - taken, "a plan takes what it says"
-        self.rooms.check_integrity()
-        for kind in KV_POOLS[mode]:
-            slots = extents_to_slots(request.extents(kind)).tolist()
-            for position in range(request.held_prefix_tokens, len(prompt)):
-                self.copies.of(kind)[slots[position]] = prompt[: position + 1]
-        return request
-
-    def run(self, request: Request, prompt: Prompt) -> None:
-        """Start a request, all of whose KV and keys are to be there."""
-        assert not self.rooms.await_fetch(request, 9.0)
-        self.rooms.start(request)
-        for kind in request.kv_pools:
-            slots = extents_to_slots(request.extents(kind)).tolist()
-            for position in range(len(prompt)):
-                assert self.copies.of(kind)[slots[position]] == prompt[: position + 1], kind
-        request.output_token_ids += [7]
-        self.rooms.check_integrity()
-
-    def leave(self, prompt: Prompt, mode: Mode = Mode.DENSE) -> None:
-        """A request runs and ends, and its pages are copied to main memory."""
-        request = self.land(prompt, mode)
-        self.run(request, prompt)
-        end(self.rooms, request, is_sound=True)
-        self.copied()
-
-    def copied(self) -> list[Request]:
-        """Copies that wait begin, and end. Returns the requests that may start."""
-        self.rooms.fetched()
-        self.copies.finish()
-        fetched = self.rooms.fetched()
-        self.rooms.check_integrity()
-        return fetched
-
-    def num_found(self, prompt: Prompt) -> tuple[int, int]:
-        """Pages of a prompt on the device, and in the host pool."""
-        held, keys = self.rooms.held, _keys(prompt)
-        return held.num_found(keys, DENSE), held.num_found(keys, HISPARSE)
-
-    def run_of(self, prompt: Prompt, kinds: tuple[PoolKind, ...] = HISPARSE) -> Prefix:
-        found = self.rooms.held.find(_keys(prompt), kinds)
-        assert found is not None
-        return found.prefix
-
-    def empty_device(self) -> None:
-        self.rooms.held.make_room(SlotCounts(device=40))
-        self.rooms.check_integrity()
-
-
-FIRST, SECOND, THIRD = ((number,) * 17 for number in (1, 2, 3))
 
 
 @pytest.mark.I2
@@ -239,7 +155,7 @@ def test_admissions_of_one_plan_share_a_copy_up() -> None:
 
 
 @pytest.mark.I2
-def test_a_hisparse_request_behind_a_dense_one_of_the_same_plan_pays_for_the_keys() -> None:
+def test_a_hisparse_request_behind_a_dense_one_of_the_same_plan_pays_for_thekeys_of() -> None:
     """These leave the index pool for the copy to the device, though they were in it when it was planned."""
     books = Books()
     books.leave(FIRST, Mode.HISPARSE)
@@ -333,7 +249,7 @@ def test_a_wrong_row_drops_the_copies_of_its_page(while_copied: bool) -> None:
     if not while_copied:
         assert books.rooms.await_fetch(request, 9.0)
         books.copied()
-    books.rooms.held.drop_copies(_keys(FIRST)[1])
+    books.rooms.held.drop_copies(keys_of(FIRST)[1])
     books.rooms.check_integrity()
     assert books.num_found(FIRST) == (0, 0)
     books.copied()
@@ -362,9 +278,9 @@ def test_what_main_memory_has_not_whole_is_not_brought_up() -> None:
     request = books.land(FIRST, Mode.HISPARSE)
     books.run(request, FIRST)
     end(books.rooms, request, is_sound=True)
-    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 0, "the keys are being copied"
+    assert num_shareable_pages(books.rooms.held, keys_of(FIRST), Mode.DENSE) == 0, "the keys are being copied"
     books.copied()
-    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 4
+    assert num_shareable_pages(books.rooms.held, keys_of(FIRST), Mode.DENSE) == 4
 
 
 @pytest.mark.I2
@@ -420,11 +336,11 @@ def test_nothing_is_brought_up_behind_many_runs_and_nobody_counts_on_it(
     books.leave((*FIRST[:8], *SECOND[:9]))
     books.rooms.held.make_room(SlotCounts(device=20))
     assert books.num_found(FIRST) == (3, 4)
-    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 4
+    assert num_shareable_pages(books.rooms.held, keys_of(FIRST), Mode.DENSE) == 4
     monkeypatch.setattr(held_matches, "MAX_RUNS_BEFORE", 1)
     request = make_request(9, 17, prompt_keys=PromptKeys.of(NO_ISOLATION, pack_token_ids(FIRST), 4))
     assert HeldMatches(books.rooms.held, (), 4).find(request, Mode.DENSE).num_pages == 3
-    assert num_shareable_pages(books.rooms.held, _keys(FIRST), Mode.DENSE) == 3
+    assert num_shareable_pages(books.rooms.held, keys_of(FIRST), Mode.DENSE) == 3
 
 
 def test_a_flush_begins_no_copy() -> None:
@@ -469,7 +385,7 @@ def test_auto_is_hisparse_behind_what_is_mostly_in_the_host_pool(
 # --- the bytes ------------------------------------------------------------------------------------------
 
 
-def test_kv_goes_down_and_up_with_its_keys(checkpoint: Checkpoint) -> None:
+def test_kv_goes_down_and_up_with_itskeys_of(checkpoint: Checkpoint) -> None:
     """To other slots, and from pages that are not adjacent; nothing else changes."""
     totals = SlotCounts(host=40 * PAGE, device=24 * PAGE, index=24 * PAGE, aux=1)
     memory = DecodeMemory(checkpoint.spec, totals, PAGE, torch.device("cpu"))

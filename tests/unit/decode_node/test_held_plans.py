@@ -299,6 +299,32 @@ def test_a_hot_buffer_may_take_the_shared_pages_that_its_request_leaves() -> Non
 
 
 @pytest.mark.I2
+def test_who_has_grown_for_drafts_that_were_wrong_takes_copies_of_all_shared_pages() -> None:
+    """It has an index page more than it would get now, which does not count for those in front."""
+    limits = replace(STEP_BY_STEP, max_drafts=3, growth_tokens=16)
+    node = Node(limits)
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharer = node.arrive(FALSE, 66, 60, family=1)
+    node.step()
+    assert sharer.reserved_tokens == 96
+    node.run(sharer, 29)
+    sharer.num_drafts_in_flight = 3
+    node.step()
+    assert sharer.reserved_tokens == 128
+    sharer.num_drafts_in_flight = 0
+    exchange, given = next(exchanges_of_pages(limits, sharer, 32))
+    assert sharer.owned_slots.index == 64 > limits.in_pages(sharer.next_seq_len + 15) - 64
+    assert exchange.need == SlotCounts(host=112, index=64, lookup=112)
+    assert given == exchange.need + SlotCounts(device=32 - 64)
+    carry_out(node.rooms, StepPlan(exchanges=(exchange,)), limits=limits)
+    node.rooms.check_integrity()
+    assert sharer.owned_slots == SlotCounts(host=112, device=32, index=128, lookup=112)
+    assert sharer.has_slots_for_next
+
+
+@pytest.mark.I2
 def test_who_leaves_pages_that_were_found_wrong_leaves_none_behind() -> None:
     node = Node(STEP_BY_STEP)
     first = node.arrive(FALSE, 64, 1, family=1)
