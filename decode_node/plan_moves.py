@@ -148,14 +148,21 @@ class PlanMoves:
         self._fill_row(request, now)
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
-        """Give a running request, which must be in no step, a hot buffer for its device slots."""
+        """Give a running request, which must be in no step, a hot buffer for its device slots.
+
+        It fails if the slots beside it are not there: index slots of a prefix that it shares count as coming
+        in its plan, and an admission of the same plan may have taken the pages.
+        """
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions  # a larger hot buffer is no retraction
-        self.requests.grow_for_exchange(exchange)
         change = self._resize if request.hot_capacity else self._leave_pages
-        if change(exchange, now):
+
+        def grow(_: Request) -> None:
+            self.requests.grow_for_exchange(exchange)
+
+        if self._do_or_fail(grow, request, "retracted", now) and change(exchange, now):
             self.metrics.add("retractions_total", request.num_retractions - num_before)
 
     def _resize(self, exchange: Exchange, now: float) -> bool:
