@@ -138,7 +138,8 @@ class Limits:
 
         By the claims of all requests ``reserve.py`` sees that each can still end. A dense request can end in
         its pages, or in the smallest hot buffer. For that it shares no pages any more: it needs slots in the
-        host pool and the index pool for its whole life, before those of the shared pages are free.
+        host pool and the index pool for its whole life, before those of the shared pages are free. Index
+        slots of the prompt's pages, which it shares once it has started, are not its own for that.
         """
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size
@@ -149,7 +150,9 @@ class Limits:
             return Claim(slots_of(owned), ((lacks_host, 0, lacks_index, lacks_lookup),), request.prefixes)
         in_pages = 0, max(0, own - owned.device), lacks_index, 0
         lacks_device = max(0, self.in_pages(self.min_capacity(request)) - owned.device)
-        in_hot_buffer = life, lacks_device, max(0, life - owned.index), lacks_lookup
+        num_to_share = max(0, request.num_usable_pages - num_shared_pages) * self.page_size
+        num_kept_index = max(0, owned.index - num_to_share)
+        in_hot_buffer = life, lacks_device, max(0, life - num_kept_index), lacks_lookup
         return Claim(slots_of(owned), (in_pages, in_hot_buffer), request.prefixes)
 
 
