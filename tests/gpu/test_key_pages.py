@@ -58,6 +58,12 @@ def test_pages_come_back_as_they_went(
         for pool in pools:
             pool.zero_()
         assert torch.equal(pages.row_checks(slots_of(HOST)), before[1][:, slots_of(DOWN).to(DEVICE)].cpu())
+        assert pages.num_same(DOWN, HOST) == 0
+        memory.row_checks.copy_(before[1])
+        assert pages.num_same(DOWN, HOST) == 6 * PAGE
+        memory.row_checks[-1, slots_of(DOWN)[70]] += 1
+        assert pages.num_same(DOWN, HOST) == 70
+        memory.row_checks.zero_()
         up = pages.copy_up(HOST, UP)
         assert up is not None
         up.synchronize()
