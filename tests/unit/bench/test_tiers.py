@@ -99,6 +99,8 @@ def test_the_bound_is_that_of_the_bytes_behind_the_ttft_on_the_device() -> None:
     assert device["outside engines, ms"] == pytest.approx(130), (
         "a landing has the prefill node's phases in it"
     )
+    phases = "tokenize 10.0 queue 10.0 landing 20.0 prefill 20.0 first_step 40.0"
+    assert (device["phases, ms"], decode["phases, ms"]) == (phases, "")
     assert (host["TTFT, ms"], host["turns"], host["astray"]) == (pytest.approx(500), 1, 1)
     assert host["MB"] == pytest.approx(0.64)
     assert (host["on the link, ms"], host["bound, ms"]) == (pytest.approx(100), pytest.approx(330))

@@ -16,7 +16,8 @@ It starts the ``--pairs`` one after the other, with ``--pair-options`` and:
 A turn has ``--turn-tokens`` new tokens behind a prefix of ``--context`` tokens, which the decode node holds
 in every case, so that the turn alone is pushed. The usage says in which tier the prefix was found; turns
 that found it elsewhere are counted as "astray", and not measured. "outside engines" is the part of the TTFT
-in which the decode engine did not have the request: client, router, HTTP, JSON and token ids. ``--tiers``
+in which the decode engine did not have the request: client, router, HTTP, JSON and token ids. "phases" are
+the medians of the phases of docs/operations.md; those of the prefill node are within "landing". ``--tiers``
 leaves others out. Host and decode need a KV pool that holds two prefixes: a prefill node reads no more than
 half of its pool at a time. "idle" is measured if ``--tiers`` names it: the decode node, which
 ``--pair-options`` give ``--idle-keys host``, has the prefix in main memory alone.

@@ -19,6 +19,7 @@ found in another tier, or was not held, counts as ``astray``, and its time does 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,10 @@ class Turns:
             "astray": len(records) - len(right),
             "ttft_secs": spread([record.ttft_secs for record in right]) if right else None,
             "outside_secs": spread(list(map(outside_secs, right))) if right else None,
+            "phase_secs": {
+                name: statistics.median(record.phase_secs.get(name, 0.0) for record in right)
+                for name in dict.fromkeys(name for record in right for name in record.phase_secs)
+            },
             "requests": [row_of(record) for record in records],
         }
 
@@ -231,6 +236,9 @@ def rows_of(
                 "MB": num_bytes / 1e6 if comes or cell["tier"] == "storage" else None,
                 "on the link, ms": _millis(link_secs),
                 "bound, ms": _millis(bound_secs),
+                "phases, ms": " ".join(
+                    f"{name} {secs * 1e3:.1f}" for name, secs in cell["phase_secs"].items()
+                ),
             }
         )
     return rows
