@@ -6,7 +6,8 @@
     python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16 int4]
     python -m tools.bench.kernels experts --rows 1 4 16 32 64 128 512 4096 --experts 32 64 256 \
         --weights fp8 int4
-    python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
+    python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] \
+        [--new 1] [--capacity 4096 16384]
     python -m tools.bench.kernels row-checks [--context 4096 32768 131072] [--item 1152 656]
 
 Calls with different inputs, so that no call finds its own in the L2 cache, are captured in one CUDA graph

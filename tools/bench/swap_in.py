@@ -17,6 +17,7 @@ room for the selections of four positions.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from tools.bench.gpu_timing import timed_us
 
 TOP_K = 2048
 CAPACITY = 4096
-"""Hot buffer entries of a request with one token a step."""
+"""Hot buffer entries of a request with one token a step, unless others are asked for."""
 CONTEXT = 32768
 PAGE_SIZE = 64
 POOL_BYTES = 8 << 30
@@ -63,6 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1.9,
         help="size of the union of four drafted selections, relative to one selection",
     )
+    parser.add_argument(
+        "--capacity", type=int, nargs="+", default=[CAPACITY], help="hot buffer entries of a request"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="how often a cell is built and measured")
     parser.add_argument("--verify-rows", action="store_true", help="compare the row check of each item")
     parser.add_argument("--seed", type=int, default=0)
@@ -85,10 +89,10 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     tokens = selections(NUM_DRAFTED_TOKENS, batch, miss_percent, options.seed, options.union)
                 else:
                     tokens = selections(NUM_TOKENS, batch, miss_percent, options.seed)
-                for max_new, num_new in kinds:
+                for capacity, (max_new, num_new) in itertools.product(options.capacity, kinds):
                     row = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
-                    row |= {"max_new": max_new, "num_new": num_new}
-                    row |= measure(host, tokens, max_new, num_new, options)
+                    row |= {"capacity": capacity, "max_new": max_new, "num_new": num_new}
+                    row |= measure(host, tokens, capacity, max_new, num_new, options)
                     yield row | {"copy_gb_s": peak, "of_copy": f"{row['gb_s'] / peak['median']:.0%}"}
 
 
@@ -254,14 +258,14 @@ class Cell:
 
 
 def measure(
-    host: Tensor, tokens: Tensor, max_new: int, num_new: int, options: argparse.Namespace
+    host: Tensor, tokens: Tensor, capacity: int, max_new: int, num_new: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure one cell. ``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU, from ``selections``;
-    NUM_DRAFTED_TOKENS of them mean that steps have drafts. ``gb_s``: of the missed items in replayed
-    calls."""
+    NUM_DRAFTED_TOKENS of them mean that steps have drafts, and ``capacity`` at least DRAFTS_CAPACITY.
+    ``gb_s``: of the missed items in replayed calls."""
     num_tokens, batch, _ = tokens.shape
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
-    capacity = DRAFTS_CAPACITY if has_drafts else CAPACITY
+    capacity = max(capacity, DRAFTS_CAPACITY) if has_drafts else capacity
     num_warm = (NUM_WARM_DRAFTED_TOKENS if has_drafts else NUM_WARM_TOKENS) // num_new
     calls = calls_of(tokens, num_new).cuda()
     num_timed = len(calls) - num_warm
