@@ -6,8 +6,8 @@ the decode node what held prefixes have beside their KV (``decode_node/key_pages
 direction, behind all work that was enqueued before: a forward that has written the pages, or one that may
 still read what is written to.
 
-A copy costs the host by the runs of adjacent pages, a few microseconds in all for pages that are not
-adjacent: their ranges are one launch (``gpu_copies.py``).
+However scattered pages are, a copy on a GPU is at most 512 calls, for long runs, and a launch for each 65,536
+shorter ranges (``plan.for_gpu``, ``gpu_copies.py``).
 """
 
 from __future__ import annotations
