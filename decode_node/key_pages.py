@@ -46,7 +46,7 @@ class KeyPages:
         """Begin to copy pages of the index pool to the places of as many pages of the host pool, and the KV
         of as many pages of the device pool, if ``device`` has any, to these pages. Returns the event behind
         the copy, or None where it is over. Raises CopyFailed."""
-        kv = [SlotCopy(self._k_dev, device, self._k_host, host)] if device else []
+        kv = [SlotCopy([(self._k_dev, self._k_host)], device, host)] if device else []
         return self._keys.copy_down(index, host, *kv)
 
     def copy_up(
@@ -54,7 +54,7 @@ class KeyPages:
     ) -> torch.cuda.Event | None:
         """Begin to copy what lies at the places of pages of the host pool to as many pages of the index pool,
         and the KV of these pages to as many pages of the device pool; as ``copy_down``."""
-        kv = [SlotCopy(self._k_host, host, self._k_dev, device)] if device else []
+        kv = [SlotCopy([(self._k_host, self._k_dev)], host, device)] if device else []
         return self._keys.copy_up(host, index, *kv)
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:

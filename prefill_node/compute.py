@@ -89,9 +89,8 @@ class PromptRunner:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Computed:
         """Compute the chunks; their bytes are in memory when this returns. ``on_written`` is called during
-        the forward, and ``meanwhile`` when all is launched and the device computes. Raises
-        whatever the model or the functions raise, out of memory included; the chunks then count as not
-        computed."""
+        the forward, and ``meanwhile`` when all is launched and the device computes. Raises whatever the model
+        or the functions raise, out of memory included; the chunks then count as not computed."""
         memory, hook = self._memory, layer_hook(on_written, self._model.device)
         paged = [self._paged(request, chunk) for request, chunk in batch]
         kv = PagedKv(

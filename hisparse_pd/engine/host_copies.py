@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class SlotCopy(NamedTuple):
-    """Token slots of one pool that go to as many slots of another, in all layers. Both pools are contiguous,
-    [layers, slots, …], and differ in their number of slots alone."""
+    """Token slots of some pools that go to as many slots of others, in all layers."""
 
-    src: Tensor
+    pools: Sequence[tuple[Tensor, Tensor]]
+    """Sources with their destinations. Both are contiguous, [layers, slots, …], and differ in their number of
+    slots alone."""
     src_slots: Sequence[Extent]
-    dst: Tensor
     dst_slots: Sequence[Extent]
 
 
@@ -88,18 +88,16 @@ class HostCopies:
     ) -> torch.cuda.Event | None:
         """Begin to copy the token slots ``device`` of all pools to as many slots ``host`` here, and
         ``others``. Returns the event behind it, or None where it is over. Raises CopyFailed."""
-        pairs = zip(self._on_device, self.tensors, strict=True)
-        copies = [SlotCopy(on_device, device, here, host) for on_device, here in pairs]
-        return self._copy(self._down, (*copies, *others))
+        pools = tuple(zip(self._on_device, self.tensors, strict=True))
+        return self._copy(self._down, (SlotCopy(pools, device, host), *others))
 
     def copy_up(
         self, host: Sequence[Extent], device: Sequence[Extent], *others: SlotCopy
     ) -> torch.cuda.Event | None:
         """Begin to copy the token slots ``host`` here to as many slots ``device`` of all pools; as
         ``copy_down``."""
-        pairs = zip(self._on_device, self.tensors, strict=True)
-        copies = [SlotCopy(here, host, on_device, device) for on_device, here in pairs]
-        return self._copy(self._up, (*copies, *others))
+        pools = tuple(zip(self.tensors, self._on_device, strict=True))
+        return self._copy(self._up, (SlotCopy(pools, host, device), *others))
 
     def _copy(self, stream: SideStream, copies: Sequence[SlotCopy]) -> torch.cuda.Event | None:
         with stream.copying():
@@ -113,7 +111,7 @@ class HostCopies:
         slots = torch.from_numpy(extents_to_slots(tuple(device)))
         with self._beside_copies.copying():
             copy = torch.empty((here.shape[0], slots.numel()), dtype=here.dtype, device=self._device)
-            copy_slots([SlotCopy(here, host, copy, [Extent(0, slots.numel())])], self._device)
+            copy_slots([SlotCopy([(here, copy)], host, [Extent(0, slots.numel())])], self._device)
             is_same = (pool[:, slots.to(self._device)] == copy).all(dim=0)
             return int(is_same.long().cumprod(dim=0).sum())
 
@@ -133,17 +131,11 @@ class HostCopies:
 def copy_slots(copies: Sequence[SlotCopy], device: torch.device) -> None:
     """Make the copies; on a GPU, enqueue them on the current stream. Raises PlanError for slots out of
     bounds, and the driver's error."""
-    moves = join_descriptors(
-        [
-            descriptors(
-                plan_writes(SlotRanges.of_extents(each.src_slots), SlotRanges.of_extents(each.dst_slots)),
-                _region(each.src),
-                _region(each.dst),
-                range(each.src.shape[0]),
-            )
-            for each in copies
-        ]
-    )
+    parts = []
+    for pools, src_slots, dst_slots in copies:
+        runs = plan_writes(SlotRanges.of_extents(src_slots), SlotRanges.of_extents(dst_slots))
+        parts += [descriptors(runs, _region(src), _region(dst), range(src.shape[0])) for src, dst in pools]
+    moves = join_descriptors(parts)
     if device.type == "cuda":
         enqueue_copies(device, *for_gpu(moves))
     else:

@@ -722,11 +722,15 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         assert self.rooms.pools.free == self.rooms.pools.totals
 
 
-@settings(
+SOME_HISTORIES = settings(
     derandomize=True,
     max_examples=num_examples(25, 200),
     suppress_health_check=[HealthCheck.too_slow],
 )
+"""How many histories of one kind are tried."""
+
+
+@SOME_HISTORIES
 @given(
     max_drafts=st.sampled_from([0, 3]),
     fill_tokens=st.sampled_from([0, 40]),
@@ -761,11 +765,7 @@ def test_pages_that_are_filled_while_others_come_and_go(
     machine.teardown()
 
 
-@settings(
-    derandomize=True,
-    max_examples=num_examples(25, 200),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@SOME_HISTORIES
 @given(
     max_drafts=st.sampled_from([0, 3]),
     keeps_residents=st.booleans(),
