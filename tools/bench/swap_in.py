@@ -7,6 +7,8 @@ between the capture and the replay, because the GPU would forget its translation
 first calls have loaded. With ``--repeat N`` a cell is built and measured N times; each time the bytes in the
 slots that the last call returned are compared with the pool. Single calls are timed, too.
 
+With ``--full`` the hot buffers are full when the calls begin, of positions that none of them selects.
+
 With ``--new 1 2 3 4`` a call swaps in the selections of 1, 2, 3 or 4 positions of each request, as a step
 that verifies drafts does. Each number runs over the same tokens, as if all drafts were accepted: each token
 is in one call, so that ``us_a_token`` of the numbers can be compared. Each number is measured with code
@@ -20,7 +22,7 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity", type=int, nargs="+", default=[CAPACITY], help="hot buffer entries of a request"
     )
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a request")
+    parser.add_argument("--full", action="store_true", help="fill the hot buffers before the first call")
     parser.add_argument("--repeat", type=int, default=1, help="how often a cell is built and measured")
     parser.add_argument("--verify-rows", action="store_true", help="compare the row check of each item")
     parser.add_argument("--seed", type=int, default=0)
@@ -85,10 +89,10 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         host = pool[: num_slots * item_bytes].view(1, num_slots, item_bytes)
         for batch in options.batch:
             for miss_percent in options.miss:
-                if most_new > 1:
-                    tokens = selections(NUM_DRAFTED_TOKENS, batch, miss_percent, options.seed, options.union)
-                else:
-                    tokens = selections(NUM_TOKENS, batch, miss_percent, options.seed)
+                has_drafts = most_new > 1
+                num_tokens = NUM_DRAFTED_TOKENS if has_drafts else NUM_TOKENS
+                union = options.union if has_drafts else None
+                tokens = selections(num_tokens, batch, miss_percent, options.seed, union, options.context)
                 for capacity, (max_new, num_new) in itertools.product(options.capacity, kinds):
                     row = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
                     row |= {"capacity": capacity, "max_new": max_new, "num_new": num_new}
@@ -100,7 +104,12 @@ def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def selections(
-    num_tokens: int, batch: int, miss_percent: int, seed: int, union_of_four: float | None = None
+    num_tokens: int,
+    batch: int,
+    miss_percent: int,
+    seed: int,
+    union_of_four: float | None = None,
+    context: int = CONTEXT,
 ) -> Tensor:
     """Return what the tokens of each request select one after the other, shuffled: int32 [num_tokens, batch,
     TOP_K].
@@ -125,7 +134,7 @@ def selections(
         )
     steps = np.empty((num_tokens, batch, TOP_K), dtype=np.int32)
     for req in range(batch):
-        order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # excludes the new positions
+        order = random.permutation(context - PAGE_SIZE).astype(np.int32)  # excludes the new positions
         current = order[:TOP_K].copy()
         used = TOP_K  # positions of ``order`` that were selected so far
         replaced_by: list[np.ndarray] = []  # the positions that each token replaced, from the second one on
@@ -141,6 +150,23 @@ def selections(
             random.shuffle(current)
             steps[step, req] = current
     return torch.from_numpy(steps)
+
+
+def filling(tokens: Tensor, capacity: int, context: int) -> Tensor:
+    """Return selections that fill hot buffers of ``capacity`` entries with positions that ``tokens`` do not
+    select: int32 [n, batch, TOP_K]. Raises ValueError where too few positions are left."""
+    num_calls = -(-capacity // TOP_K)
+    calls = np.empty((num_calls, tokens.shape[1], TOP_K), dtype=np.int32)
+    for req in range(tokens.shape[1]):
+        others = np.setdiff1d(np.arange(context - PAGE_SIZE, dtype=np.int32), tokens[:, req].numpy())
+        if len(others) < num_calls * TOP_K:
+            raise ValueError(
+                f"--full: {len(others)} of {context} positions are not selected, and hot buffers of "
+                f"{capacity} entries take {num_calls * TOP_K}; raise --context or lower --capacity or --miss"
+            )
+        np.random.default_rng(req).shuffle(others)
+        calls[:, req] = others[: num_calls * TOP_K].reshape(num_calls, TOP_K)
+    return torch.from_numpy(calls)
 
 
 def calls_of(tokens: Tensor, num_new: int) -> Tensor:
@@ -251,10 +277,46 @@ class Cell:
             if not torch.equal(self.dev[0, out[i].long()].cpu(), self.host[0, slots]):
                 raise RuntimeError(f"row {row}: a returned slot holds other bytes")
 
+    def forget_counts(self) -> None:
+        self.state.counters.zero_()
+
     def counted(self) -> list[int]:
         """Return the hits, misses and evictions of all rows so far."""
         counters: list[int] = self.state.counters.sum(0).tolist()
         return counters
+
+
+class Calls(Protocol):
+    """Requests whose selections some kernel swaps in."""
+
+    def prepare(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """Make a call that changes nothing, to allocate what a captured call cannot."""
+
+    def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """Swap ``selected``, int32 [rows, top_k], in and write the slots to ``out``."""
+
+    def forget_counts(self) -> None:
+        """Begin to count hits and misses anew, where they are counted."""
+
+    def verify(self, selected: Tensor, out: Tensor) -> None:
+        """Raise RuntimeError unless every returned slot holds its token's bytes."""
+
+
+def us_of_calls(cell: Calls, calls: Tensor, num_warm: int, seq_lens: Tensor, out: Tensor) -> float:
+    """Return the us of one of ``calls[num_warm:]``, captured in one graph that is replayed once, after the
+    warm ones. ``calls``: int32 [n, rows, top_k], on the GPU. Raises RuntimeError for wrong bytes."""
+    cell.prepare(calls[0], seq_lens, out)
+    # A capture runs nothing: the warm calls run after it, right before the replay.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls[num_warm:]:
+            cell.call(call, seq_lens, out)
+    for call in calls[:num_warm]:
+        cell.call(call, seq_lens, out)
+    cell.forget_counts()
+    us = timed_us(graph.replay) / (len(calls) - num_warm)
+    cell.verify(calls[-1], out)
+    return us
 
 
 def measure(
@@ -264,33 +326,28 @@ def measure(
     NUM_DRAFTED_TOKENS of them mean that steps have drafts, and ``capacity`` at least DRAFTS_CAPACITY.
     ``gb_s``: of the missed items in replayed calls."""
     num_tokens, batch, _ = tokens.shape
+    context = options.context
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
     capacity = max(capacity, DRAFTS_CAPACITY) if has_drafts else capacity
     num_warm = (NUM_WARM_DRAFTED_TOKENS if has_drafts else NUM_WARM_TOKENS) // num_new
-    calls = calls_of(tokens, num_new).cuda()
+    calls = calls_of(tokens, num_new)
     num_timed = len(calls) - num_warm
-    seq_lens = torch.full((batch,), CONTEXT, dtype=torch.int32, device="cuda")
+    if options.full:
+        filled = filling(tokens, capacity, context).repeat_interleave(num_new, dim=1)
+        calls, num_warm = torch.cat((filled, calls)), num_warm + len(filled)
+    calls = calls.cuda()
+    seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     out = torch.empty_like(calls[0])
 
     graph_us = []
     for _ in range(options.repeat):
-        cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
-        cell.prepare(calls[0], seq_lens, out)
-        # A capture runs nothing: the warm calls run after it, right before the replay.
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls[num_warm:]:
-                cell.call(call, seq_lens, out)
-        for call in calls[:num_warm]:
-            cell.call(call, seq_lens, out)
-        cell.state.counters.zero_()
-        graph_us.append(timed_us(graph.replay) / num_timed)
+        cell = Cell(host, batch, context, capacity, "cuda", max_new, options.verify_rows)
+        graph_us.append(us_of_calls(cell, calls, num_warm, seq_lens, out))
         counted = cell.counted()  # the same in each repetition
-        cell.verify(calls[-1], out)
-        del graph, cell
+        del cell
 
     # Single calls, over the same tokens from the first one on, need empty hot buffers again.
-    cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new, options.verify_rows)
+    cell = Cell(host, batch, context, capacity, "cuda", max_new, options.verify_rows)
     single_us = [timed_us(partial(cell.call, call, seq_lens, out)) for call in calls]
 
     repeats = spread(graph_us)

@@ -16,6 +16,7 @@ from tools.bench.swap_in import (
     TOP_K,
     Cell,
     calls_of,
+    filling,
     selections,
 )
 
@@ -43,6 +44,24 @@ def test_every_token_replaces_the_given_share_by_what_was_selected_longest_ago_o
                 assert last_step[new].max() <= last_step[unselected].min()
             last_step[now] = step
     assert not np.array_equal(steps[0, 0], steps[0, 1])
+
+
+def test_hot_buffers_are_filled_with_positions_that_no_call_selects() -> None:
+    tokens = selections(4, 2, 10, 0, context=8192)
+    filled = filling(tokens, 2 * TOP_K, 8192)
+    assert filled.shape == (2, 2, TOP_K)
+    assert filled.max() < 8192 - PAGE_SIZE
+    for req in range(2):
+        assert len(filled[:, req].unique()) == 2 * TOP_K
+        assert not np.intersect1d(filled[:, req], tokens[:, req]).size
+    cell = Cell(torch.zeros((1, 2 * 8192, 1), dtype=torch.uint8), 2, 8192, 2 * TOP_K, "cpu")
+    for call in (*filled, *tokens):
+        cell.call(call, torch.tensor([8192, 8192]), torch.empty_like(call))
+    evicted = cell.counted()[2]
+    # Each of the tokens' misses; and the newest position has an entry, too.
+    assert evicted == 2 * (TOP_K + 3 * round(TOP_K / 10) + 1)
+    with pytest.raises(ValueError, match=r"5466 of 8192 positions .* take 6144; raise --context"):
+        filling(tokens, 3 * TOP_K, 8192)
 
 
 def test_a_cell_sees_wrong_bytes() -> None:
