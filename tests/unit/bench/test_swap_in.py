@@ -60,7 +60,7 @@ def test_hot_buffers_are_filled_with_positions_that_no_call_selects() -> None:
     evicted = cell.counted()[2]
     # Each of the tokens' misses; and the newest position has an entry, too.
     assert evicted == 2 * (TOP_K + 3 * round(TOP_K / 10) + 1)
-    with pytest.raises(ValueError, match=r"5466 of 8192 positions .* take 6144; raise --context"):
+    with pytest.raises(ValueError, match=r"5465 of 8192 positions .* take 6144; raise --context"):
         filling(tokens, 3 * TOP_K, 8192)
 
 
