@@ -349,10 +349,11 @@ def check_dense_row(state: HotBufferState, row: int, pool: Tensor, num_tokens: i
     launch(kernel, state.device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
 
 
-def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32], page_size: int) -> bool:
-    """See ``kernels.row_check.has_wrong_item``; one launch, for whose result this waits."""
+def begin_check(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32], page_size: int) -> Tensor:
+    """See ``kernels.row_check.begin_check``; one launch."""
     device = row_checks.device
-    pages_dev = torch.from_numpy(pages).to(device)
+    # Pinned, because this may come behind copies that are under way, and must not wait for them.
+    pages_dev = torch.from_numpy(pages).pin_memory().to(device, non_blocking=True)
     is_wrong = torch.zeros(1, dtype=torch.int32, device=device)
     parameters = np.zeros((), CHECK_PAGES)
     parameters["pool"] = one_pool = device_pool_of(pool)
@@ -362,7 +363,7 @@ def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: npt.NDArray[np.int32
     num_blocks = _check_blocks(len(pages) * page_size, device)
     kernel = compiled("check_pages", only_wide_items=is_wide(one_pool), page_size=page_size)
     launch(kernel, device, num_blocks, COPY_THREADS, parameters, num_blocks_y=pool.shape[0])
-    return bool(is_wrong.item())
+    return is_wrong
 
 
 def _check_blocks(num_items: int, device: torch.device) -> int:

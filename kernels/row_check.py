@@ -110,23 +110,29 @@ def wrong_items(
     return [WrongItem(*values) for values in torch.stack(columns, dim=1).tolist()]
 
 
-def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: int) -> bool:
-    """Return whether an item of ``pages`` does not match its check in some layer. ``wrong_items`` then says
-    which.
+def begin_check(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: int) -> Tensor:
+    """Compare the items of ``pages`` with their checks. Returns int32 [1], which is not 0 if one is wrong in
+    some layer, once the current stream's work is over; ``wrong_items`` then says which.
 
-    ``row_checks``: int32 [num_layers, num_slots], with the layers and slots of ``pool``, on its device. Waits
-    for the device. Raises KernelArgumentError.
+    ``row_checks``: int32 [num_layers, num_slots], with the layers and slots of ``pool``, on its device.
+    Raises KernelArgumentError.
     """
     check_tensor("pool", pool, dtypes=(torch.uint8,), shape=(None, None, None), device=row_checks.device)
     check_tensor("row_checks", row_checks, dtypes=(torch.int32,), shape=pool.shape[:2])
     if len(pages) == 0:
-        return False
+        return torch.zeros(1, dtype=torch.int32, device=pool.device)
     if pool.device.type == "cuda":
         from hisparse_pd.kernels import cuda
 
-        return cuda.has_wrong_item(pool, row_checks, pages, page_size)
+        return cuda.begin_check(pool, row_checks, pages, page_size)
     slots, positions = map(torch.from_numpy, items_of_pages(pages, page_size))
-    return not torch.equal(row_checks_of(pool, slots, positions), row_checks[:, slots])
+    is_wrong = row_checks_of(pool, slots, positions) != row_checks[:, slots]
+    return is_wrong.any().int().view(1)
+
+
+def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: int) -> bool:
+    """Do ``begin_check``, and return whether an item is wrong. Waits for the device."""
+    return bool(begin_check(pool, row_checks, pages, page_size).item())
 
 
 class PageItems(NamedTuple):

@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from hisparse_pd.base.prefill_settings import HeldReads
-from hisparse_pd.core.paging.extents import extents_to_pages, total_length
+from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents, total_length
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
+from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.pins import Pins
@@ -121,6 +122,7 @@ class DecodeTier:
         set_aside: SetAside,
         pins: Pins,
         pace: Pace,
+        fresh: FreshPages,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reads = reads
@@ -131,9 +133,10 @@ class DecodeTier:
         self._set_aside = set_aside
         self._pins = pins
         self._pace = pace
+        self._fresh = fresh
         self._clock = clock
         self._by_room: dict[Room, _Read] = {}
-        """Of each waiting request, what is or was read for it; each is read for once."""
+        """What is or was read for each waiting request; each is read for once."""
         self._under_way: dict[Room, _Read] = {}
         """Reads with parts that are not over, also those of requests that no longer wait."""
         self._quarantined: list[tuple[float, Holding]] = []
@@ -270,14 +273,15 @@ class DecodeTier:
 
     def _submit(self, room: Room, read: _Read, plan: ReadPlan, reads: Reads, memory: ReadMemory) -> None:
         """Submit the parts of a read."""
-        page_ids = extents_to_pages(read.holding[PoolKind.DEVICE], self._pools.page_size)
-        ready = memory.void(page_ids)
+        page_size, slots = self._pools.page_size, read.holding[PoolKind.DEVICE]
+        ready = memory.void(extents_to_pages(slots, page_size))
         session, first = read.peer.session, read.first_page
         part_bytes = memory.part_bytes(session)
         part_pages = max(1, part_bytes // plan.page_bytes)
         for start in range(first, len(read.keys), part_pages):
             stop = min(start + part_pages, len(read.keys))
-            part = plan.part(start, page_ids[start - first : stop - first], part_bytes)
+            here = slice_extents(slots, (start - first) * page_size, (stop - first) * page_size)
+            part = plan.part(start * page_size, here, part_bytes)
             batch = WriteBatch(room, stop, part, part.num_bytes, read.deadline_secs, ready=ready)
             read.num_pending += 1
             reads.submit(session, batch)
@@ -353,6 +357,7 @@ class DecodeTier:
                 f"{item.actual:#010x}, expected {item.expected:#010x}",
             )
             num_right = min(num_right, item.position // page_size - start)
+        self._fresh.note(page_ids[:num_right])
         if num_right < stop - start:
             self._pause(read.peer)
         return num_right

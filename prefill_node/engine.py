@@ -137,7 +137,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             self.sender,
             self.memory.regions,
             settings.page_size,
-            slice_bytes=self.lanes.slice_bytes,
+            slice_bytes=self.lanes.write_bytes,
         )
         self._host_pages: HostPages | None = None
         if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
@@ -148,6 +148,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         pages = PromptPages(
             self._limits,
             num_aux_slots,
+            checks=self.memory,
             use_prefix_cache=not settings.disable_prefix_cache,
             host_pages=self._host_pages,
             store_orders=self._store_threads,
@@ -156,11 +157,10 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 self.memory.regions,
                 void=lambda page_ids: self.memory.void_before_read(page_ids, settings.page_size),
                 wrong_items=self.memory.wrong_items,
-                part_bytes=self.lanes.slice_bytes,
+                part_bytes=self.lanes.read_bytes,
             ),
             which_held=settings.read_held,
             clock=lambda: time.monotonic(),
-            wrong_items=self.memory.wrong_items,
         )
         self.life = PrefillLife(
             pages,

@@ -1,16 +1,17 @@
 """The host tier of the prefix cache: pages that stay in main memory when the device needs their slots.
 
-``PromptPages`` calls ``store`` for a prompt that is computed whole and ``fetch`` for a waiting request, the
-engine ``poll`` in each turn of its loop. A page is copied down once, right after it was computed, and stays
-in the cache on the device, too, until that evicts it. A waiting request whose prompt main memory has more of
-than the device waits for a copy up; then it finds the pages in the cache on the device, as any others.
+``PromptPages`` calls ``store`` for a prompt that was computed whole and sent, and ``fetch`` for a waiting
+request, the engine ``poll`` in each turn of its loop. A page is copied down once, as soon as the request that
+computed it has ended, and stays in the cache on the device, too, until that evicts it. A waiting request
+whose prompt main memory has more of than the device waits for a copy up; then it finds the pages in the cache
+on the device, as any others.
 
 Both levels are prefixes of one ``PrefixTree``, of different kinds. ``HostTier`` owns the copies under way,
 with the slots that they write. Prefixes that were fetched stay in use until their request begins or ends
 (``pins.py``). Main memory gives up first what was used longest ago, as the device does.
 
-Fetched rows are verified before anybody finds them. A wrong one is counted, its page in main memory is set
-aside, and the request computes from there on.
+Fetched rows are verified behind the copy, before anybody finds them. A wrong one is counted, its page in main
+memory is set aside, and the request computes from there on.
 
 Below it there may be the cluster's store (``store_tier.py``), which brings pages to main memory and gets
 those that were copied down. A page that came wrong from there is removed there, and not set aside here.
@@ -19,11 +20,13 @@ those that were copied down. A page that came wrong from there is removed there,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
 from hisparse_pd.core.model.side_stream import CopyFailed, is_over
 from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
@@ -33,6 +36,7 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
+from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.store_tier import HOST_POOLS as HOST_POOLS
@@ -44,6 +48,14 @@ log = logging.getLogger(__name__)
 CACHE_POOLS: Final = (PoolKind.DEVICE,)
 """The pools of a cached prefix. Its indexer keys are in the same pages of the index pool, which needs no
 allocator of its own."""
+
+
+class RowChecks(Protocol):
+    """Verifies rows of the device's pool, as ``PrefillMemory`` does."""
+
+    def begin_check(self, pages: PageRows, page_size: int) -> Tensor: ...
+
+    def wrong_items(self, pages: PageRows, page_size: int) -> list[WrongItem]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -60,14 +72,21 @@ class _Copy:
     """The prefix that is copied, in use until then. It ends where ``keys`` end."""
     before: Prefix | None
     """The prefix that the destination has before these pages; in use, too."""
-    is_behind: torch.cuda.Event | None
-    """The copy's end; None: it is over."""
     token_ids: bytes | None
     """See ``PrefixTree.hold``."""
+    is_behind: torch.cuda.Event | None = None
+    """The copy's end; None: it is over."""
+    is_wrong: list[Tensor] = field(default_factory=list)
+    """Of a copy up, once it is over: what ``begin_check`` has found."""
 
     @property
     def num_pages(self) -> int:
         return len(self.keys) - end_of(self.before)
+
+    def rows(self, page_size: int) -> PageRows:
+        """Return the rows that a copy up writes."""
+        page_ids = extents_to_pages(self.holding[PoolKind.DEVICE], page_size)
+        return rows_of_pages(page_ids, page_size, end_of(self.before) * page_size, len(self.keys) * page_size)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +104,7 @@ class HostTier:
     """Pages in main memory below the prefix cache of one engine. ``pages``: None if it keeps none there;
     then nothing is ever stored or fetched.
 
-    ``wrong_items``: returns the wrong rows among pages of the device's pool (``PrefillMemory.wrong_items``).
-    ``store``: the tier below, if there is one.
+    ``checks``: verify rows. ``fresh``: learns which pages were. ``store``: the tier below, if there is one.
     """
 
     def __init__(
@@ -95,14 +113,16 @@ class HostTier:
         pools: Pools,
         prefixes: PrefixTree,
         set_aside: SetAside,
-        wrong_items: Callable[[PageRows, int], list[WrongItem]],
+        checks: RowChecks,
+        fresh: FreshPages,
         store: StoreTier | None = None,
     ) -> None:
         self._pages = pages
         self._pools = pools
         self._prefixes = prefixes
         self._set_aside = set_aside
-        self._wrong_items = wrong_items
+        self._checks = checks
+        self._fresh = fresh
         self.store_tier = store
         self._copies: list[_Copy] = []
         self.pins = Pins(prefixes)
@@ -281,17 +301,25 @@ class HostTier:
         if self.store_tier is not None and kinds == HOST_POOLS:
             self.store_tier.forget(extents_to_pages(holding[to_kind], page_size))
         src = slice_extents(source.extents(from_kind), first * page_size, len(keys) * page_size)
-        copy = self._pages.copy_down if kinds == HOST_POOLS else self._pages.copy_up
+        copy = _Copy(room, kinds, keys, holding, source, before, token_ids)
         try:
-            is_behind = copy(src, holding[to_kind])
+            if kinds == HOST_POOLS:
+                copy.is_behind = self._pages.copy_down(src, holding[to_kind])
+            else:
+                verify = partial(self._begin_check, copy)
+                copy.is_behind = self._pages.copy_up(src, holding[to_kind], behind=verify)
         except CopyFailed as error:
             log.error("pages of room %d are not copied to the %s pool: %s", room, to_kind, error)
             self._pools.release(holding)
             self._let_go(source)
             self._let_go(before)
             return False
-        self._copies.append(_Copy(room, kinds, keys, holding, source, before, is_behind, token_ids))
+        self._copies.append(copy)
         return True
+
+    def _begin_check(self, copy: _Copy) -> None:
+        page_size = self._pools.page_size
+        copy.is_wrong.append(self._checks.begin_check(copy.rows(page_size), page_size))
 
     def _keep(self, copy: _Copy, num_pages: int) -> int:
         """Put the first pages of a copy into the tree, unless a page before them has been found wrong
@@ -300,20 +328,22 @@ class HostTier:
             return 0
         first = end_of(copy.before)
         keys = copy.keys[: first + num_pages]
+        if copy.kinds == CACHE_POOLS:
+            page_ids = extents_to_pages(copy.holding[PoolKind.DEVICE], self._pools.page_size)
+            self._fresh.note(page_ids[:num_pages])
         num_kept = self._prefixes.hold(copy.holding, keys, copy.kinds, first, token_ids=copy.token_ids)
         return num_kept - first
 
     def _num_right_pages(self, copy: _Copy) -> int:
-        """Verify the rows that were copied up. Returns the number of pages before the first with a wrong row,
-        whose page in main memory is set aside, or removed from the store if it came from there."""
+        """Return the number of pages that were copied up before the first with a wrong row, whose page in
+        main memory is set aside, or removed from the store if it came from there."""
         page_size = self._pools.page_size
         first = end_of(copy.before) * page_size
-        page_ids = extents_to_pages(copy.holding[PoolKind.DEVICE], page_size)
-        rows = rows_of_pages(page_ids, page_size, first, len(copy.keys) * page_size)
         num_right = copy.num_pages
         host = copy.source.extents(PoolKind.HOST)
         wrong_in_store: dict[PageKey, None] = {}
-        for item in self._wrong_items(rows, page_size):
+        is_wrong = any(found.item() for found in copy.is_wrong)
+        for item in self._checks.wrong_items(copy.rows(page_size), page_size) if is_wrong else ():
             at = item.position
             item = item._replace(slot=slice_extents(host, at, at + 1)[0].start)
             if self.store_tier is not None and self.store_tier.is_unverified(item.slot // page_size):

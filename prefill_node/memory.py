@@ -19,7 +19,7 @@ from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.row_check import (
     PageRows,
     WrongItem,
-    has_wrong_item,
+    begin_check,
     items_of_pages,
     void_row_checks,
     wrong_items,
@@ -110,13 +110,20 @@ class PrefillMemory:
         voided.record()
         return voided
 
+    def begin_check(self, pages: PageRows, page_size: int) -> Tensor:
+        """Enqueue the comparison of the KV items in ``pages`` with their checks. Returns int32 [1], which is
+        not 0 if one is wrong, once the current stream's work is over. Without checks none is."""
+        if self.row_checks is None:
+            return torch.zeros(1, dtype=torch.int32)
+        return begin_check(self.kv, self.row_checks, pages, page_size)
+
     def wrong_items(self, pages: PageRows, page_size: int) -> list[WrongItem]:
         """Return the KV items in ``pages`` that are not as they were written, at most one for each slot: that
         of the first layer in which its item is wrong.
 
         Returns nothing when the node computes no checks. Waits for the device.
         """
-        if self.row_checks is None or not has_wrong_item(self.kv, self.row_checks, pages, page_size):
+        if not self.begin_check(pages, page_size).item() or self.row_checks is None:
             return []
         slots, positions = map(torch.from_numpy, items_of_pages(pages, page_size))
         found: list[WrongItem] = []

@@ -3,7 +3,8 @@
 ``PromptPages`` owns the pools, the prefix cache on the device and the tiers below it. ``PrefillLife`` calls
 ``look_up`` and ``fetch`` for a waiting request, ``use_cached`` and then ``reserve`` when it is admitted,
 ``cache`` once its prompt is computed, ``drain`` where it has failed and writes still read its pages, and
-``release`` when it ends. A request's prefix, holding and page ids change here only.
+``release`` when it ends, which also lets the tiers below have its prompt. A request's prefix, holding and
+page ids change here only.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.decode_tier import DecodeTier, ReadMemory, Reads
+from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_pages import HostPages
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier, RowChecks
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillRequests, PrefillState
 from hisparse_pd.prefill_node.scheduler import StepLimits, Waiting
@@ -38,6 +39,7 @@ class PromptPages:
         limits: StepLimits,
         num_aux_slots: int,
         *,
+        checks: RowChecks,
         use_prefix_cache: bool,
         host_pages: HostPages | None = None,
         store_orders: Orders | None = None,
@@ -45,10 +47,9 @@ class PromptPages:
         read_memory: ReadMemory | None = None,
         which_held: HeldReads = "all",
         clock: Callable[[], float] = time.monotonic,
-        wrong_items: Callable[[PageRows, int], list[WrongItem]] = lambda rows, page_size: [],
     ) -> None:
-        """``host_pages``: main memory below the prefix cache, if there is any; ``store_orders``: what carries
-        out orders to the store below it, if there is one; ``wrong_items``: see ``HostTier``. ``held_reads``,
+        """``checks``: verify rows. ``host_pages``: main memory below the prefix cache, if there is any;
+        ``store_orders``: what carries out orders to the store below it, if there is one. ``held_reads``,
         ``read_memory``, ``which_held``: see ``DecodeTier``. ``clock``: that of the tiers' times."""
         self.page_size = limits.page_size
         self._limits = limits
@@ -66,10 +67,11 @@ class PromptPages:
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         """Pages in which a wrong row was found: nobody gets them again."""
         self.pace = Pace()
+        self.fresh = FreshPages(limits.num_pages, clock)
         store = None
         if store_orders is not None:
             store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, clock, self.pace)
-        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, wrong_items, store)
+        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, checks, self.fresh, store)
         """The tiers below the device, main memory and the store, which keep prompts that were computed."""
         self.decode_tier = DecodeTier(
             held_reads,
@@ -80,6 +82,7 @@ class PromptPages:
             self.set_aside,
             self.tier.pins,
             self.pace,
+            self.fresh,
             clock,
         )
         """The tier of what decode nodes hold of their requests' prompts."""
@@ -144,6 +147,7 @@ class PromptPages:
         request.holding = self.pools.reserve(request.room, need, Stage.RUNNING)
         cached = () if request.prefix is None else request.prefix.extents(PoolKind.DEVICE)
         request.page_ids = extents_to_pages(cached + request.holding[PoolKind.DEVICE], self.page_size)
+        self.fresh.forget(request.page_ids[num_cached_pages:])
         request.num_cached_tokens = request.num_ready_tokens = num_cached_pages * self.page_size
 
     def cache(self, request: PrefillRequest) -> None:
@@ -159,7 +163,6 @@ class PromptPages:
                 keeps_copies=True,
                 token_ids=token_ids,
             )
-            self.tier.store(request.room, request.keys, token_ids)
 
     def drain(self, request: PrefillRequest) -> None:
         """Note that a request has failed, and that writes in flight still read its pages."""
@@ -167,8 +170,14 @@ class PromptPages:
             self.pools.move(request.holding, Stage.ENDING)
 
     def release(self, request: PrefillRequest) -> None:
-        """Let go of all pages and slots of a request that ends, of which nothing may be in flight."""
+        """Let go of all pages and slots of a request that ends, of which nothing may be in flight.
+
+        Main memory gets a copy of a prompt that is computed whole now, and not before: until here the
+        request's own writes need the link.
+        """
         if request.prefix is not None:
+            if request.is_computed:
+                self.tier.store(request.room, request.keys, self._published_ids(request))
             self.prefixes.let_go(request.prefix)
         self._release_tiers(request)
         if request.holding is not None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hisparse_pd.core.paging.extents import SlotRanges, slice_extents
+from hisparse_pd.core.paging.extents import SlotRanges, slice_extents, total_length
 from hisparse_pd.prefill_node.push import SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
 from hisparse_pd.protocol.messages import Bootstrap, Extent, HeldKv, RegionKind
-from hisparse_pd.transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, RunPlan, SlicedWrites, plan_writes
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,17 @@ class ReadPlan:
         """Bytes of a page in all pools."""
         return self.page_size * sum(own.num_layers * own.item_bytes for _, _, own in self._pools())
 
-    def part(self, start: int, page_ids: Sequence[int], slice_bytes: int) -> SlicedWrites:
-        """Return the read of as many of the prompt's pages, from number ``start`` on, as there are
-        ``page_ids``, the pages here. Raises PlanError."""
-        num_tokens, first = len(page_ids) * self.page_size, start * self.page_size
-        dst = SlotRanges.of_pages(page_ids, self.page_size, 0, num_tokens)
+    def part(self, first: int, extents: Sequence[Extent], slice_bytes: int) -> SlicedWrites:
+        """Return the read of as many of the prompt's tokens, from position ``first`` on, as ``extents``, the
+        slots here, have. Raises PlanError."""
+        dst, stop = SlotRanges.of_extents(extents), first + total_length(extents)
+        runs: dict[Sequence[Extent], RunPlan] = {}  # keys and their checks have the same slots
         parts = []
-        for extents, theirs, own in self._pools():
-            src = SlotRanges.of_extents(slice_extents(extents, first, first + num_tokens))
+        for held, theirs, own in self._pools():
+            if held not in runs:
+                runs[held] = plan_writes(SlotRanges.of_extents(slice_extents(held, first, stop)), dst)
             assert theirs is not None, "nothing is read from a node that has not all"
-            parts.append(LayerWrites(plan_writes(src, dst), theirs, own, 0, own.num_layers))
+            parts.append(LayerWrites(runs[held], theirs, own, 0, own.num_layers))
         return SlicedWrites(parts, slice_bytes)
 
     def _pools(self) -> Iterator[tuple[Sequence[Extent], RegionView | None, RegionView]]:

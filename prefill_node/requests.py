@@ -140,6 +140,11 @@ class PrefillRequest:
         return self.bootstrap.num_computed_tokens
 
     @property
+    def is_computed(self) -> bool:
+        """Whether the KV of its whole prompt is in the pool."""
+        return self.num_ready_tokens == self.num_computed_tokens
+
+    @property
     def first_stepped(self) -> int:
         """First position of the prompt whose KV is rounded as in decode steps, and which therefore no other
         prompt shares (``messages.first_stepped``)."""

@@ -57,14 +57,16 @@ class RowVerification:
         listed: list[PageRows] = []
         for chunk in reading:
             rows = self._rows_before(chunk)
-            rows = rows[~is_listed[rows[:, 0]]]  # a page that requests share is verified once
+            # A page that requests share is verified once, and one that has just arrived was verified then.
+            rows = rows[~(is_listed[rows[:, 0]] | self.life.pages.fresh.are_fresh(rows[:, 0]))]
             is_listed[rows[:, 0]] = True
             listed.append(rows)
 
+        rows = np.concatenate(listed)
         # ``record_wrong_row`` sets the page aside and returns the error.
         errors = {
             item.slot // page_size: self.life.set_aside.record_wrong_row("cached", PoolKind.DEVICE, item)
-            for item in self.wrong_items(np.concatenate(listed), page_size)
+            for item in (self.wrong_items(rows, page_size) if len(rows) else ())
         }
         computing = list(self.life.requests.in_state(PrefillState.COMPUTING)) if errors else []
         for request in computing:

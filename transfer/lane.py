@@ -40,6 +40,9 @@ GPU_SLICE_BYTES: Final = 256 << 20
 """Bytes of a room's turn on a lane where a GPU copies, instead of ``SLICE_BYTES``. Such a turn takes 5 ms,
 which is long beside the 0.2 ms between two turns, in which nothing is copied."""
 
+GPU_READ_BYTES: Final = 512 << 20
+"""The same for reads, which wait for no writes, and which a request needs whole before it begins."""
+
 OPEN_SECS = 60.0
 """Limit for opening a decode node's memory. CUDA registers 90 GB of 4 KiB pages in that time, and some seven
 times as much of huge ones."""
@@ -135,11 +138,17 @@ class Lanes:
             pair = self.pairs.get(session)
             return None if pair is None else pair.lane
 
-    def slice_bytes(self, session: str) -> int:
+    def write_bytes(self, session: str) -> int:
         """Return the highest cost (``plan.cost``) of one write to a session."""
+        return GPU_SLICE_BYTES if self._is_copied_by_gpu(session) else SLICE_BYTES
+
+    def read_bytes(self, session: str) -> int:
+        """Return the highest cost of one read from a session."""
+        return GPU_READ_BYTES if self._is_copied_by_gpu(session) else SLICE_BYTES
+
+    def _is_copied_by_gpu(self, session: str) -> bool:
         lane = self.lane(session)
-        is_copied_by_gpu = self.gpu is not None and lane is not None and lane.kind == "shm"
-        return GPU_SLICE_BYTES if is_copied_by_gpu else SLICE_BYTES
+        return self.gpu is not None and lane is not None and lane.kind == "shm"
 
     def take_decided(self) -> list[str]:
         """Return the sessions whose lane was chosen since the last call, after ``register`` returned None."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hisparse_pd.core.model.spec import load_spec
+from hisparse_pd.kernels.row_check import row_checks_of, rows_of_pages
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.protocol.messages import Extent
@@ -51,6 +52,33 @@ def test_pages_come_back_as_they_went(tiny_checkpoint: Callable[[str], Path]) ->
             assert torch.equal(pool, expected)
         assert pages.kv.is_pinned()
         assert torch.equal(pages.kv[:, slots_of(HOST)], before[0][:, slots_of(DOWN).to(DEVICE)].cpu())
+
+
+def test_rows_are_verified_behind_their_copy(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """They are enqueued while the copy has not begun, and the host does not wait."""
+    spec = load_spec(tiny_checkpoint("glm"))
+    memory = PrefillMemory(spec, num_slots=24 * PAGE, num_aux_slots=1, device=DEVICE)
+    slots, num_layers = slots_of(UP), len(memory.kv)
+    rows = rows_of_pages((slots[::PAGE] // PAGE).tolist(), PAGE, 0, len(slots))
+    found: list[torch.Tensor] = []
+    with closing(HostPages(memory, 10 * PAGE)) as pages:
+        assert pages.row_checks is not None
+        pages.kv.random_()
+        checks = row_checks_of(pages.kv, slots_of(HOST).to(DEVICE), torch.arange(len(slots), device=DEVICE))
+        pages.row_checks[:, slots_of(HOST)] = checks.cpu()
+        for wrong_layer in (None, 0, num_layers - 1):
+            if wrong_layer is not None:
+                pages.kv[wrong_layer, slots_of(HOST)[-1], 3] ^= 1
+            memory.kv.zero_()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(20_000_000)  # some 10 ms of the current stream
+            up = pages.copy_up(HOST, UP, behind=lambda: found.append(memory.begin_check(rows, PAGE)))
+            assert up is not None
+            assert not up.query()
+            up.synchronize()
+            assert bool(found[-1].item()) == (wrong_layer is not None)
+            if wrong_layer is not None:
+                pages.kv[wrong_layer, slots_of(HOST)[-1], 3] ^= 1
 
 
 def test_a_copy_up_waits_for_the_work_in_front(tiny_checkpoint: Callable[[str], Path]) -> None:

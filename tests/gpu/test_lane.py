@@ -197,7 +197,7 @@ def test_how_fast(
     writer: Writer, capsys: pytest.CaptureFixture[str], where: str, name: str, item_bytes: int
 ) -> None:
     """Print the GB/s of slices as the sender makes them, without any assertion."""
-    slice_bytes = writer.lanes.slice_bytes(SESSION)
+    slice_bytes = writer.lanes.write_bytes(SESSION)
     most = (slice_bytes // DESCRIPTOR_COST_BYTES, slice_bytes // item_bytes, NUM_BYTES // 2 // item_bytes)
     num_items = min(most)
     stride = 2 * item_bytes

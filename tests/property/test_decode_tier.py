@@ -34,6 +34,7 @@ from hisparse_pd.prefill_node.decode_tier import (
     DecodeTier,
     ReadMemory,
 )
+from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.pins import Pins
@@ -182,6 +183,7 @@ class Reads(RuleBasedStateMachine):
             self.set_aside,
             self.pins,
             Pace(),
+            FreshPages(NUM_PAGES, lambda: self.now),
             lambda: self.now,
         )
         self.waiting: list[Request] = []

@@ -5,12 +5,13 @@ Below it there is a store in half of the histories, whose answers take any time,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -23,6 +24,7 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
+from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
 from hisparse_pd.prefill_node.store_tier import FIRST_WAIT_SECS, QUARANTINE_SECS, StoreTier
@@ -56,8 +58,13 @@ def keys_of(pages: Sequence[int]) -> list[PageKey]:
 class Event:
     """The end of a copy, at which it is made; the source may have changed until then if it was not kept."""
 
-    def __init__(self, moves: list[tuple[dict[int, bytes], int, dict[int, bytes], int]]) -> None:
+    def __init__(
+        self,
+        moves: list[tuple[dict[int, bytes], int, dict[int, bytes], int]],
+        behind: Callable[[], object] = lambda: None,
+    ) -> None:
         self._moves = moves
+        self._behind = behind
         self.is_over = False
 
     def query(self) -> bool:
@@ -66,6 +73,7 @@ class Event:
     def finish(self) -> None:
         for source, from_page, target, to_page in self._moves:
             target[to_page] = source[from_page]
+        self._behind()
         self.is_over = True
 
 
@@ -79,23 +87,24 @@ class Memory:
         self.host: dict[int, bytes] = {}
         self.events: list[Event] = []
 
-    def _copy(
-        self, source: dict[int, bytes], src: Sequence[Extent], target: dict[int, bytes], dst: Sequence[Extent]
-    ) -> Event:
-        src_pages, dst_pages = (extents_to_pages(extents, PAGE_SIZE) for extents in (src, dst))
-        pairs = zip(src_pages, dst_pages, strict=True)
-        self.events.append(Event([(source, from_, target, to) for from_, to in pairs]))
+    def copy_down(self, device: Sequence[Extent], host: Sequence[Extent]) -> Event:
+        pairs = zip(*(extents_to_pages(extents, PAGE_SIZE) for extents in (device, host)), strict=True)
+        self.events.append(Event([(self.device, from_, self.host, to) for from_, to in pairs]))
         return self.events[-1]
 
-    def copy_down(self, device: Sequence[Extent], host: Sequence[Extent]) -> Event:
-        return self._copy(self.device, device, self.host, host)
-
-    def copy_up(self, host: Sequence[Extent], device: Sequence[Extent]) -> Event:
-        return self._copy(self.host, host, self.device, device)
+    def copy_up(
+        self, host: Sequence[Extent], device: Sequence[Extent], behind: Callable[[], object]
+    ) -> Event:
+        pairs = zip(*(extents_to_pages(extents, PAGE_SIZE) for extents in (host, device)), strict=True)
+        self.events.append(Event([(self.host, from_, self.device, to) for from_, to in pairs], behind))
+        return self.events[-1]
 
     def settle(self) -> None:
         while self.events:
             self.events.pop(0).finish()
+
+    def begin_check(self, rows: PageRows, page_size: int) -> torch.Tensor:
+        return torch.tensor([len(self.wrong_items(rows, page_size))])
 
     def wrong_items(self, rows: PageRows, page_size: int) -> list[WrongItem]:
         return [
@@ -125,8 +134,15 @@ class Tier(RuleBasedStateMachine):
         self.follower = TreeFollower(self.prefixes, PAGE_SIZE)
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         pages: Any = self.memory
+        self.fresh = FreshPages(NUM_DEVICE_PAGES, lambda: self.now)
         self.tier = HostTier(
-            pages, self.pools, self.prefixes, self.set_aside, self.memory.wrong_items, self._store_tier()
+            pages,
+            self.pools,
+            self.prefixes,
+            self.set_aside,
+            self.memory,
+            self.fresh,
+            self._store_tier(),
         )
         self.waiting: list[Request] = []
         self.computing: list[Request] = []
@@ -166,6 +182,7 @@ class Tier(RuleBasedStateMachine):
         request.holding = self.pools.reserve(request.room, need, Stage.RUNNING)
         own = extents_to_pages(request.holding[PoolKind.DEVICE], PAGE_SIZE)
         self.memory.device.update(zip(own, request.keys[num_cached:], strict=True))
+        self.fresh.forget(own)
         self.waiting.remove(request)
         self.computing.append(request)
 

@@ -6,6 +6,7 @@ The engines here are real and on a CPU, where a copy is over at once. Copies tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -18,11 +19,16 @@ from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
 from hisparse_pd.engine.messages import ReleasePage, pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
+from hisparse_pd.kernels.row_check import PageRows
 from hisparse_pd.prefill_node import host_pages
+from hisparse_pd.prefill_node.fresh_pages import FRESH_SECS
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
+from hisparse_pd.prefill_node.requests import PrefillState
+from hisparse_pd.protocol.messages import RoomDone
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
+    StuckTransport,
     all_delivered,
     deliver,
     engine_thread,
@@ -88,6 +94,50 @@ def test_what_the_device_has_evicted_is_not_computed_again(engine: EngineThread,
     done = deliver(engine, peer, next_room(), longer)
     assert (done.num_cached_tokens, done.fetched.host) == (112, 0), "it is on the device now"
     assert engine.life.pages.tier.num_fetched_tokens == before + 128
+
+
+def test_a_prompt_goes_down_when_its_request_has_ended(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the request's own writes need the link."""
+    tokens = prompt(24, 130)
+    transport = StuckTransport(engine, monkeypatch)
+    peer.bootstrap(next_room(), tokens)
+    engine.wait_until(lambda: engine.life.requests.count(PrefillState.SENDING), "the prompt to be computed")
+    assert transport.started.is_set()
+    assert num_found(engine, tokens, CACHE_POOLS) == 128
+    assert engine.between_turns(lambda: engine.life.pages.tier.num_copies) == 0
+    assert num_found(engine, tokens, HOST_POOLS) == 0
+    transport.release.set()
+    peer.expect(RoomDone)
+    engine.wait_until(lambda: num_found(engine, tokens, HOST_POOLS) == 128, "the prompt to go down")
+
+
+def test_rows_that_come_up_are_verified_once(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan verifies the cached rows that it reads, unless they were verified when they came."""
+    tokens = prompt(25, 130)
+    deliver(engine, peer, next_room(), tokens)
+    evict_from_device(engine, peer, tokens)
+    now = 0.0
+    fresh = engine.life.pages.fresh
+    monkeypatch.setattr(fresh, "_clock", lambda: now)
+    memory, verified = engine.engine.memory, Counter[int]()
+    begin_check = memory.begin_check
+
+    def counted(pages: PageRows, page_size: int) -> torch.Tensor:
+        verified.update(pages[:, 1].tolist())
+        return begin_check(pages, page_size)
+
+    monkeypatch.setattr(memory, "begin_check", counted)
+    every_page = dict.fromkeys(range(0, 128, PAGE), 1)
+    assert deliver(engine, peer, next_room(), tokens).fetched.host == 128
+    assert verified == every_page
+    now += FRESH_SECS
+    verified.clear()
+    assert deliver(engine, peer, next_room(), tokens).num_cached_tokens == 128
+    assert verified == every_page, "they have been there for a while"
 
 
 def test_the_beginning_is_on_the_device_and_the_rest_in_main_memory(

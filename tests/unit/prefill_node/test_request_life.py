@@ -6,11 +6,14 @@ made up.
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from hisparse_pd.prefill_node import arrivals
 from hisparse_pd.prefill_node.arrivals import Arrivals
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
+from hisparse_pd.prefill_node.host_tier import RowChecks
 from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.push import PENDING_DIVISOR, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
@@ -89,7 +92,8 @@ class Node:
         sources = SourceRegions(kv, index, aux, tuple(range(NUM_LAYERS)), (0,) * NUM_LAYERS)
         self.pusher = Pusher(self.sender, sources, PAGE_SIZE)  # type: ignore[arg-type]
         limits = StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES)
-        pages = PromptPages(limits, num_aux_slots=16, use_prefix_cache=True)
+        checks = Mock(spec=RowChecks)  # nothing is read back here
+        pages = PromptPages(limits, num_aux_slots=16, checks=checks, use_prefix_cache=True)
         self.life = PrefillLife(pages, self.pusher, self.tell, room_timeout_secs=300.0, grace_secs=10.0)
         self.arrivals = Arrivals(self.life, BootstrapChecks(limits, NUM_SLOTS, vocab_size=1000), MAX_QUEUED)
 

@@ -3,10 +3,12 @@
 A turn is a prompt of a prefix and of tokens that no prompt had before. Before each turn its prefix is brought
 to the tier that is measured:
 
-- device: nothing is done, because the turn before left the prefix on the GPU.
+- device: turns behind the other prefixes that are measured are sent first. All stay on the GPU, whose pool
+  must hold them; what a CPU's caches have of the turn is what they have of it in other tiers.
 - host: turns behind other prefixes are sent first, with as many tokens as the prefill node's KV pool has.
-- decode, storage, computed: /flush_cache empties the prefill node. The pair's ``--read-held`` and
-  ``--kv-store`` decide which of the three is found then.
+- decode: the same turns, and then /flush_cache, which empties the prefill node.
+- storage, computed: /flush_cache. The pair's ``--read-held`` and ``--kv-store`` decide which of the three is
+  found then.
 - idle: dense turns behind other prefixes are sent first, with as many tokens as the larger of the decode
   node's device pool and index pool has. So the decode node has the prefix in main memory alone
   (``--idle-keys host``).
@@ -113,6 +115,10 @@ class Turns:
 
     async def bring(self, cell: Cell) -> None:
         """Bring the prefix of a cell to the tier."""
+        if cell.tier in ("device", "decode"):
+            for context, prefix in self.prefixes.items():
+                if context != cell.context:
+                    await self.send(prefix, cell.hisparse)
         match cell.tier:
             case "device":
                 pass
