@@ -37,7 +37,7 @@ TORCH_PIP_ARGS ?=
 # Unit tests that need no torch: folders, and files of folders whose other tests do. tests/unit/test_docs.py holds it.
 FAST_TESTS := $(addprefix tests/unit/,base deploy grammar http paging protocol router memory/test_numa.py \
     transfer/test_plan.py transfer/test_rdma.py transfer/test_transport.py \
-    test_architecture.py test_docs.py test_process.py test_settings.py)
+    test_architecture.py test_docs.py test_pair.py test_process.py test_settings.py)
 # Folders that `make coverage` has a line for.
 COVERED := hisparse_pd/base hisparse_pd/core hisparse_pd/engine hisparse_pd/serving hisparse_pd/commands \
     protocol kernels transfer prefill_node decode_node router

@@ -1,6 +1,6 @@
 """Runs services as child processes: starts them, waits until they are healthy, and stops them together.
 
-``hisparse-pd pair`` (``commands/cli.py``) runs its three services by it. A node that loads reports its
+``hisparse-pd pair`` (``commands/pair.py``) runs its three services by it. A node that loads reports its
 progress, and is waited for as long as it makes any (``ProgressTimeout``). When a child dies, the others are
 stopped. A signal to the parent stops all of them, in the reverse order of their start. If the parent itself
 is killed, the kernel of Linux sends the children SIGTERM.

@@ -2,9 +2,9 @@
 
 Options and keys of files are named after the fields of the settings classes (``settings.py`` and its
 neighbours): options with dashes, keys with dashes or underscores. The command line (``commands/cli.py``)
-calls ``load_settings`` for one service. For ``pair``, whose file has sections, it calls ``read_file``,
-``check_known`` and ``validate`` itself, and starts each service with the options of ``to_options``. Whatever
-is wrong raises SettingsError, which says where the value came from and what is allowed.
+calls ``load_settings`` for one service. For ``pair``, whose file has sections, ``commands/pair.py`` calls
+``read_file``, ``check_known`` and ``validate``, and starts each service with the options of ``to_options``.
+Whatever is wrong raises SettingsError, which says where the value came from and what is allowed.
 """
 
 from __future__ import annotations

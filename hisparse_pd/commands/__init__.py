@@ -1,1 +1,1 @@
-"""The commands that one types: the command line, and ``doctor``, the check of a machine."""
+"""The commands that one types: the command line, and the work of ``pair`` and ``doctor``."""

@@ -20,7 +20,7 @@ from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
-from hisparse_pd.commands import cli
+from hisparse_pd.commands import cli, options, pair
 from hisparse_pd.protocol.channels import ControlKeys
 from hisparse_pd.serving.api.keys import MIN_KEY_CHARS, ApiKeys
 from tests.property.fuzzing import BATCH, batch, damage, fuzz, fuzz_batches, outcome, seeds
@@ -151,7 +151,7 @@ def test_a_pairs_file_gives_settings_or_a_settings_error(directory: Path, seed: 
 
     def check(text: bytes) -> None:
         path.write_bytes(text)
-        outcome(lambda: cli.pair_settings({}, path), SettingsError)
+        outcome(lambda: pair.pair_settings({}, path), SettingsError)
 
     batch(seed, lambda rng: damage(rng, [PAIR], PARTS), check, count=BATCH // 10)
 
@@ -200,7 +200,7 @@ def test_a_command_line_parses_or_ends_with_status_2(command: str, words: list[s
             cli.make_parser().parse_known_args([command, *words])
         except SystemExit as end:
             status = end.code
-    assert status in (0, cli.USAGE_ERROR)
+    assert status in (0, options.USAGE_ERROR)
 
 
 # --- keys and peers -------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ LEVELS = (
     ("engine",),
     ("serving.http",),
     ("serving.api",),
-    ("prefill_node", "decode_node", "router", "commands.doctor"),
+    ("prefill_node", "decode_node", "router", "commands.doctor", "commands.options"),
+    ("commands.pair",),
     ("commands.cli", "tools.bench"),
     ("__main__",),
 )

@@ -13,7 +13,7 @@ from hisparse_pd.base.node_settings import NodeSettings
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.base.router_settings import RouterSettings
 from hisparse_pd.base.settings_sources import SettingsError, load_settings, to_options
-from hisparse_pd.commands.cli import pair_settings
+from hisparse_pd.commands.pair import pair_settings
 from tests.unit.settings_support import parsed
 
 NODES: list[type[NodeSettings]] = [PrefillSettings, DecodeSettings]

@@ -17,7 +17,8 @@ import pytest
 from rich.console import Console
 from starlette.types import Send
 
-from hisparse_pd.commands.cli import NOT_SETTINGS, make_parser, pair_settings
+from hisparse_pd.commands.cli import NOT_SETTINGS, make_parser
+from hisparse_pd.commands.pair import pair_settings
 from hisparse_pd.core.model.spec import load_spec
 from tests.unit.router.cluster import FakeNode, answer, serving, start, write
 from tests.waiting import WAIT_SECS

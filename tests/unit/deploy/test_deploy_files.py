@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from hisparse_pd.base.settings_sources import load_settings
-from hisparse_pd.commands import cli
+from hisparse_pd.commands import pair
 from tests.unit.settings_support import parsed
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -62,7 +62,7 @@ def test_commands_are_understood(name: str) -> None:
         words = shlex.split(definition.get("command", ""))
         if not words or service in ("prometheus", "grafana", "store", "store-memory"):
             continue
-        settings: Any = load_settings(cli.SECTIONS[words[0]], parsed(words[0], words[1:]))
+        settings: Any = load_settings(pair.SECTIONS[words[0]], parsed(words[0], words[1:]))
         assert settings.exposure is None, "a service of the deployment has all its doors closed"
         num_commands += 1
     assert num_commands or name in ("compose.gpu.yml", "compose.monitoring.yml", "compose.store.yml")

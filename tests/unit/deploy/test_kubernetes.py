@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from hisparse_pd.base.settings_sources import load_settings
-from hisparse_pd.commands import cli
+from hisparse_pd.commands import cli, pair
 from hisparse_pd.router.live_page import PAGE_PATHS
 
 Object = dict[str, Any]
@@ -74,7 +74,7 @@ def workloads(objects: list[Object]) -> dict[str, Object]:
         elif item["kind"] == "LeaderWorkerSet":
             template = spec["leaderWorkerTemplate"]["leaderTemplate"]
             found[name] = {"template": template, "serviceName": name, "replicas": spec["replicas"]}
-    assert set(found) == set(cli.SECTIONS)
+    assert set(found) == set(pair.SECTIONS)
     return found
 
 
@@ -97,10 +97,10 @@ def settings_of(role: str, objects: list[Object], tmp_path: Path) -> tuple[Any, 
     given = {name: value for name, value in vars(namespace).items() if name not in cli.NOT_SETTINGS}
     config = tmp_path / f"{role}-{namespace.config.name}"
     config.write_text(files[str(namespace.config)])
-    return load_settings(cli.SECTIONS[role], given, config), files
+    return load_settings(pair.SECTIONS[role], given, config), files
 
 
-@pytest.mark.parametrize("role", cli.SECTIONS)
+@pytest.mark.parametrize("role", pair.SECTIONS)
 def test_a_service_starts_with_the_ports_keys_and_time_of_its_pod(
     role: str, objects: list[Object], tmp_path: Path
 ) -> None:
