@@ -26,7 +26,6 @@ from hisparse_pd.engine.messages import (
     EngineLoading,
     EngineReady,
     EngineStats,
-    FlushCache,
     Flushed,
     FromEngine,
     Generate,
@@ -37,10 +36,10 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     Shutdown,
     Tokens,
-    request_prefix,
 )
 from hisparse_pd.engine.sockets import Crossing
 from hisparse_pd.serving.http.board import Board, InFlightCounts
+from hisparse_pd.serving.http.cache_flushes import CacheFlushes
 from hisparse_pd.serving.http.http_errors import ApiError, NodeUnavailable
 from hisparse_pd.serving.http.queue_limits import NO_LIMITS, QueueLimits
 from hisparse_pd.serving.http.rank_choice import RankChoice, least_loaded
@@ -69,14 +68,6 @@ class _SampleInFlight(NamedTuple):
     group: SampleGroup
     rank: RankLink
     num_prompt_tokens: int
-
-
-class _Flush(NamedTuple):
-    """A flush of all ranks."""
-
-    waits_for: set[int]
-    """Ranks that have not answered."""
-    is_over: asyncio.Event
 
 
 def samples_at_work(link: EngineLink) -> int:
@@ -142,8 +133,7 @@ class EngineLink:
         self._choose_rank = choose_rank
         self._in_flight: dict[str, _SampleInFlight] = {}
         """Samples of this front, by request id."""
-        self._flushes: dict[str, _Flush] = {}
-        """Flushes that this front waits for, by request id."""
+        self._flushes = CacheFlushes(self.ranks, front_number)
 
     def start(self) -> None:
         """Bind the sockets and begin to talk to the engines. Needs a running event loop. Raises OSError."""
@@ -247,7 +237,7 @@ class EngineLink:
             case Tokens() | PromptScores() | RequestFailed():
                 self._dispatch(message)
             case Flushed():
-                self._note_flushed(rank, message.request_id)
+                self._flushes.note(rank, message)
             case EngineLoading():
                 rank.reports.note(message)
             case EngineReady():
@@ -303,24 +293,7 @@ class EngineLink:
         """Have all engines drop the prefixes that no request uses, and wait until they have. Raises
         NodeUnavailable."""
         self.require_serving()
-        request_id = request_prefix(self.front_number)
-        flush = self._flushes[request_id] = _Flush({rank.rank for rank in self.ranks}, asyncio.Event())
-        for rank in self.ranks:
-            rank.put(FlushCache(request_id))
-        try:
-            await asyncio.wait_for(flush.is_over.wait(), self.health_timeout_secs)
-        except TimeoutError:
-            late = f"rank {min(flush.waits_for)} has not emptied its cache"
-            raise NodeUnavailable(f"{late} within {self.health_timeout_secs:g} s; see /health") from None
-        finally:
-            del self._flushes[request_id]
-
-    def _note_flushed(self, rank: RankLink, request_id: str) -> None:
-        """Note a rank's answer, unless nobody waits for it any more."""
-        if (flush := self._flushes.get(request_id)) is not None:
-            flush.waits_for.discard(rank.rank)
-            if not flush.waits_for:
-                flush.is_over.set()
+        await self._flushes.flush(self.health_timeout_secs)
 
     def release_quarantine(self, instance_id: str) -> None:
         self.require_engine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 
 import msgspec
@@ -15,18 +14,15 @@ from hisparse_pd.engine.messages import (
     EngineLoading,
     EngineReady,
     EngineStats,
-    FlushCache,
-    Flushed,
     RequestFailed,
     Tokens,
 )
 from hisparse_pd.serving.http.engine_link import EngineLink, LinkState, rooms_at_work
-from hisparse_pd.serving.http.http_errors import NodeUnavailable, QueueFull
+from hisparse_pd.serving.http.http_errors import QueueFull
 from hisparse_pd.serving.http.prefixes import BLOCK_BYTES
 from hisparse_pd.serving.http.queue_limits import QueueLimits
 from hisparse_pd.serving.http.rank_choice import ByPrefix, least_loaded
 from tests.unit.http.links import by_room, group_of, make_link, sent
-from tests.waiting import until
 
 
 def test_it_serves_once_all_ranks_are_ready() -> None:
@@ -127,34 +123,6 @@ def test_a_prefill_node_that_leaves_waits_for_rooms_of_which_no_front_knows() ->
     assert rooms_at_work(link) == 1
     tell(1, 0, 0)
     assert rooms_at_work(link) == 0
-
-
-@pytest.mark.anyio
-async def test_a_flush_reaches_all_ranks_and_is_over_once_all_have_answered() -> None:
-    link = make_link(by_room)
-    flushing = asyncio.create_task(link.flush_cache())
-    await until(lambda: link.ranks[2].outbox, "the ranks are told")
-    (asked, *others), *rest = sent(link)
-    assert isinstance(asked, FlushCache)
-    assert (others, rest) == ([], [[asked]] * 2)
-    for rank, request_id in ((0, asked.request_id), (1, asked.request_id), (1, asked.request_id), (2, "00")):
-        link.handle(link.ranks[rank], Flushed(request_id))
-    await asyncio.sleep(0)  # what has become ready goes on
-    assert not flushing.done()
-    link.handle(link.ranks[2], Flushed(asked.request_id))
-    await flushing
-    link.handle(link.ranks[0], Flushed(asked.request_id))
-
-
-@pytest.mark.anyio
-@pytest.mark.I7
-async def test_a_rank_that_does_not_answer_a_flush_is_named() -> None:
-    link = make_link(by_room)
-    link.health_timeout_secs = 0.01
-    flushing = asyncio.create_task(link.flush_cache())
-    await until(lambda: link.ranks[2].outbox, "the ranks are told")
-    with pytest.raises(NodeUnavailable, match=r"rank 0 has not emptied its cache within 0\.01 s"):
-        await flushing
 
 
 def test_one_rank_in_trouble_is_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
