@@ -1,12 +1,16 @@
 """Owns the tables that kernels read: each request's row, with its pages and, if it has one, its hot buffer.
 
-``live_requests.py`` decides who owns which slots. The moves of requests call this module: ``prepare_landing``
-at an admission; ``start``, then ``go_on`` in each turn until ``is_ready``, to fill the row and to warm the
-hot buffer up; ``start_pages``, ``go_on`` and ``is_ready`` likewise for pages that are to take the place of
-the hot buffer, then ``enter_pages``; ``grow``; ``resize`` for a hot buffer of another size; ``retract``
-before pages are taken away, then ``enter_hot_buffer``, or ``release`` and ``start``; ``release`` at the end.
-Filling runs beside steps, in a stream of its own: a row is in none before it is filled, and in all of them
-while its pages are.
+``live_requests.py`` decides who owns which slots. The moves of requests enter that here:
+
+- ``prepare_landing`` when a request is admitted;
+- ``start`` to fill its row and warm its hot buffer up, then ``go_on`` in each turn until ``is_ready``;
+- ``start_pages``, ``go_on`` until ``is_ready``, then ``enter_pages``, to use pages instead of a hot buffer;
+- ``grow`` after it was given slots, and ``resize`` after its hot buffer was given another size;
+- ``retract`` before its pages are taken away, then ``enter_hot_buffer``, or ``release`` and ``start``;
+- ``release`` at its end.
+
+``row_fills.py`` fills rows beside steps, in a stream of its own. A request takes part in no step before its
+row is filled. It takes part in all steps while its pages are filled.
 
 A hisparse request has a **lookup slot** for each of its positions, in pages like those of a pool. A table of
 each hot group (``kernels/hot_state.py``) says for a lookup slot where its position is in the hot buffer.
@@ -14,10 +18,8 @@ each hot group (``kernels/hot_state.py``) says for a lookup slot where its posit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
-from typing import Final
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from hisparse_pd.core.paging.prefix import Prefix, end_of
 from hisparse_pd.decode_node.drafting import max_verifiable
 from hisparse_pd.decode_node.memory import DecodeMemory, pages_tensor
 from hisparse_pd.decode_node.request import Request
+from hisparse_pd.decode_node.row_fills import RowFills
 from hisparse_pd.decode_node.swap_counts import SwapCounts
 from hisparse_pd.kernels.hot_entries import enter_hot_buffer, positions_of, resize_hot_buffer
 from hisparse_pd.kernels.hot_state import ABSENT, HotBufferState
@@ -48,9 +51,6 @@ from hisparse_pd.kernels.row_check import (
 from hisparse_pd.kernels.row_errors import ReadAt
 from hisparse_pd.kernels.swap_in import RowStart, start_dense_row
 from hisparse_pd.protocol.messages import Extent
-
-SLICE_BYTES: Final = 32 << 20
-"""Bytes of one slice of the copies that fill rows: 0.7 ms of PCIe, beside a step."""
 
 
 class RequestTables:
@@ -86,18 +86,7 @@ class RequestTables:
             row_checks=memory.row_checks,
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
-        self.slice_bytes = SLICE_BYTES
-        self.filling: dict[int, RowStart | PageFill] = {}
-        """By row, what is not launched yet of its filling, in the order in which rows are filled."""
-        self.filling_pages: dict[int, PageFill] = {}
-        """By row that is in steps, what is not launched yet of the filling of its pages, in order. It comes
-        after ``filling``."""
-        self.fill_ends: dict[int, torch.cuda.Event] = {}
-        """By row, the end of the copies that were launched last to fill it or its pages."""
-        self._last_slice: torch.cuda.Event | None = None
-        """The end of the copies that were launched last for any row."""
-        self._fill_stream = SideStream(self.device)
-        """Fills rows and warms hot buffers up, beside the steps of the others."""
+        self.fills = RowFills(self.device)
         self._landing_stream = SideStream(self.device, priority=-1)
         """Prepares landing zones. The host waits for it, and not for steps in flight."""
         self._ended_counters = SwapCounts()
@@ -107,31 +96,7 @@ class RequestTables:
         )
         """``drafting.max_verifiable`` with the sizes of this node: takes a request and a number of drafts."""
 
-    def totals(self, running: Collection[Request]) -> SwapCounts:
-        """Return the counts of all requests since the start. ``running``: the requests that have rows, whose
-        counts are as of the last step that was read."""
-        total = self._ended_counters
-        for request in running:
-            total = total.plus(request.row_counters)
-        return total
-
-    def row_results(self, req_rows: Tensor) -> Tensor:
-        """Return the error flags, hits, misses and evictions of the rows so far: int64 [num_reqs, 4], on the
-        device."""
-        flags = self.state.error_flags[req_rows].long()
-        return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
-
-    def wrong_row(self, request: Request) -> WrongRow:
-        """Return the first wrong row of a request, after a step said that it has one. Waits for the
-        device."""
-        if (filled := self.fill_ends.get(request.req_row)) is not None:
-            filled.synchronize()  # the copy that found it sets the flag before it writes the rest
-        return wrong_row(self.state, request.req_row)
-
-    @property
-    def bytes_per_miss(self) -> float:
-        """Bytes that a miss brings from the host, on average: an item in each KV layer of its hot group."""
-        return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
+    # --- before a request runs ------------------------------------------------------------------------------
 
     def prepare_landing(self, request: Request) -> None:
         """Void the row checks of a landing zone, which are its last owner's, before anything lands there.
@@ -156,15 +121,27 @@ class RequestTables:
             copy_prompt(self.memory, source, request, start)
         self._landing_stream.synchronize()
 
+    def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        """Return the positions to warm each hot group with, the most useful first.
+
+        ``hint``: [num_index_groups, index_topk], the best position of each index group first. A hot group
+        takes the best of each of its index groups, then the second best of each, and so on: of [5, 9] and
+        [7, 5] it takes 5, 7, 9, 5.
+        """
+        hot_groups = np.array(self.spec.hot_group_of_index_group)
+        return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]
+
+    # --- filling --------------------------------------------------------------------------------------------
+
     def start(self, request: Request) -> None:
         """Begin to fill the row of a request, and to warm its hot buffer up or fill its pages: when it
         becomes RUNNING, and again after ``retract`` and ``release``, with other device slots.
 
         A dense row, which has page ids and its items' checks, takes one launch. A hisparse one is filled in
-        slices, which ``go_on`` launches; the first one here if no other row is being filled.
+        slices: the first one is launched here if no other row is being filled, the others by ``go_on``.
         """
         if request.mode is Mode.DENSE:
-            with self._beside_steps(request.req_row, is_first=True):
+            with self.fills.beside_steps(request.req_row, is_first=True):
                 pages, index_pages = (
                     self._pages(request, kind) for kind in (PoolKind.DEVICE, PoolKind.INDEX)
                 )
@@ -172,17 +149,27 @@ class RequestTables:
                 if self.state.row_checks is not None:
                     check_dense_row(self.state, request.req_row, self.memory.k_dev, request.num_kv_tokens)
             return
-        is_next = not self.filling and self._is_slice_over()
         if request.is_resident:
-            self.filling[request.req_row] = self._page_fill(request, request.num_kv_tokens)
+            self.fills.begin(request.req_row, self._page_fill(request, request.num_kv_tokens))
         else:
-            self.filling[request.req_row] = self._row_start(request)
-        if is_next:
-            self._launch_slice(self.filling, request.req_row, self.slice_bytes)
+            self.fills.begin(request.req_row, self._row_start(request))
 
     def start_pages(self, request: Request) -> None:
         """Begin to fill the pages of a request beside its steps; ``go_on`` launches the copies."""
-        self.filling_pages[request.req_row] = self._page_fill(request, request.num_filled_tokens)
+        self.fills.begin_pages(request.req_row, self._page_fill(request, request.num_filled_tokens))
+
+    def go_on(self, link_share: float = 0.0) -> dict[int, Exception]:
+        """Launch the next slices of rows and pages that are being filled (``RowFills.go_on``)."""
+        return self.fills.go_on(link_share)
+
+    def is_ready(self, request: Request) -> bool:
+        """Return whether the row of a RUNNING or ENDING request and its pages are filled, or their filling
+        has stopped."""
+        return self.fills.is_ready(request.req_row)
+
+    def stop_filling(self, request: Request) -> None:
+        """Launch nothing more to fill a request's row or its pages (``RowFills.stop``)."""
+        self.fills.stop(request.req_row)
 
     def enter_pages(self, request: Request) -> None:
         """Let steps find the items of a request in its pages, and no more in its hot buffer, once
@@ -194,9 +181,71 @@ class RequestTables:
 
     def stop_pages(self, request: Request) -> None:
         """Fill no more of a request's pages, which are about to be given up. Waits for copies under way."""
-        self.filling_pages.pop(request.req_row, None)
-        self._wait_until_filled(request.req_row)
+        self.fills.stop_pages(request.req_row)
         self.state.drop_pages(request.req_row)
+
+    # --- while a request runs -------------------------------------------------------------------------------
+
+    def grow(self, request: Request) -> None:
+        """Enter all pages of a running request into its row, after it was given more. No step in flight looks
+        at the new ones, and the filling of a row under way writes the same ids."""
+        row, first_page = request.req_row, 0
+        if request.mode is Mode.DENSE or request.is_resident:  # others get their pages with the fill
+            self.state.set_pages(row, first_page, self._pages(request, PoolKind.DEVICE))
+        if request.mode is Mode.HISPARSE:
+            pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
+            self.state.set_host_pages(row, first_page, *pages)
+        self.state.set_index_pages(row, first_page, self._pages(request, PoolKind.INDEX))
+
+    def resize(self, request: Request, num_before: int, capacity: int) -> None:
+        """Give the hot buffer of a request another ``capacity``, and keep what is hot as far as that has
+        room. Its device pages begin with those of the smaller size. Waits for the device, on which no step
+        may be in flight: slots that it gives up may be written to then."""
+        self.fills.finish(request.req_row)
+        resize_hot_buffer(
+            self.state,
+            request.req_row,
+            num_before=num_before,
+            capacity=capacity,
+            hot_pages=self._hot_pages(request, capacity),
+            num_tokens=request.num_kv_tokens,
+            layers_of_group=self.spec.kv_layers_of_hot_group,
+            k_dev=self.memory.k_dev,
+        )
+        self._restart_counts(request)
+        if capacity < num_before and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def retract(self, request: Request) -> None:
+        """Bring all KV of a dense or resident request to the host, before it leaves its pages. Waits for the
+        device.
+
+        A dense request also needs the indexer keys of the pages that it shares. They are copied to those runs
+        of its copy in the host pool that have none yet, and behind the copy's end to slots of its own.
+        """
+        self.fills.finish(request.req_row)
+        # If it is resident, the host is up to date: every step ends with the backup of its newest tokens.
+        if request.mode is Mode.DENSE:
+            num_there = end_of(request.host_prefix) * self.page_size
+            if request.prefix is not None:
+                self._copy_shared_keys(request.prefix, request.host_prefix, request.owned[PoolKind.INDEX])
+            # It waits for the copies above, too: whoever gets the shared pages next may write there at once.
+            on_device = slice_extents(request.extents(PoolKind.DEVICE), num_there, request.num_kv_tokens)
+            self.memory.spill(on_device, request.owned[PoolKind.HOST], total_length(on_device))
+
+    def enter_hot_buffer(self, request: Request, first_position: int) -> None:
+        """Let steps find the items of a request in its hot buffer, and no more in pages. The first device
+        slots have those from ``first_position`` on, which are hot. ``grow`` has entered its pages."""
+        num_tokens = request.num_kv_tokens
+        enter_hot_buffer(
+            self.state,
+            request.req_row,
+            capacity=request.hot_capacity,
+            hot_pages=self._hot_pages(request, request.hot_capacity),
+            first_position=min(first_position, num_tokens),
+            num_tokens=num_tokens,
+        )
+        self._restart_counts(request)
 
     def check_hot(self, request: Request, group: int) -> None:
         """Enqueue a check of the rows in a request's hot buffer, in all layers of one hot group.
@@ -215,98 +264,43 @@ class RequestTables:
                 state, row, items, slots, positions, is_there, read_at=ReadAt.SCRUB, first_layer=layer
             )
 
-    def go_on(self, link_share: float = 0.0) -> dict[int, Exception]:
-        """Launch the next slices of rows that are being filled, once those before are over. Together they
-        have ``slice_bytes``, or an eighth of all that is left if that is more, so that many rows do not take
-        many turns. If there are none, launch those of pages that are being filled: they have what misses,
-        which take ``link_share`` of the link to the host, leave of ``slice_bytes``.
+    def release(self, request: Request) -> None:
+        """Empty the row, and add its counters, as of the last step that was read, to the request's."""
+        row = request.req_row
+        self.fills.stop(row)
+        self.fills.wait(row)  # filling reads host slots that are about to be given up
+        self._close_counts(request)
+        self.state.reset_row(row)
 
-        Returns the rows for which that failed. Raises torch.AcceleratorError when the device is lost.
-        """
-        if not self._is_slice_over():
-            return {}
-        if self.filling:
-            num_all_bytes = sum(each.num_left_bytes or 0 for each in self.filling.values())
-            return self._launch_slices(self.filling, max(self.slice_bytes, num_all_bytes // 8))
-        return self._launch_slices(self.filling_pages, int(self.slice_bytes * (1 - link_share)))
+    # --- what steps and metrics read ------------------------------------------------------------------------
 
-    def _launch_slices(
-        self, filling: dict[int, RowStart | PageFill] | dict[int, PageFill], budget_bytes: int
-    ) -> dict[int, Exception]:
-        """Launch slices of ``filling`` for ``budget_bytes``, the first row's first. Returns the rows for
-        which that failed."""
-        failed: dict[int, Exception] = {}
-        for row in tuple(filling):
-            try:
-                while row in filling and budget_bytes > 0:
-                    num_bytes = self._launch_slice(filling, row, budget_bytes)
-                    budget_bytes -= max(1, num_bytes)  # so that slices without bytes are bounded, too
-            except torch.AcceleratorError:
-                raise
-            except Exception as error:
-                failed[row] = error
-        return failed
+    def row_results(self, req_rows: Tensor) -> Tensor:
+        """Return the error flags, hits, misses and evictions of the rows so far: int64 [num_reqs, 4], on the
+        device."""
+        flags = self.state.error_flags[req_rows].long()
+        return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
 
-    def fill_at_once(self, request: Request) -> None:
-        """Launch all that is left to fill of a request's row."""
-        while request.req_row in self.filling:
-            self._launch_slice(self.filling, request.req_row, None)
+    def wrong_row(self, request: Request) -> WrongRow:
+        """Return the first wrong row of a request, after a step said that it has one. Waits for the
+        device."""
+        if (filled := self.fills.ends.get(request.req_row)) is not None:
+            filled.synchronize()  # the copy that found it sets the flag before it writes the rest
+        return wrong_row(self.state, request.req_row)
 
-    def _is_slice_over(self) -> bool:
-        return self._last_slice is None or bool(self._last_slice.query())
+    def totals(self, running: Collection[Request]) -> SwapCounts:
+        """Return the counts of all requests since the start. ``running``: the requests that have rows, whose
+        counts are as of the last step that was read."""
+        total = self._ended_counters
+        for request in running:
+            total = total.plus(request.row_counters)
+        return total
 
-    def _launch_slice(
-        self,
-        filling: dict[int, RowStart | PageFill] | dict[int, PageFill],
-        row: int,
-        most_bytes: int | None,
-    ) -> int:
-        """Launch up to ``most_bytes`` of the copies that fill a row, or all for None. Returns their bytes. A
-        row leaves ``filling`` when all is launched, or when that raises."""
-        num_left_bytes = None
-        try:
-            with self._beside_steps(row, is_first=row not in self.fill_ends):
-                num_bytes = filling[row].launch_slice(most_bytes)
-            num_left_bytes = filling[row].num_left_bytes
-        finally:
-            if num_left_bytes is None:
-                del filling[row]
-        return num_bytes
+    @property
+    def bytes_per_miss(self) -> float:
+        """Bytes that a miss brings from the host, on average: an item in each KV layer of its hot group."""
+        return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_hot_groups
 
-    @contextmanager
-    def _beside_steps(self, row: int, *, is_first: bool) -> Iterator[None]:
-        """Send work that fills a row to the stream for that, and note its end. ``is_first``: it is the first
-        work for this row."""
-        if self.device.type != "cuda":
-            yield
-            return
-        # The last step in the current stream may have used the row's slots for the request before.
-        with self._fill_stream.behind_current() if is_first else self._fill_stream.use():
-            try:
-                yield
-            finally:  # also after an error: what was launched before it still reads the request's slots
-                filled = torch.cuda.Event()
-                filled.record()
-                self.fill_ends[row] = self._last_slice = filled
-
-    def stop_filling(self, request: Request) -> None:
-        """Launch nothing more to fill a request's row or its pages. Copies under way go on until
-        ``is_ready``."""
-        self.filling.pop(request.req_row, None)
-        self.filling_pages.pop(request.req_row, None)
-
-    def is_ready(self, request: Request) -> bool:
-        """Return whether the row of a RUNNING or ENDING request and its pages are filled, or their filling
-        has stopped."""
-        if request.req_row in self.filling or request.req_row in self.filling_pages:
-            return False
-        filled = self.fill_ends.get(request.req_row)
-        if filled is None:
-            return True
-        if not filled.query():
-            return False
-        del self.fill_ends[request.req_row]
-        return True
+    # --- what the moves above share -------------------------------------------------------------------------
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None
@@ -344,70 +338,6 @@ class RequestTables:
             k_dev=self.memory.k_dev,
         )
 
-    def by_hot_group(self, hint: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        """Return the positions to warm each hot group with, the most useful first.
-
-        ``hint``: [num_index_groups, index_topk], the best position of each index group first. A hot group
-        takes the best of each of its index groups, then the second best of each, and so on: of [5, 9] and
-        [7, 5] it takes 5, 7, 9, 5.
-        """
-        hot_groups = np.array(self.spec.hot_group_of_index_group)
-        return [hint[hot_groups == group].T.ravel() for group in range(self.spec.num_hot_groups)]
-
-    def grow(self, request: Request) -> None:
-        """Enter all pages of a running request into its row, after it was given more. No step in flight looks
-        at the new ones, and the filling of a row under way writes the same ids."""
-        row, first_page = request.req_row, 0
-        if request.mode is Mode.DENSE or request.is_resident:  # others get their pages with the fill
-            self.state.set_pages(row, first_page, self._pages(request, PoolKind.DEVICE))
-        if request.mode is Mode.HISPARSE:
-            pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
-            self.state.set_host_pages(row, first_page, *pages)
-        self.state.set_index_pages(row, first_page, self._pages(request, PoolKind.INDEX))
-
-    def _pages(self, request: Request, kind: PoolKind) -> Tensor:
-        return pages_tensor(request.extents(kind), self.page_size)
-
-    def _hot_pages(self, request: Request, capacity: int) -> Tensor:
-        """Return the page ids of a hot buffer of ``capacity`` entries in the request's first device slots."""
-        num_pages = -(-capacity // self.page_size)
-        return pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)[:num_pages]
-
-    def resize(self, request: Request, num_before: int, capacity: int) -> None:
-        """Give the hot buffer of a request another ``capacity``, and keep what is hot as far as that has
-        room. Its device pages begin with those of the smaller size. Waits for the device, on which no step
-        may be in flight: slots that it gives up may be written to then."""
-        self.fill_at_once(request)
-        self._wait_until_filled(request.req_row)
-        resize_hot_buffer(
-            self.state,
-            request.req_row,
-            num_before=num_before,
-            capacity=capacity,
-            hot_pages=self._hot_pages(request, capacity),
-            num_tokens=request.num_kv_tokens,
-            layers_of_group=self.spec.kv_layers_of_hot_group,
-            k_dev=self.memory.k_dev,
-        )
-        self._restart_counts(request)
-        if capacity < num_before and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def retract(self, request: Request) -> None:
-        """Bring all KV of a dense or resident request, which is to leave its pages, to the host, and copy the
-        indexer keys of the pages that a dense one shares to slots of its own, or to those of the copy that it
-        uses where these are empty. Waits for the device."""
-        self.fill_at_once(request)
-        self._wait_until_filled(request.req_row)
-        # If it is resident, the host is up to date: every step ends with the backup of its newest tokens.
-        if request.mode is Mode.DENSE:
-            num_there = end_of(request.host_prefix) * self.page_size
-            if request.prefix is not None:
-                self._copy_shared_keys(request.prefix, request.host_prefix, request.owned[PoolKind.INDEX])
-            # It waits for the copies above, too: whoever gets the shared pages next may write there at once.
-            on_device = slice_extents(request.extents(PoolKind.DEVICE), num_there, request.num_kv_tokens)
-            self.memory.spill(on_device, request.owned[PoolKind.HOST], total_length(on_device))
-
     def _copy_shared_keys(self, shared: Prefix, on_host: Prefix | None, own: tuple[Extent, ...]) -> None:
         """Copy the indexer keys and row checks of ``shared`` to the runs of ``on_host`` that are arriving,
         and those behind its end to the slots ``own``."""
@@ -419,27 +349,13 @@ class RequestTables:
         src = slice_extents(extents, end_of(on_host) * page_size, total_length(extents))
         self.memory.copy_rows(PoolKind.INDEX, src, slice_extents(own, 0, total_length(src)))
 
-    def enter_hot_buffer(self, request: Request, first_position: int) -> None:
-        """Let steps find the items of a request in its hot buffer, and no more in pages. The first device
-        slots have those from ``first_position`` on, which are hot. ``grow`` has entered its pages."""
-        num_tokens = request.num_kv_tokens
-        enter_hot_buffer(
-            self.state,
-            request.req_row,
-            capacity=request.hot_capacity,
-            hot_pages=self._hot_pages(request, request.hot_capacity),
-            first_position=min(first_position, num_tokens),
-            num_tokens=num_tokens,
-        )
-        self._restart_counts(request)
+    def _pages(self, request: Request, kind: PoolKind) -> Tensor:
+        return pages_tensor(request.extents(kind), self.page_size)
 
-    def release(self, request: Request) -> None:
-        """Empty the row, and add its counters, as of the last step that was read, to the request's."""
-        row = request.req_row
-        self.stop_filling(request)
-        self._wait_until_filled(row)  # filling reads host slots that are about to be given up
-        self._close_counts(request)
-        self.state.reset_row(row)
+    def _hot_pages(self, request: Request, capacity: int) -> Tensor:
+        """Return the page ids of a hot buffer of ``capacity`` entries in the request's first device slots."""
+        num_pages = -(-capacity // self.page_size)
+        return pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)[:num_pages]
 
     def _restart_counts(self, request: Request) -> None:
         """Let a row that changes between two steps count from 0 on."""
@@ -451,10 +367,6 @@ class RequestTables:
         request.earlier_counters = request.earlier_counters.plus(request.row_counters)
         self._ended_counters = self._ended_counters.plus(request.row_counters)
         request.row_counters = SwapCounts()
-
-    def _wait_until_filled(self, row: int) -> None:
-        if (filled := self.fill_ends.pop(row, None)) is not None:
-            filled.synchronize()
 
 
 def copy_prompt(memory: DecodeMemory, source: Request, request: Request, start: int) -> None:

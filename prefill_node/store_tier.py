@@ -29,6 +29,7 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.prefill_node.pace import Pace
+from hisparse_pd.prefill_node.store_backoff import StoreBackoff
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
 from hisparse_pd.protocol.messages import Extent, Room
 
@@ -45,9 +46,6 @@ LEAST_WAIT_SECS: Final = 0.02
 """A prompt that is computed sooner than this is not looked up: the answer would hardly come in time."""
 LONGEST_WAIT_SECS: Final = 30.0
 """Longest wait for an answer, however long computing would take."""
-FIRST_PAUSE_SECS: Final = 1.0
-LONGEST_PAUSE_SECS: Final = 60.0
-"""Time for which the store is left alone after the first error or late answer, and after many."""
 QUARANTINE_SECS: Final = 60.0
 """Time after a failed read in which its slots are not used: twice Mooncake's longest timeout."""
 OPERATIONS: Final = ("look_up", "get", "put", "full", "remove")
@@ -146,7 +144,7 @@ class StoreTier:
         """Slots of failed reads, and when they are free."""
         self._unverified: set[int] = set()
         """Pages of main memory that came from the store, until the host tier has verified their rows."""
-        self._paused_until = self._pause_secs = 0.0
+        self._backoff = StoreBackoff()
         self.is_connected = False
         """Whether the last order went well."""
         self.num_put_tokens = 0
@@ -217,7 +215,7 @@ class StoreTier:
         """Write the pages of ``keys`` behind ``num_before``, which main memory has, as far as the bound of
         waiting pages allows. The others are dropped."""
         num_pages = 0
-        if not self._is_paused:
+        if not self._backoff.is_paused(self._clock()):
             most = self._num_usable // WRITE_SHARE - self.num_queued_pages
             num_pages = min(len(keys) - num_before, most)
         num_pages = max(num_pages, 0)
@@ -247,7 +245,7 @@ class StoreTier:
             return False
         if self._clock() >= wait.deadline_secs:
             self.num_late += 1
-            self._pause()
+            self._backoff.pause(self._clock())
             self._end_wait(wait)
             return False
         return True
@@ -267,7 +265,7 @@ class StoreTier:
     def _begin_wait(
         self, room: Room, keys: Sequence[PageKey], num_cached: int, token_ids: bytes | None
     ) -> _Wait | None:
-        if self._is_paused or self._num_waits >= MAX_WAITS:
+        if self._backoff.is_paused(self._clock()) or self._num_waits >= MAX_WAITS:
             return None
         num_stored = self._prefixes.num_found(keys, HOST_POOLS)
         num_missing = len(keys) - max(num_cached, num_stored)
@@ -299,7 +297,7 @@ class StoreTier:
         for order in self._orders.poll():
             self.is_connected = not order.error
             if order.error:
-                self._pause()
+                self._backoff.pause(self._clock())
             match order:
                 case LookUp():
                     self._looked_up(order)
@@ -414,6 +412,11 @@ class StoreTier:
         self._writings.remove(writing)
         self._prefixes.let_go(writing.source)
 
+    def _resume(self, order: LookUp | Get) -> None:
+        """Forget earlier pauses if the order, for which a request has waited, came without an error."""
+        if not order.error:
+            self._backoff.reset()
+
     # --- wrong pages -----------------------------------------------------------------------------------
 
     def is_unverified(self, page_id: int) -> bool:
@@ -427,23 +430,6 @@ class StoreTier:
     def remove(self, keys: Sequence[PageKey]) -> None:
         """Remove the objects of pages that are not what was written."""
         self._orders.submit(Remove(keys))
-
-    # --- pauses ----------------------------------------------------------------------------------------
-
-    @property
-    def _is_paused(self) -> bool:
-        return self._clock() < self._paused_until
-
-    def _pause(self) -> None:
-        """Leave the store alone, for twice as long as the last time."""
-        if not self._is_paused:
-            self._pause_secs = min(max(2 * self._pause_secs, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
-            self._paused_until = self._clock() + self._pause_secs
-
-    def _resume(self, order: LookUp | Get) -> None:
-        """Forget earlier pauses if the order, for which a request has waited, came without an error."""
-        if not order.error:
-            self._paused_until = self._pause_secs = 0.0
 
     # --- pools and tree --------------------------------------------------------------------------------
 

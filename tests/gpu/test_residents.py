@@ -148,7 +148,7 @@ def run_beside_a_fill(bench: Bench) -> list[list[int]]:
     filling.num_page_slots = round_up(filling.reserved_tokens, PAGE)
     filling.owned.extents[PoolKind.DEVICE] = slice_extents(device, 0, num_hot + filling.num_page_slots)
     filling.num_filled_tokens = filling.num_kv_tokens
-    tables.slice_bytes = 1
+    tables.fills.slice_bytes = 1
     tables.start_pages(filling)
     num_turns = 0
     while not tables.is_ready(filling):

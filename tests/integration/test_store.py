@@ -69,7 +69,7 @@ def patient() -> Iterator[None]:
     """Engines wait for the store as long as it takes, and try again soon after an error."""
     with (
         patch.object(StoreTier, "_wait_secs", lambda self, num_pages: NEVER_SECS),
-        patch("hisparse_pd.prefill_node.store_tier.LONGEST_PAUSE_SECS", 0.0),
+        patch("hisparse_pd.prefill_node.store_backoff.LONGEST_PAUSE_SECS", 0.0),
         patch("hisparse_pd.transfer.page_store.ANSWER_SECS", WAIT_SECS),
     ):
         yield

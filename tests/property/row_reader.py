@@ -239,7 +239,7 @@ class Node:
             page_size=PAGE_SIZE,
             max_new=1 + max_drafts,
         )
-        self.tables.slice_bytes = 2 * spec.item_bytes  # so that rows are filled in several turns
+        self.tables.fills.slice_bytes = 2 * spec.item_bytes  # so that rows are filled in several turns
         self.metrics, peers = Metrics(), cast(PrefillPeers, self.peers)
         self.end_moves = EndMoves(self.requests, self.tables, peers, self.metrics, self.sent.append)
         self.queue_moves = QueueMoves(

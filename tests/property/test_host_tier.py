@@ -361,7 +361,7 @@ class TierOnStore(Tier):
     def begin_to_read(self, pages: tuple[int, ...]) -> None:
         """A request arrives for what another node has computed, and the store begins to give it."""
         self.another_node_computes(pages)
-        self.store_tier._paused_until = 0.0  # earlier errors are forgotten
+        self.store_tier._backoff._paused_until = 0.0  # earlier errors are forgotten
         self.arrive(pages)
         self._begin(self.waiting[-1])
         for order in [order for order in self.store.orders if isinstance(order, LookUp)]:

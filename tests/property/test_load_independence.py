@@ -201,7 +201,7 @@ def test_decode_in_any_mode_pages_company_and_retraction(
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
     slice_bytes = data.draw(st.sampled_from([1, 1 << 30]), "of a row that is filled, in a turn")
     with small_node(checkpoint, page_size, device_pool_tokens=pool_tokens) as node:
-        node.engine.tables.slice_bytes = slice_bytes
+        node.engine.tables.fills.slice_bytes = slice_bytes
         answers = []
         for prompt, flag in zip(order, flags, strict=True):
             answers.append(node.generate(prompt, NUM_NEW, flag, num_logprobs=2))

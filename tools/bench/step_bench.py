@@ -238,7 +238,7 @@ class Bench:
         request.output_token_ids.append(int(newest))
         self._land(request)
         self.tables.start(request)
-        self.tables.fill_at_once(request)
+        self.tables.fills.launch_all(request.req_row)
         return request
 
     def _land(self, request: Request) -> None:

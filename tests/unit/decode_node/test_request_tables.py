@@ -114,7 +114,7 @@ def test_what_was_used_last_stays_hot_when_a_hot_buffer_shrinks_and_grows() -> N
 @pytest.mark.I3
 def test_a_row_that_is_being_filled_is_filled_before_its_hot_buffer_shrinks() -> None:
     node = Node()
-    node.hot.slice_bytes = 1
+    node.hot.fills.slice_bytes = 1
     request = node.request(None)
     node.hot.start(request)
     assert not node.hot.is_ready(request)
@@ -131,7 +131,7 @@ def test_slices_fill_a_row_as_one_call_does() -> None:
     nodes = Node(), Node()
     hints = [np.arange(group, group + 20, dtype=np.int32) for group in range(NUM_GROUPS)]
     for node, slice_bytes in zip(nodes, (1, 1 << 20), strict=True):
-        node.hot.slice_bytes = slice_bytes
+        node.hot.fills.slice_bytes = slice_bytes
     sliced, whole = (node.request(list(hints)) for node in nodes)
     nodes[0].hot.start(sliced)
     num_turns = 0
@@ -149,7 +149,7 @@ def test_slices_fill_a_row_as_one_call_does() -> None:
 
 def test_many_rows_are_filled_in_order_and_the_faster_the_more_there_is_to_do() -> None:
     node = Node()
-    node.hot.slice_bytes = 1
+    node.hot.fills.slice_bytes = 1
     filled: list[int] = []
 
     class Start:
@@ -165,9 +165,9 @@ def test_many_rows_are_filled_in_order_and_the_faster_the_more_there_is_to_do() 
             filled.append(self.row)
             return num_bytes
 
-    node.hot.filling = {row: Start(row) for row in (1, 0)}  # type: ignore[misc]
+    node.hot.fills.rows = {row: Start(row) for row in (1, 0)}  # type: ignore[misc]
     num_turns = 0
-    while node.hot.filling:
+    while node.hot.fills.rows:
         node.hot.go_on()
         num_turns += 1
     assert filled == sorted(filled, reverse=True)
@@ -176,7 +176,7 @@ def test_many_rows_are_filled_in_order_and_the_faster_the_more_there_is_to_do() 
 
 def test_a_row_that_is_not_filled_to_its_end_is_empty_when_it_is_released() -> None:
     node = Node()
-    node.hot.slice_bytes = 1
+    node.hot.fills.slice_bytes = 1
     request = node.request(None)
     node.hot.start(request)
     assert not node.hot.is_ready(request)
@@ -198,7 +198,7 @@ def test_pages_are_filled_behind_rows_by_what_misses_leave_of_the_link(
     node.pools.grow(request.owned, PoolKind.DEVICE, 112)
     request.num_page_slots, request.num_filled_tokens = 112, request.num_kv_tokens
     node.hot.start_pages(request)
-    fill, row = node.hot.filling_pages[request.req_row], request.req_row
+    fill, row = node.hot.fills.pages[request.req_row], request.req_row
     item_bytes, num_layers = node.spec.item_bytes, node.spec.num_layers
     num_all_bytes = num_layers * 100 * item_bytes
     assert fill.num_left_bytes == num_all_bytes
@@ -212,8 +212,8 @@ def test_pages_are_filled_behind_rows_by_what_misses_leave_of_the_link(
             self.num_left_bytes = None
             return 1
 
-    node.hot.filling[1 - row] = Beginning()  # type: ignore[assignment]
-    node.hot.slice_bytes = 4 * 50 * item_bytes
+    node.hot.fills.rows[1 - row] = Beginning()  # type: ignore[assignment]
+    node.hot.fills.slice_bytes = 4 * 50 * item_bytes
     num_left_bytes = num_all_bytes
     for link_share, num_chunks in ((0.0, 0), (1.0, 0), (0.5, 2), (0.0, 4)):
         assert node.hot.go_on(link_share) == {}
@@ -265,10 +265,10 @@ def test_the_items_of_the_last_positions_stay_where_they_are_when_a_request_leav
 
 def test_pages_that_are_given_up_are_in_no_table() -> None:
     node = Node()
-    node.hot.slice_bytes = 1
+    node.hot.fills.slice_bytes = 1
     request = node.request(None)
     node.hot.start(request)
-    node.hot.fill_at_once(request)
+    node.hot.fills.launch_all(request.req_row)
     node.pools.grow(request.owned, PoolKind.DEVICE, 112)
     request.num_page_slots, request.num_filled_tokens = 112, request.num_kv_tokens
     node.hot.start_pages(request)

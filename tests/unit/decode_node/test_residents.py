@@ -164,7 +164,7 @@ def test_a_resident_has_every_item_in_both_pools(
 def slowly(node: EngineHarness, patch: pytest.MonkeyPatch, chunk_tokens: int) -> None:
     """Let each turn fill no more than ``chunk_tokens`` positions of a layer."""
     patch.setattr(page_fill, "CHUNK_TOKENS", chunk_tokens)
-    node.engine.tables.slice_bytes = 1
+    node.engine.tables.fills.slice_bytes = 1
 
 
 def filling(node: EngineHarness) -> list[Request]:
@@ -235,7 +235,7 @@ def test_a_request_that_ends_keeps_its_pages_until_their_copies_are_over(
     node.turn_until(lambda: filling(node))
     (request,) = filling(node)
     copies = UnderWay()
-    node.engine.tables.fill_ends[request.req_row] = copies  # type: ignore[assignment]
+    node.engine.tables.fills.ends[request.req_row] = copies  # type: ignore[assignment]
     node.leave(leaving)
     node.turn_until(lambda: request.state is RequestState.ENDING)
     for _ in range(3):

@@ -139,7 +139,7 @@ class Filling:
 def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_that_is_over(
     expected: dict[Prompt, list[int]], node: EngineHarness
 ) -> None:
-    fill_ends = node.engine.tables.fill_ends
+    fill_ends = node.engine.tables.fills.ends
     staying = node.generate(PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
     node.begin_together([staying, leaving])
@@ -174,7 +174,7 @@ def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
         node.engine.steps.settle()
         (request,) = node.engine.requests.select(RequestState.RUNNING)
         filling = Filling()
-        node.engine.tables.fill_ends[request.req_row] = filling  # type: ignore[assignment]
+        node.engine.tables.fills.ends[request.req_row] = filling  # type: ignore[assignment]
     assert filling.num_waits == 1
     assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 

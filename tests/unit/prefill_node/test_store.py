@@ -77,7 +77,7 @@ class Node:
         tier, set_aside = self.tier, self.engine.life.set_aside
         tier.num_put_tokens = tier.num_got_tokens = tier.num_late = tier.num_dropped_pages = 0
         tier.num_failures.clear()
-        tier._paused_until = tier._pause_secs = 0.0
+        tier._backoff.reset()
         tier._clock = time.monotonic
         set_aside.num_found.update(dict.fromkeys(set_aside.num_found, 0))
 
@@ -95,8 +95,8 @@ def patient() -> Iterator[None]:
     """Nodes wait for the store as long as it takes, and leave it alone for good after an error."""
     with (
         patch.object(StoreTier, "_wait_secs", lambda self, num_pages: NEVER_SECS),
-        patch("hisparse_pd.prefill_node.store_tier.FIRST_PAUSE_SECS", NEVER_SECS),
-        patch("hisparse_pd.prefill_node.store_tier.LONGEST_PAUSE_SECS", NEVER_SECS),
+        patch("hisparse_pd.prefill_node.store_backoff.FIRST_PAUSE_SECS", NEVER_SECS),
+        patch("hisparse_pd.prefill_node.store_backoff.LONGEST_PAUSE_SECS", NEVER_SECS),
     ):
         yield
 

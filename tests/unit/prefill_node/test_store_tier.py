@@ -9,11 +9,10 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.prefill_node.store_backoff import FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order
 from hisparse_pd.prefill_node.store_tier import (
-    FIRST_PAUSE_SECS,
     FIRST_WAIT_SECS,
-    LONGEST_PAUSE_SECS,
     LONGEST_WAIT_SECS,
     MAX_WAITS,
     StoreTier,
