@@ -2,7 +2,7 @@
 
 A large batch is bound by PCIe. In parts, the misses of one part cross it while the indexer selects for the
 next part, and while attention reads the part before. Products and experts, which read weights, run over the
-whole batch. ``Forwards`` makes one ``AttentionParts`` for the engine, and a ``StepInParts`` for each step
+whole batch. ``StepHalves`` makes one ``AttentionParts`` for the engine, and a ``StepInParts`` for each step
 that is split like this; the model calls its ``select`` once for each index group and its ``attend`` in each
 layer.
 """

@@ -1,7 +1,7 @@
 """Makes the drafts of the next step: the draft layer's first guess for each request, and further ones, each
 from the one before.
 
-``Forwards`` calls ``draft_chain`` at the end of a step, after the draft layer's pass over the step's
+``StepHalves`` calls ``draft_chain`` at the end of a step, after the draft layer's pass over the step's
 positions.
 
 Some draft layers were trained to share (``index_share_for_mtp_iteration``, GLM-5.2): a request's later drafts

@@ -1,5 +1,5 @@
 """The results that the first half of a decode step, the model's forward, leaves on the device
-(``forwards.py``).
+(``step_halves.py``).
 
 The draws read them, and so does the second half, which accepts drafts, backs up KV and makes the next drafts.
 """

@@ -26,13 +26,11 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.dense_tier import DenseTier
 from hisparse_pd.decode_node.held_tier import HeldTier, PageCopies
-from hisparse_pd.decode_node.peer_address import PeerAddress
 from hisparse_pd.decode_node.quarantine import Quarantine, Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, RESIDENT_POOLS, Request
 from hisparse_pd.decode_node.request_index import DuplicateRoom, RequestIndex
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill
-from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.engine.set_aside import SetAside
 
 
@@ -59,7 +57,7 @@ class LiveRequests(RequestIndex):
         """Slots that requests can get: free ones, and held ones without users."""
         return self.pools.free + self.held.unused
 
-    # --- the moves --------------------------------------------------------------------------------
+    # --- until a request runs -------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
         """Take a new request in. Raises DuplicateRoom, and then the request that has the room stays."""
@@ -173,6 +171,8 @@ class LiveRequests(RequestIndex):
             self.held_tier.store(request.prefix)
             self._note_reserved(request)
 
+    # --- while it runs --------------------------------------------------------------------------------------
+
     def grow(self, request: Request, need: SlotCounts) -> None:
         """Give a running request more slots. Raises PoolExhausted."""
         self.held.make_room(need)
@@ -261,12 +261,6 @@ class LiveRequests(RequestIndex):
             request.shares_from = max(0, request.next_index) + 1
         self._note_reserved(request)
 
-    def _split_hot_buffer(self, request: Request) -> Holding:
-        """Take the slots of the hot buffer, which come first, from a request whose pages are being filled.
-        Returns a holding of them alone."""
-        num_slots = request.num_device_slots - request.num_page_slots
-        return self.pools.split(request.owned, [PoolKind.DEVICE], num_slots)
-
     def share_resident(self, request: Request, min_own_slots: int) -> None:
         """Let other residents use a resident request's device pages of its prompt, which are filled and
         right, for as long as any of them does. It keeps ``min_own_slots`` of its own."""
@@ -281,32 +275,7 @@ class LiveRequests(RequestIndex):
             request.resident_prefix = prefix
             self._note_reserved(request)
 
-    def _leave_residents(self, request: Request) -> None:
-        """Let go of the device pages that a request shares with other residents. Nobody keeps them when the
-        last one has gone, because their items are in the host pool."""
-        prefix, request.resident_prefix = request.resident_prefix, None
-        request.shares_from, request.num_page_slots = None, 0
-        if prefix is not None:
-            self.held.let_go(prefix, keeps=False)
-
-    def _leave_prefix(self, request: Request) -> None:
-        """Let go of the pages that a dense request shares, and has copies of. Where one of them is wrong, so
-        is a copy, and nobody is to find it. From now on it shares those in the host pool that it uses."""
-        prefix, request.prefix = request.prefix, request.host_prefix
-        request.host_prefix = None
-        if request.prefix is not None:
-            self.held.mark_arrived(request.prefix)
-        if prefix is not None:
-            if prefix.is_dropped:
-                request.prompt_keys = None
-            self.held.let_go(prefix)
-
-    def _give_back_host_copy(self, request: Request) -> None:
-        """Let go of the pages in the host pool for which a request was to leave its own, but could not."""
-        prefix, request.host_prefix = request.host_prefix, None
-        if prefix is not None:
-            self.held.take_down([run for run in prefix.chain() if run.is_arriving])
-            self.held.let_go(prefix)
+    # --- its end --------------------------------------------------------------------------------------------
 
     def start_ending(self, request: Request, *, is_sound: bool) -> None:
         """Move a request from RUNNING to ENDING: it keeps its slots until nothing on the device uses them.
@@ -370,6 +339,8 @@ class LiveRequests(RequestIndex):
         if entry.prefix is not None:
             self.held.let_go(entry.prefix)
 
+    # --- what the node has ----------------------------------------------------------------------------------
+
     def publishes(self, request: Request) -> bool:
         """Whether others may know of the pages that the request leaves: if anybody listens, and it has no
         isolation key."""
@@ -382,29 +353,6 @@ class LiveRequests(RequestIndex):
         in_quarantine = self.pools.owned_by(entry.holding for entry in self.quarantine.stuck(now))
         return in_quarantine + self.pools.used(Stage.SET_ASIDE)
 
-    def quarantined_runs(self, now: float) -> tuple[QuarantinedRun, ...]:
-        """Return what is in quarantine, summed for each run of a prefill node."""
-        by_run: dict[tuple[PeerAddress, str], list[Quarantined]] = {}
-        for entry in self.quarantine:
-            by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
-        runs = []
-        for (peer, instance_id), entries in by_run.items():
-            owned = self.pools.owned_by(entry.holding for entry in entries)
-            runs.append(
-                QuarantinedRun(
-                    prefill_node=str(peer),
-                    instance_id=instance_id,
-                    num_rooms=len(entries),
-                    num_unacknowledged=sum(entry.is_unacknowledged for entry in entries),
-                    longest_secs=max(now - entry.since for entry in entries),
-                    host_slots=owned.host,
-                    device_slots=owned.device,
-                    index_slots=owned.index,
-                    aux_slots=owned.aux,
-                )
-            )
-        return tuple(runs)
-
     def trouble(self, now: float) -> str:
         """Return why nothing can be admitted until stuck slots are freed; empty otherwise."""
         usable = self.pools.totals - self.stuck(now)
@@ -416,26 +364,6 @@ class LiveRequests(RequestIndex):
             "for wrong rows; see /quarantine for which, and POST /release_quarantine for nodes that are gone "
             "and pages that are good"
         )
-
-    def _note_reserved(self, request: Request) -> None:
-        """Update what the request says of its slots, after these have changed.
-
-        Each position needs a slot in the mode's KV pool (host or device) and one in the index pool, and in a
-        hisparse request also a lookup slot, and in a resident one a device slot. Shared pages bring the first
-        two, but none of the others.
-        """
-        owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
-        request.owned_slots = owned
-        num_shared = request.num_shared_pages * self.pools.page_size
-        if request.mode is Mode.DENSE:
-            request.reserved_tokens = num_shared + min(owned.device, owned.index)
-        else:
-            request.reserved_tokens = min(num_shared + min(owned.host, owned.index), owned.lookup)
-            if request.is_resident:
-                num_on_device = request.num_resident_pages * self.pools.page_size + owned.device
-                request.reserved_tokens = min(request.reserved_tokens, num_on_device)
-
-    # --- what the node holds ----------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise PoolIntegrityError unless every slot is free or has exactly one owner that is known here."""
@@ -454,3 +382,56 @@ class LiveRequests(RequestIndex):
         using = [prefix for request in self.select(*admitted) for prefix in request.prefixes]
         using += [entry.prefix for entry in self.quarantine if entry.prefix is not None]
         self.held.check_integrity(chain(using, self.held_tier.users(), self.dense_tier.users()))
+
+    # --- what the moves share -------------------------------------------------------------------------------
+
+    def _split_hot_buffer(self, request: Request) -> Holding:
+        """Take the slots of the hot buffer, which come first, from a request whose pages are being filled.
+        Returns a holding of them alone."""
+        num_slots = request.num_device_slots - request.num_page_slots
+        return self.pools.split(request.owned, [PoolKind.DEVICE], num_slots)
+
+    def _leave_residents(self, request: Request) -> None:
+        """Let go of the device pages that a request shares with other residents. Nobody keeps them when the
+        last one has gone, because their items are in the host pool."""
+        prefix, request.resident_prefix = request.resident_prefix, None
+        request.shares_from, request.num_page_slots = None, 0
+        if prefix is not None:
+            self.held.let_go(prefix, keeps=False)
+
+    def _leave_prefix(self, request: Request) -> None:
+        """Let go of the pages that a dense request shares, and has copies of. Where one of them is wrong, so
+        is a copy, and nobody is to find it. From now on it shares those in the host pool that it uses."""
+        prefix, request.prefix = request.prefix, request.host_prefix
+        request.host_prefix = None
+        if request.prefix is not None:
+            self.held.mark_arrived(request.prefix)
+        if prefix is not None:
+            if prefix.is_dropped:
+                request.prompt_keys = None
+            self.held.let_go(prefix)
+
+    def _give_back_host_copy(self, request: Request) -> None:
+        """Let go of the pages in the host pool for which a request was to leave its own, but could not."""
+        prefix, request.host_prefix = request.host_prefix, None
+        if prefix is not None:
+            self.held.take_down([run for run in prefix.chain() if run.is_arriving])
+            self.held.let_go(prefix)
+
+    def _note_reserved(self, request: Request) -> None:
+        """Update what the request says of its slots, after these have changed.
+
+        Each position needs a slot in the mode's KV pool (host or device) and one in the index pool, and in a
+        hisparse request also a lookup slot, and in a resident one a device slot. Shared pages bring the first
+        two, but none of the others.
+        """
+        owned = SlotCounts(*(request.owned.num_slots(kind) for kind in TOKEN_POOLS))
+        request.owned_slots = owned
+        num_shared = request.num_shared_pages * self.pools.page_size
+        if request.mode is Mode.DENSE:
+            request.reserved_tokens = num_shared + min(owned.device, owned.index)
+        else:
+            request.reserved_tokens = min(num_shared + min(owned.host, owned.index), owned.lookup)
+            if request.is_resident:
+                num_on_device = request.num_resident_pages * self.pools.page_size + owned.device
+                request.reserved_tokens = min(request.reserved_tokens, num_on_device)

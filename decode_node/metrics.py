@@ -127,7 +127,7 @@ class Metrics:
             num_used_tokens=used.host + used.device,
             step=step,
             trouble=requests.trouble(now),
-            quarantine=requests.quarantined_runs(now),
+            quarantine=requests.quarantine.runs(requests.pools, now),
             lanes=lanes,
             num_without_grammar=sum(request.run_stage is RunStage.AWAITS_GRAMMAR for request in all_running),
         )

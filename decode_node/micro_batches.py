@@ -1,7 +1,7 @@
 """Runs a step in micro-batches, each in a stream of its own, so that copies of misses hide behind computing.
 
 A large hisparse batch is bound by the copies of its misses over PCIe. While one micro-batch copies those of a
-layer, the others compute theirs. ``Forwards`` uses ``MicroBatches`` for the batch sizes for which
+layer, the others compute theirs. ``StepHalves`` uses ``MicroBatches`` for the batch sizes for which
 ``split_choice.py`` has found it fastest.
 """
 

@@ -30,9 +30,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hisparse_pd.core.paging.pools import Holding
+from hisparse_pd.core.paging.pools import Holding, Pools
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.protocol.messages import Room
 
 _NEVER = float("inf")
@@ -102,6 +103,29 @@ class Quarantine:
         for entry in found:
             entry.was_reported = True
         return found
+
+    def runs(self, pools: Pools, now: float) -> tuple[QuarantinedRun, ...]:
+        """Return what is in quarantine, summed for each run of a prefill node."""
+        by_run: dict[tuple[PeerAddress, str], list[Quarantined]] = {}
+        for entry in self._entries.values():
+            by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
+        runs = []
+        for (peer, instance_id), entries in by_run.items():
+            owned = pools.owned_by(entry.holding for entry in entries)
+            runs.append(
+                QuarantinedRun(
+                    prefill_node=str(peer),
+                    instance_id=instance_id,
+                    num_rooms=len(entries),
+                    num_unacknowledged=sum(entry.is_unacknowledged for entry in entries),
+                    longest_secs=max(now - entry.since for entry in entries),
+                    host_slots=owned.host,
+                    device_slots=owned.device,
+                    index_slots=owned.index,
+                    aux_slots=owned.aux,
+                )
+            )
+        return tuple(runs)
 
     def add(self, entry: Quarantined) -> None:
         """Keep the slots of a room that ended. Raises ValueError when the room is here already."""

@@ -184,6 +184,43 @@ class Request:
     def __post_init__(self) -> None:
         self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
+    def move(self, state: RequestState) -> None:
+        """Enter ``state``. Raises IllegalMove, with the room, if the transition table does not allow it."""
+        if not self.state.may_become(state):
+            raise IllegalMove(f"room {self.room} cannot go from {self.state} to {state}")
+        self.state = state
+
+    @property
+    def run_stage(self) -> RunStage:
+        """The stage of a RUNNING request."""
+        if self.sampling.grammar and self.matcher is None:
+            return RunStage.AWAITS_GRAMMAR
+        if self.is_filling:
+            return RunStage.FILLING
+        if not self.has_next_step:
+            return RunStage.LAST
+        return RunStage.READY if self.has_slots_for_next else RunStage.SITS_OUT
+
+    def stats(self) -> RequestStats:
+        """Return the figures of the request so far, for its client."""
+        swap_ins = self.earlier_counters.plus(self.row_counters)
+        delivery = self.delivery
+        return RequestStats(
+            mode=self.mode,
+            cached=self.cached_tokens,
+            num_held_tokens=self.held_prefix_tokens,
+            hits=swap_ins.hits,
+            misses=swap_ins.misses,
+            evictions=swap_ins.evictions,
+            transfer_bytes=0 if delivery is None else delivery.num_bytes,
+            transfer_secs=0.0 if delivery is None else delivery.transfer_secs,
+            num_retractions=self.num_retractions,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+        )
+
+    # --- its tokens -----------------------------------------------------------------------------------------
+
     def first_stepped(self, page_size: int) -> int:
         """Return the first position of the prompt whose KV is rounded as in steps, whichever node computes
         it; KV before that is rounded as in a prefill (``protocol.messages.first_stepped``)."""
@@ -236,11 +273,6 @@ class Request:
             return np.empty(0, np.int32)
         return self.prompt_token_ids[-num_resumed:]
 
-    @cached_property
-    def changes_logits(self) -> bool:
-        """Whether its tokens have to be counted for penalties or biases; cached, because each step asks."""
-        return self.sampling.changes_logits
-
     @property
     def life_tokens(self) -> int:
         """Token slots that its whole life takes; the last output token's KV is never computed."""
@@ -252,21 +284,17 @@ class Request:
         return self.num_prompt_tokens + len(self.output_token_ids) - 1 - self.num_tail_tokens
 
     @property
+    def all_token_ids(self) -> bytes:
+        """The packed ids of its prompt, if that is still whole, and of its output."""
+        return self.prompt + pack_token_ids(self.output_token_ids)
+
+    # --- its steps ------------------------------------------------------------------------------------------
+
+    @property
     def next_seq_len(self) -> int:
         """Length of the sequence in the next step, the newest token included. While drafts are in flight, it
         is the greatest possible length."""
         return self.num_kv_tokens + self.num_in_flight + self.num_drafts_in_flight + 1
-
-    @property
-    def has_next_step(self) -> bool:
-        """Whether a token may follow those that are in flight."""
-        return self.next_index < self.sampling.max_new_tokens
-
-    @property
-    def is_sure_of_next(self) -> bool:
-        """Whether it has a next step and slots for it, however many drafts in flight are right."""
-        num_tokens = self.next_index + self.num_drafts_in_flight
-        return num_tokens < self.sampling.max_new_tokens and self.has_slots_for_next
 
     @property
     def next_index(self) -> int:
@@ -281,6 +309,22 @@ class Request:
         return max(0, self.next_index) - len(self.output_token_ids)
 
     @property
+    def has_next_step(self) -> bool:
+        """Whether a token may follow those that are in flight."""
+        return self.next_index < self.sampling.max_new_tokens
+
+    @property
+    def is_sure_of_next(self) -> bool:
+        """Whether it has a next step and slots for it, however many drafts in flight are right."""
+        num_tokens = self.next_index + self.num_drafts_in_flight
+        return num_tokens < self.sampling.max_new_tokens and self.has_slots_for_next
+
+    @property
+    def has_slots_for_next(self) -> bool:
+        """Whether the next step's positions have slots; without them the request sits out."""
+        return self.reserved_tokens >= self.next_seq_len
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether its next token is just the one with the largest logit, and no logprobs are wanted. Before
         ``min_new_tokens`` it may not be, because tokens that end the answer are not allowed there."""
@@ -288,6 +332,20 @@ class Request:
         if params.grammar or params.temperature != 0 or params.num_logprobs is not None:
             return False
         return max(0, self.next_index) >= params.min_new_tokens and not self.changes_logits
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether its tokens have to be counted for penalties or biases; cached, because each step asks."""
+        return self.sampling.changes_logits
+
+    def take_drafts(self, max_drafts: int) -> list[int]:
+        """Return the drafts that its next step verifies, and forget all of them.
+
+        These are at most ``max_drafts``, and none behind the last token that the request may have.
+        """
+        drafts, self.draft_token_ids = self.draft_token_ids, []
+        num_left = self.sampling.max_new_tokens - self.next_index
+        return drafts[: max(0, min(max_drafts, num_left - 1))]
 
     def enter_step(self, num_sure: int, most_drafts: int) -> None:
         """Note that a step was launched that computes ``num_sure`` positions in any case, and verifies at
@@ -300,6 +358,8 @@ class Request:
         tokens next."""
         self.num_in_flight -= num_sure
         self.num_drafts_in_flight -= most_drafts
+
+    # --- its slots ------------------------------------------------------------------------------------------
 
     @property
     def owned(self) -> Holding:
@@ -331,6 +391,35 @@ class Request:
         return KV_POOLS[self.mode]
 
     @property
+    def req_row(self) -> int:
+        return self.owned.only_slot(PoolKind.REQ_ROW)
+
+    @property
+    def num_device_slots(self) -> int:
+        return self.owned.num_slots(PoolKind.DEVICE)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is hisparse and has no hot buffer but device pages for all of its tokens. Its items are
+        in the host pool, too. Known once it is admitted."""
+        return self.mode is Mode.HISPARSE and self.hot_capacity == 0
+
+    @property
+    def may_leave_pages(self) -> bool:
+        """Whether it may give its device pages up for a hot buffer: if it is dense, or is or becomes
+        resident."""
+        becomes_resident = self.num_page_slots > 0
+        return self.mode is Mode.DENSE or self.is_resident or becomes_resident
+
+    # --- the pages that it shares ---------------------------------------------------------------------------
+
+    @property
+    def prefixes(self) -> tuple[Prefix, ...]:
+        """The prefixes whose pages it uses."""
+        prefixes = (self.prefix, self.source_prefix, self.host_prefix, self.resident_prefix)
+        return tuple(prefix for prefix in prefixes if prefix is not None)
+
+    @property
     def num_shared_pages(self) -> int:
         return self.prefix.end_page if self.prefix else 0
 
@@ -348,58 +437,6 @@ class Request:
     def will_share(self) -> bool:
         """Whether it has become resident and its next step lets others share its pages."""
         return self.shares_from is not None and self.run_stage is RunStage.READY
-
-    @property
-    def prefixes(self) -> tuple[Prefix, ...]:
-        """The prefixes whose pages it uses."""
-        prefixes = (self.prefix, self.source_prefix, self.host_prefix, self.resident_prefix)
-        return tuple(prefix for prefix in prefixes if prefix is not None)
-
-    @property
-    def req_row(self) -> int:
-        return self.owned.only_slot(PoolKind.REQ_ROW)
-
-    @property
-    def num_device_slots(self) -> int:
-        return self.owned.num_slots(PoolKind.DEVICE)
-
-    @property
-    def has_slots_for_next(self) -> bool:
-        """Whether the next step's positions have slots; without them the request sits out."""
-        return self.reserved_tokens >= self.next_seq_len
-
-    @property
-    def run_stage(self) -> RunStage:
-        """The stage of a RUNNING request."""
-        if self.sampling.grammar and self.matcher is None:
-            return RunStage.AWAITS_GRAMMAR
-        if self.is_filling:
-            return RunStage.FILLING
-        if not self.has_next_step:
-            return RunStage.LAST
-        return RunStage.READY if self.has_slots_for_next else RunStage.SITS_OUT
-
-    def take_drafts(self, max_drafts: int) -> list[int]:
-        """Return the drafts that its next step verifies, and forget all of them.
-
-        These are at most ``max_drafts``, and none behind the last token that the request may have.
-        """
-        drafts, self.draft_token_ids = self.draft_token_ids, []
-        num_left = self.sampling.max_new_tokens - self.next_index
-        return drafts[: max(0, min(max_drafts, num_left - 1))]
-
-    @property
-    def may_leave_pages(self) -> bool:
-        """Whether it may give its device pages up for a hot buffer: if it is dense, or is or becomes
-        resident."""
-        becomes_resident = self.num_page_slots > 0
-        return self.mode is Mode.DENSE or self.is_resident or becomes_resident
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether it is hisparse and has no hot buffer but device pages for all of its tokens. Its items are
-        in the host pool, too. Known once it is admitted."""
-        return self.mode is Mode.HISPARSE and self.hot_capacity == 0
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
@@ -429,32 +466,3 @@ class Request:
         if self.delivery is None:  # without a prefill node nothing was cached but what is held
             return CachedTokens(decode=self.held_prefix_tokens)
         return CachedTokens.of_room(self.delivery)
-
-    @property
-    def all_token_ids(self) -> bytes:
-        """The packed ids of its prompt, if that is still whole, and of its output."""
-        return self.prompt + pack_token_ids(self.output_token_ids)
-
-    def move(self, state: RequestState) -> None:
-        """Enter ``state``. Raises IllegalMove, with the room, if the transition table does not allow it."""
-        if not self.state.may_become(state):
-            raise IllegalMove(f"room {self.room} cannot go from {self.state} to {state}")
-        self.state = state
-
-    def stats(self) -> RequestStats:
-        """Return the figures of the request so far, for its client."""
-        swap_ins = self.earlier_counters.plus(self.row_counters)
-        delivery = self.delivery
-        return RequestStats(
-            mode=self.mode,
-            cached=self.cached_tokens,
-            num_held_tokens=self.held_prefix_tokens,
-            hits=swap_ins.hits,
-            misses=swap_ins.misses,
-            evictions=swap_ins.evictions,
-            transfer_bytes=0 if delivery is None else delivery.num_bytes,
-            transfer_secs=0.0 if delivery is None else delivery.transfer_secs,
-            num_retractions=self.num_retractions,
-            num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
-        )

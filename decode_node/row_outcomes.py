@@ -1,6 +1,6 @@
 """The device's memory of what each request's last step came to: newest token, length and next drafts.
 
-``Forwards`` writes it at the end of a step and reads it at the start of the next one, so that the next step
+``StepHalves`` writes it at the end of a step and reads it at the start of the next one, so that the next step
 can be launched before the host has read the last. Where the host has read a value, ``StepInputs`` has it
 instead of FROM_DEVICE.
 """

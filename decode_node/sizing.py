@@ -47,7 +47,7 @@ tokens with the default page size."""
 
 FILL_BYTES = 128 << 20
 """Bytes of items up to which the pages of several requests that become resident are filled at once: four
-slices (``request_tables.py``), so that short fills do not wait for one another's end."""
+slices (``row_fills.py``), so that short fills do not wait for one another's end."""
 
 MAX_TAIL_STEPS = 4
 """Most steps in which a request computes what its prompt lacks; each takes as many tokens as a step with all

@@ -1,8 +1,8 @@
 """A CUDA stream beside the current one. A CPU has none: there everything happens in the order of the calls.
 
-On such streams, nodes copy KV (``request_tables.py``, ``row_fills.py``, ``forwards.py``, ``key_pages.py``,
-``host_pages.py``), parts of a step run at once (``micro_batches.py``, ``attention_parts.py``,
-``feed_forward.py``), and the ranks of a node exchange (``rank_group.py``).
+On such streams, nodes copy KV (``request_tables.py``, ``row_fills.py``, ``step_halves.py``,
+``key_pages.py``, ``host_pages.py``), parts of a step run at once (``micro_batches.py``,
+``attention_parts.py``, ``feed_forward.py``), and the ranks of a node exchange (``rank_group.py``).
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
         return launch_slice(start, most_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.engine.tables, "slice_bytes", 1)
+        patch.setattr(node.engine.tables.fills, "slice_bytes", 1)
         patch.setattr(RowStart, "launch_slice", out_of_memory)
         doomed = node.generate(PROMPT, NUM_NEW, HisparseFlag.TRUE)
         check_one_fails(node, doomed, spared, "cannot be started: 150 MiB wanted")
