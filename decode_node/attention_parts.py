@@ -49,7 +49,7 @@ class MissCopies:
             MissPlan.create(max_part_reqs, tables.spec.index_topk, device) for _ in range(NUM_PARTS)
         ]
         """One for each part."""
-        # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
+        # Its kernels go before others: a copy that waits for a multiprocessor leaves PCIe idle.
         self._stream = SideStream(device, priority=-1)
 
     def begin(self, miss_plan: MissPlan, kv_layers: Sequence[int]) -> torch.cuda.Event | None:

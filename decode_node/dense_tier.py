@@ -4,13 +4,13 @@ A prefix of dense requests has its KV in the device pool, and one of hisparse re
 are in one ``PrefixTree``. When a dense request ends, ``LiveRequests`` calls ``store``, and ``poll`` begins to
 copy down what the host pool lacks of its prefix, beside steps: KV to the host pool, indexer keys and row
 checks to their places in main memory (``KeyPages``). The copy is a prefix of hisparse requests that has moved
-down (``prefix_tree.py``): it takes host slots and nothing on the device. So requests of either mode find what
-a dense one has left, also when the device has given it up.
+down (``prefix_tree.py``): it takes host slots and nothing on the device. Requests of either mode therefore
+find what a dense one has left, also when the device has given it up.
 
-The other way, a dense request whose prompt the host pool has more of than the device gets device pages for
-the rest: ``fetch`` puts these into the tree at once, as pages that are arriving, and begins to copy. The
-request is FETCHING until they are there. Its rows are verified when it starts, as those of every dense
-request. All that main memory has whole can be fetched (``held_matches.py``), whichever mode left it.
+In the other direction, a dense request gets device pages for what only the host pool has of its prompt:
+``fetch`` puts these pages into the tree at once, as pages that are arriving, and begins to copy. The request
+is FETCHING until they are there. Its rows are verified when it starts, as those of every dense request. All
+that main memory has whole can be fetched (``held_matches.py``), whichever mode left it.
 
 A dense request that leaves its pages while it runs uses what the host pool has of them (``use_host_copy``).
 
@@ -47,8 +47,8 @@ HISPARSE: Final = KV_POOLS[Mode.HISPARSE]
 MAX_QUEUED: Final = 256
 """Most ended requests whose pages wait to be copied down. Beyond that, the first are not copied."""
 MOST_TAKEN: Final = 0.5
-"""The largest part of the host slots that requests can get which a copy may take. While it is under way, they
-are nobody's to give up, and requests that run need some to grow."""
+"""The largest part of the available host slots that a copy may take. Nobody can give these up while the copy
+is under way, and running requests need some to grow."""
 
 
 class _Left(NamedTuple):
@@ -66,9 +66,9 @@ class _CopyDown:
 
     left: _Left
     source: Prefix
-    """The device's, in use."""
+    """The prefix on the device, which is read; in use."""
     before: Prefix | None
-    """The host pool's; in use, too."""
+    """The prefix in the host pool in front of what is written; in use, too."""
     holding: Holding
     """The host slots that are written."""
     is_behind: torch.cuda.Event | None
@@ -80,9 +80,9 @@ class _CopyUp:
     """A copy to the pages of ``prefix`` that are arriving."""
 
     source: Prefix
-    """The host pool's, in use."""
+    """The prefix in the host pool, which is read; in use."""
     prefix: Prefix
-    """The device's; in use, too."""
+    """The prefix on the device, whose last pages are written; in use, too."""
     is_behind: torch.cuda.Event | None
 
 
@@ -200,10 +200,10 @@ class DenseTier:
         source: Prefix,
         token_ids: bytes | None,
     ) -> Prefix:
-        """Begin to bring the pages of ``keys`` to the device behind those of ``before``. The request uses
-        both ``before`` and ``source``, which ends where ``keys`` end; afterwards it uses neither, but what is
-        returned: the device's prefix of all of ``keys``. Raises PoolExhausted, and CopyFailed, after which it
-        uses both as before."""
+        """Begin to bring the pages of ``keys`` to the device behind those of ``before``, from ``source``,
+        which ends where ``keys`` end. Returns the device's prefix of all of ``keys``. The request uses that
+        from now on, and ``before`` and ``source`` no more. Raises PoolExhausted, and CopyFailed, after which
+        it uses both as before."""
         num_here = self._prefixes.num_found(keys, DENSE)  # others may fetch the same pages
         if num_here < len(keys):
             need = SlotCounts.of(DENSE, (len(keys) - num_here) * self._pools.page_size)
@@ -252,10 +252,10 @@ class DenseTier:
         """Let a dense request that leaves its pages use what the host pool has of those that it shares: the
         pages of ``keys``, which are ``shared`` on the device. Returns the host pool's prefix, or None.
 
-        It has the first of these pages, as many as have the same row checks in main memory: equal keys are
-        equal tokens, and their KV may still be rounded otherwise. Where it had moved down it gets index slots
-        and is arriving until the request's keys are there, too, and the caller calls ``mark_arrived``. Raises
-        PoolExhausted.
+        The prefix has the first of these pages, as many as have the same row checks in main memory: pages
+        with equal keys have equal tokens, but their KV may be rounded differently. Runs of the prefix that
+        had moved down get index slots. They are arriving until the request's indexer keys are copied there
+        and the caller calls ``mark_arrived``. Raises PoolExhausted.
         """
         if self._copies is None or shared.is_dropped:
             return None

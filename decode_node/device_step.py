@@ -103,7 +103,8 @@ class NewPositions:
         return of_all.flatten(0, 1)
 
     def take_own_rows(self, of_all: Tensor) -> Tensor:
-        """Return what the forward's rows have of ``of_all``, which is for all new positions."""
+        """Return the entries of ``of_all``, which has one for each new position, that belong to the forward's
+        rows."""
         if not self.first_row:
             return of_all
         by_request = of_all.view(-1, self.num_new, of_all.shape[1])
@@ -278,7 +279,7 @@ class DeviceStep:
 
     @property
     def _model_layers(self) -> range:
-        """The KV pools' layers but the draft layer's."""
+        """The layers of the KV pools without the draft layer's."""
         return range(self._spec.num_kv_layers - self._spec.num_draft_layers)
 
     def _store_checks(self, layers: range) -> None:

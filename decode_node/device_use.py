@@ -2,7 +2,7 @@
 
 ``PlanDraft`` makes one ``DeviceUse`` for a plan that gives device slots away, and notes its exchanges and
 admissions there. ``mode_choice.py`` and the modules that it calls ask for answers about each request that the
-plan decides about, beside hundreds of others. So an answer is a number that is kept, or a sum of such
+plan decides about, beside hundreds of others. An answer is therefore a number that is kept, or a sum of such
 numbers.
 """
 
@@ -58,10 +58,11 @@ class DeviceUse:
         """The running requests that are hisparse, those admitted last first; behind them those that leave
         their pages in this plan."""
         self.leaving: dict[Request, int] = {}
-        """The dense ones that may leave pages of more slots than a hot buffer of the full size has, with the
-        number of these slots, those admitted last first."""
+        """The dense requests that may leave their pages and have more slots in them than a hot buffer of the
+        full size, with the number of these slots; those admitted last come first."""
         self.num_hisparse = 0
-        """The hisparse requests, those that land or are admitted included, as in the next four."""
+        """The number of hisparse requests. Here and in the next four, those that land or are admitted count,
+        too."""
         self.hisparse_slots = 0
         """The device slots of hot buffers that hold the whole lives of the hisparse ones."""
         self.num_never_dense = 0
@@ -75,8 +76,9 @@ class DeviceUse:
         self._coming: list[HotSlots] = []
         """The slots of hisparse requests that land or are admitted."""
         self._beyond: dict[int, int] = {}
-        """The slots that running ones have together beyond hot buffers of at most so many, by that number. An
-        answer is kept until the next exchange, because most requests of a queue ask for the same."""
+        """By a number of slots: how many all running hisparse requests together have beyond hot buffers of at
+        most that size. An answer is kept until the next exchange, because most requests of a queue ask for
+        the same size."""
         full_size = limits.hot_slots(limits.device_buffer_size)
         for request in sorted(running, key=_admission_order, reverse=True):
             num_slots = request.num_device_slots

@@ -109,7 +109,8 @@ class EndMoves:
     # --- errors -----------------------------------------------------------------------------------
 
     def refuse(self, request_id: str, error: str) -> None:
-        """Refuse a request that was never taken in, because its client asks for what cannot be."""
+        """Refuse a request that was never taken in, because its client asks for something that is impossible
+        here."""
         self.metrics.add("failed_requests_total")
         self.send(RequestFailed(request_id, 400, error))
 
@@ -124,7 +125,8 @@ class EndMoves:
         self.send(RequestFailed(request.request_id, status, error, code, request.phases.take()))
 
     def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
-        """Fail a request whose grammar cannot tell the next tokens, as when it gets too complex."""
+        """Fail a request whose grammar cannot tell the next tokens, for example because it gets too
+        complex."""
         self.fail(request, 400, f"the output cannot follow its grammar: {error}", now)
 
     def row_is_wrong(self, request: Request, now: float) -> None:

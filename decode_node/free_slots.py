@@ -32,7 +32,8 @@ MIN_SAVED: Final = 1.0
 request will still miss as often for each new entry, since misses fill new entries."""
 HELD_SAVES: Final = 4.0
 """The copies that a held page without users is taken to save for each of its positions. A request that shares
-it spares its landing, which takes as long as some copies into a hot buffer, and nobody may ever share it."""
+the page spares its landing, which takes as long as some copies into a hot buffer; but it is not certain that
+one ever does."""
 MIN_GROWTH: Final = 1.25
 """The least factor by which a hot buffer grows. For less it is not worth waiting for the step in flight."""
 
@@ -65,10 +66,10 @@ def use_free_slots(draft: PlanDraft) -> None:
     Slots stay free for the next arrival's hot buffer and for the growth of dense requests. Held pages without
     users are given up for a larger hot buffer that saves more than they do, but not for pages, which are held
     themselves once their request has ended and would take each other's place. What saves most misses in the
-    rest of a request's life, for the slots that it takes, comes first. All hot buffers of a plan may grow,
-    but one request a plan gets pages. Pages are filled beside steps, those of several requests at once up to
-    ``Limits.fill_tokens``. Of requests with a common beginning, one fills the pages; the others have their
-    turn once it shares them. As ``enlarge_hot_buffers``, this is a plan's last part.
+    rest of a request's life, for the slots that it takes, comes first. One plan may enlarge all hot buffers,
+    but gives pages to one request only. Pages are filled beside steps, those of several requests at once up
+    to ``Limits.fill_tokens``. Of requests with a common beginning, one fills the pages; the others have their
+    turn once it shares them. Like ``enlarge_hot_buffers``, this is a plan's last part.
     """
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
@@ -139,7 +140,7 @@ def _grow(draft: PlanDraft, exchange: Exchange) -> None:
 
 
 def _fill(draft: PlanDraft, fill: Fill) -> None:
-    """Give pages if all requests can still end then, and this one shares the resident pages."""
+    """Give pages if all requests can still end when this one has them and shares the resident pages."""
     reserve = draft.reserve
     if fill.num_resident_pages:
         reserve = draft.reserve_sharing(draft.matches.find_resident(fill.request))

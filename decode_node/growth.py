@@ -43,8 +43,8 @@ def grow(draft: PlanDraft) -> bool:
         if request.has_slots_for_next and not _fill_lacks_page(draft.limits, request):
             return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages and _leave_pages(draft, request, reserve):
-            # Of a dense request's two ways to end, in pages or in a hot buffer, the second is left; it is the
-            # only one of a hisparse request. ``Reserve`` reads only the claim's ways, against what was free
+            # A dense request could end in pages or in a hot buffer: the second way is left. It is the only
+            # one that a hisparse request has. ``Reserve`` reads only the claim's ways, against what was free
             # before the exchange, so the old numbers stay right.
             return place.claim._replace(ways=place.claim.ways[-1:])
         sits_out.append(request)
@@ -85,7 +85,7 @@ def _grow_one(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
 
 def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
     """Exchange the pages of a dense or resident request for a hot buffer; one whose pages are being filled
-    keeps that which it has. Returns whether there are slots for that."""
+    keeps the hot buffer that it has. Returns whether there are slots for that."""
     limits, owned = draft.limits, request.owned_slots
     freed = SlotCounts(device=draft.matches.freed_without(request).device)
     # The hot buffer takes no more than the request's own pages, unless its minimum is larger.

@@ -30,8 +30,8 @@ class HeldMatch(NamedTuple):
     parts: tuple[tuple[Prefix, int], ...]
     """The prefixes that have these pages, each with the number of its pages that match."""
     taken: SlotCounts
-    """Slots for those pages that count as free until the prompt's request shares them: their own, or those
-    that it gives them where they have none."""
+    """Slots that count as free until the prompt's request shares these pages: those that the pages have, and
+    those that the request gives to pages without."""
     num_copied: int = 0
     """Those of the pages that get device slots and are copied from the host pool, for a dense request."""
     sources: tuple[tuple[Prefix, int], ...] = ()
@@ -44,9 +44,9 @@ NO_MATCH: Final = HeldMatch(0, (), SlotCounts())
 def stored_beginning(
     held: PrefixTree, keys: Sequence[PageKey], num_pages: int, num_runs: int
 ) -> Match | None:
-    """Return the longest beginning of ``keys`` of which main memory has KV, indexer keys and row checks, if
-    it is longer than the ``num_pages`` pages that the device has and can be brought up behind these, which
-    are in ``num_runs`` runs; otherwise None."""
+    """Return the longest beginning of ``keys`` of which main memory has KV, indexer keys and row checks. None
+    if that is no longer than the ``num_pages`` pages that the device has, or if it cannot be brought up
+    behind these, which are in ``num_runs`` runs."""
     found = held.find(keys, KV_POOLS[Mode.HISPARSE])
     if found is None or found.num_pages <= num_pages or num_runs > MAX_RUNS_BEFORE:
         return None
@@ -70,8 +70,8 @@ def num_shareable_pages(held: PrefixTree, keys: Sequence[PageKey], mode: Mode) -
 class HeldMatches:
     """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
-    ``remote``: prefixes of rooms whose KV is on its way, or that are in quarantine. Why nobody counts on
-    them: see ``reserve.py``."""
+    ``remote``: prefixes of rooms whose KV is on its way, or that are in quarantine. ``reserve.py`` says why
+    nobody counts on them."""
 
     def __init__(self, held: PrefixTree, remote: Iterable[Prefix], page_size: int) -> None:
         self._held = held
@@ -85,7 +85,7 @@ class HeldMatches:
         self._brought_up: dict[Prefix, int] = {}
         """For each prefix, how many of its first pages hisparse requests share that the plan admits."""
         self._sources: set[Prefix] = set()
-        """Prefixes without users that admitted dense requests copy pages from, for which they move down."""
+        """Prefixes without users that admitted dense requests copy pages from. They move down for that."""
         self.left: frozenset[Prefix] = frozenset()
         """Prefixes that their only user, a dense request, leaves in this plan: their slots count as free."""
 
@@ -103,8 +103,8 @@ class HeldMatches:
         return match if stored is None else self._with_stored(match, stored)
 
     def _with_stored(self, match: HeldMatch, stored: Match) -> HeldMatch:
-        """Return a dense match that goes on with the pages of ``stored``. They take new slots, and their host
-        slots are nobody else's until they are copied."""
+        """Return a dense match that goes on with the pages of ``stored``. They take new slots, and nobody
+        else gets their host slots before they are copied."""
         num_more = stored.num_pages - match.num_pages
         sources = tuple(stored.parts())
         taken = match.taken + SlotCounts.of(KV_POOLS[Mode.DENSE], num_more * self._page_size)

@@ -1,15 +1,15 @@
 """The tier below the index pool: indexer keys and row checks of held prefixes, kept in main memory, too.
 
-Whatever ``LiveRequests`` puts into the tree of held prefixes it gives to ``store``, which copies the keys
-and checks of new pages down, beside steps. Prefixes that no request uses can then give up their index slots
-when others need them (``PrefixTree.make_room``): they move down, at once, and keep nothing on the device. A
-request that is admitted with such a prefix gets index slots for it, ``fetch`` copies keys and checks up
-again, and the request is FETCHING until they are there.
+``LiveRequests`` calls ``store`` for the prefixes that hisparse requests leave in the tree of held prefixes.
+``store`` copies the keys and checks of new pages down, beside steps. Prefixes that no request uses can then
+give up their index slots when others need them (``PrefixTree.make_room``): they move down, at once, and keep
+nothing on the device. A request that is admitted with such a prefix gets index slots for it, ``fetch`` copies
+keys and checks up again, and the request is FETCHING until they are there.
 
 ``HeldTier`` owns the copies under way; each uses the prefix that it copies, so that none of its slots is
-freed. The bytes are those of ``KeyPages``, which has a place for each page of the host pool: where a page has
-its KV in main memory, its keys have theirs, and no slots need to be handed out. Rows that came up are
-verified with their checks when they are paged in, as all rows are.
+freed. The bytes are those of ``KeyPages``, which has a place for each page of the host pool. The keys of a
+page lie at the place of the page that has its KV, so no slots need to be handed out for them. Rows that came
+up are verified with their checks when they are paged in, as all rows are.
 """
 
 from __future__ import annotations

@@ -136,10 +136,10 @@ class Limits:
     def claim(self, request: Request, mode: Mode, owned: SlotCounts, num_shared_pages: int = 0) -> Claim:
         """Return the claim of ``request`` if it is in ``mode``, owns ``owned`` and shares its first pages.
 
-        By the claims of all requests ``reserve.py`` sees that each can still end. A dense request can end in
-        its pages, or in the smallest hot buffer. For that it shares no pages any more: it needs slots in the
-        host pool and the index pool for its whole life, before those of the shared pages are free. Index
-        slots of the prompt's pages, which it shares once it has started, are not its own for that.
+        ``reserve.py`` takes the claims of all requests to see whether each can still end. A dense request can
+        end in its pages, or in the smallest hot buffer. In a hot buffer it shares no pages any more: it needs
+        slots in the host pool and the index pool for its whole life, before those of the shared pages are
+        free. Index slots of prompt pages that it will share once it has started do not count as its own then.
         """
         life = self.in_pages(request.life_tokens)
         own = life - num_shared_pages * self.page_size

@@ -185,8 +185,8 @@ class LiveRequests(RequestIndex):
 
     def grow_for_exchange(self, exchange: Exchange) -> None:
         """Give a running request the slots that it needs beside its hot buffer. A dense one gets index slots
-        in front of its own for the pages that it shares. Of those that the host pool has already it uses the
-        copy (``Request.host_prefix``), and gets no slots for them. Raises PoolExhausted."""
+        in front of its own for the pages that it shares. Where the host pool has a copy of these pages, it
+        uses the copy (``Request.host_prefix``) and gets no slots for them. Raises PoolExhausted."""
         request, need, copies = exchange.request, exchange.need, SlotCounts()
         if request.mode is Mode.DENSE and (shared := request.prefix) is not None:
             keys = request.usable_keys[: shared.end_page]
@@ -205,12 +205,13 @@ class LiveRequests(RequestIndex):
 
     def replace_device_slots(self, exchange: Exchange, first_kept: int | None = None) -> None:
         """Give a request a hot buffer for its device slots, after ``grow_for_exchange``. A dense request
-        becomes hisparse, and lets go of the pages that it shares, of which it has copies, or uses some.
+        becomes hisparse, and lets go of the pages that it shares: it has copies of its own, or uses those in
+        the host pool.
 
         A hot buffer that it has already keeps its first slots, as many as both sizes have, and pages that are
-        being filled are given up. Of pages that it leaves, those of its own from the position ``first_kept``
-        on become the first slots of the hot buffer; None: none do. Every item must be on the host by now.
-        Raises PoolExhausted.
+        being filled are given up. If it leaves pages, its own pages from the position ``first_kept`` on
+        become the first slots of the hot buffer; None: none do. Every item must be on the host by now. Raises
+        PoolExhausted.
         """
         request, page_size = exchange.request, self.pools.page_size
         num_shared = request.num_shared_device_pages * page_size

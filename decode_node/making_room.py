@@ -30,8 +30,8 @@ from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.step_plan import Exchange
 
 MAX_ONE_BY_ONE: Final = 4
-"""Dense requests that are asked one by one to leave their pages, where not all requests could still end if
-all of those left that should."""
+"""Most dense requests that are asked one by one to leave their pages. They are asked one by one if not all
+requests could still end once all who should leave had left."""
 
 
 def make_room(
@@ -55,12 +55,13 @@ def make_room_for_growth(draft: PlanDraft) -> bool:
     """Let hot buffers, and residents, give up what exceeds the full size if dense requests lack device slots
     for their next step. Returns whether that makes room for all of them: the next plan gives them the slots.
 
-    Otherwise they would leave their pages, or sit out for as long as others have free slots as cache.
+    Otherwise these dense requests would leave their pages, or sit out for as long as others use free slots as
+    cache.
     """
     limits = draft.limits
     if not (limits.keeps_residents or limits.largest_hot_buffer > limits.device_buffer_size):
         return False
-    # The page is beside one for each dense request that grows.
+    # This page comes beside the one that is kept for each dense request that grows.
     return lacks_device_slots(draft) and make_room(draft, limits.page_size, dense_may_leave=False)
 
 

@@ -33,8 +33,8 @@ from hisparse_pd.decode_node.request import Request
 
 FIRST_MISSES: Final = 0.5
 """The share of selected positions that a hot buffer of twice as many entries is taken to miss in a long
-sequence before any was seen. Published are 13 and 33%. The first request with a hot buffer shows what holds,
-and until then too many dense requests cost less than too many that miss."""
+sequence before any was seen. Published shares are 13 and 33%. The first request with a hot buffer shows the
+true one. Until then too many dense requests cost less than too many that miss."""
 STALE_AFTER: Final = 350
 """Estimates without a hot buffer after which what was missed before may not hold any more. The request that
 shows whether it does may be slower than dense ones to its end, and is to be rare."""
@@ -94,7 +94,7 @@ class MissCost:
     def most_hot(self, num_slots: int) -> float:
         """Return how many hot buffers that share ``num_slots`` device slots make most tokens a second: with
         that many, what is missed takes as long as what a step takes for any number of requests."""
-        num_missed = self.missed_entries / max(1, num_slots)  # by one, if there is one
+        num_missed = self.missed_entries / max(1, num_slots)  # of a hot buffer that is alone
         miss_secs = self.miss_secs * num_missed
         return math.sqrt(self.fixed_secs / miss_secs) if miss_secs > 0 else math.inf
 

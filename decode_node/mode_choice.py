@@ -55,7 +55,8 @@ def _admit_auto(draft: PlanDraft, request: Request, modes: Collection[Mode]) -> 
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     num_taken = _need(draft.limits, request, Mode.DENSE, num_tokens, held).device + held.taken.device
     use = draft.device_use
-    # Where nobody has shown for long what hot buffers miss, the next who lacks room for pages does.
+    # If nobody has had a hot buffer for long, the next request that lacks room for pages gets one: it shows
+    # what hot buffers miss.
     shows_misses = draft.miss_cost.is_stale and not use.num_hisparse
     is_judged = draft.limits.may_be_dense(request) and not (shows_misses or draft.is_urgent(request))
     if is_judged and use.num_dense + use.num_hisparse > 0:

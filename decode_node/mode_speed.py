@@ -40,7 +40,7 @@ def leaves_hot_buffers(draft: PlanDraft, num_taken: int) -> bool:
     left = draft.spare_device() - num_taken - use.num_lacked(most_slots)
     if left < 0:
         return False
-    # Who waits for a row does not need slots yet.
+    # A request that waits for a row does not need slots yet.
     for wanted in draft.queue.first(draft.available.req_row - 1):
         left -= wanted.num_slots if wanted.must_be_dense else min(most_slots, wanted.num_slots)
         if left < 0:
@@ -82,7 +82,8 @@ def dense_alone_pays(draft: PlanDraft, num_taken: int) -> bool:
     num_dense = num_slots // mean_taken
     if num_dense >= num_reqs:
         return False  # all can be dense, and nobody need wait
-    # Beside hot buffers of use some are dense (``leaves_hot_buffers``). Beside smaller ones nobody is.
+    # While hot buffers are large enough to be of use, some requests are dense beside them
+    # (``leaves_hot_buffers``). Beside smaller ones none is.
     most = limits.hot_slots(min(largest, mean_taken // 2))
     num_beside = max(0, num_slots - num_reqs * most) // max(1, mean_taken - most)
     num_hot = num_reqs - num_beside

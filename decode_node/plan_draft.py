@@ -25,8 +25,8 @@ from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, s
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth
 
 PATIENCE: Final = 0.5
-"""The part of the time in which a request must get slots for which it may wait although others could make
-room for it, because that is faster for all."""
+"""A request must get slots within a time. For this part of it, it may be left waiting, because that is faster
+for all, although others could make room for it."""
 
 
 def is_urgent(request: Request, now: float) -> bool:
@@ -115,7 +115,8 @@ class PlanDraft:
     """Whether a new reserve may allow more than ``_reserve``, which was made before hot buffers shrank. It
     expects what they give back at their requests' end, later than it is free."""
     num_orders: int = 0
-    """How often the draft has looked for an order in which all requests can end, which takes it longest."""
+    """How often the draft has looked for an order in which all requests can end: nothing else takes it as
+    long."""
     _use: DeviceUse | None = None
     """See ``device_use``. None until a request of the queue asks for it."""
     _changed: dict[Request, _Changed] = field(default_factory=dict)

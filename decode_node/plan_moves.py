@@ -150,8 +150,8 @@ class PlanMoves:
     def _exchange(self, exchange: Exchange, now: float) -> None:
         """Give a running request, which must be in no step, a hot buffer for its device slots.
 
-        It fails if the slots beside it are not there: index slots of a prefix that it shares count as coming
-        in its plan, and an admission of the same plan may have taken the pages.
+        The request fails if the slots beside the hot buffer are not there: its plan counts index slots of a
+        prefix that it shares as coming, and an admission of the same plan may have taken these pages.
         """
         request = exchange.request
         if request.num_in_flight:

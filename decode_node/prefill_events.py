@@ -77,8 +77,8 @@ class PrefillEvents:
 
     def _repeat_messages(self, event: PeerReady) -> None:
         """Repeat the Bootstraps and AbortRooms that the same run may have missed while this node was not
-        registered with it. Repetition is harmless. A Bootstrap that was not sent yet says of keys that they
-        may be read, which are still on their way from main memory."""
+        registered with it. Repetition is harmless. Bootstraps that were not sent yet are left out: they would
+        let the prefill node read keys that are still on their way from main memory."""
         for request in self.requests.of_peer(event.address):
             was_sent = not self.requests.held_tier.is_arriving(request.prefix)
             is_landing = request.state is RequestState.LANDING and request.instance_id == event.instance_id

@@ -220,8 +220,8 @@ class QueueMoves:
 
     def _expire_contact(self, request: Request, now: float) -> None:
         """Fail a request that got no contact with its prefill node. If it can do without one by now, it waits
-        for slots instead. While registering with the node, which may take long, is under way, it waits on.
-        Both only as long as it may wait for slots."""
+        for slots instead. While registering with the node is under way, which may take long, it waits on. It
+        waits in either case for no longer than it may wait for slots."""
         if request.arrived_at + self.room_timeout_secs > now and self.wait_locally(request):
             return
         latest = self._contact_deadline(request, now)

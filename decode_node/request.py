@@ -100,7 +100,7 @@ class Request:
     """Leading tokens of the prompt for which nothing lands: those of held pages, and all others if they are
     copied from the first sample."""
     num_prefilled_tokens: int = 0
-    """Those of held pages before the first that has KV of decode steps."""
+    """Leading tokens in held pages before the first page that has KV of decode steps."""
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     source_prefix: Prefix | None = None
@@ -228,8 +228,8 @@ class Request:
 
     @property
     def num_landing_tokens(self) -> int:
-        """The prompt's tokens but the last, whose KV the first step computes. A prefill node sends that of
-        the others, as far as it is missing here."""
+        """The number of the prompt's tokens before the last one. A prefill node sends their KV as far as it
+        is missing here; the first step computes that of the last one."""
         return self.num_prompt_tokens - 1
 
     @property

@@ -120,7 +120,7 @@ class DeviceRunner:
         """Return whether this rank wants to split the batch. If one rank does, all split (``Lockstep``)."""
         return sum(request.hot_capacity > 0 for request in batch) >= self._forwards.min_split_reqs
 
-    @torch.inference_mode()  # as the capture, whose results are written to
+    @torch.inference_mode()  # as during the capture, whose tensors it writes to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
         """Enqueue one step, which all requests of ``batch`` enter; another rank may have more of them.
 

@@ -14,16 +14,17 @@ together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it 
   life may still write, and pages that are set aside because of wrong rows.
 - Further samples of a prompt wait while the first one's KV is on its way, and then share or copy it
   (``local_kv.py``). The rest of the queue overtakes them.
-- ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside it
-  (``leaves_hot_buffers``), and hisparse otherwise; it is dense, too, when hisparse lacks slots and the device
-  pages are there. Where one more hisparse request would cost more than it brings (``hisparse_pays``), it
-  waits for the pages of a dense one that runs or lands. Where as many dense requests as fit make more tokens
-  than hisparse ones, however many run (``dense_alone_pays``), it waits for pages, too; where they do so only
-  if one more hot buffer makes all of them smaller (``hot_buffers_are_enough``), for the end of others. What
-  misses cost is as good as unknown if nobody has had a hot buffer for long: the next who lacks room gets one.
-  Nobody waits for what is faster, and not for room, longer than for half of its time (``is_urgent``).
-- A dense request that cannot get its next page gives its pages up for a hot buffer, if the host has slots for
-  it.
+- A request of ``auto`` is dense while all others that are hisparse or wait can have hot buffers of use beside
+  it (``leaves_hot_buffers``), and hisparse otherwise. If slots of one mode are lacking, it gets the other.
+- A request of ``auto`` waits although it could be hisparse where that makes all requests together faster. It
+  waits for pages if one more hisparse request would cost more than it brings (``hisparse_pays``), or if as
+  many dense requests as fit make more tokens than any number of hisparse ones (``dense_alone_pays``). It
+  waits for the end of others if its hot buffer would make all hot buffers so small that dense requests alone
+  are faster (``hot_buffers_are_enough``). It waits like that for half of its time at most (``is_urgent``).
+  If nobody has had a hot buffer for long, the cost of misses is as good as unknown, and the next request that
+  lacks room for pages gets one.
+- A dense request that cannot get its next page gives its pages up for a hot buffer, if the host pool has
+  slots for it.
 - While the first in the queue lacks only device slots, dense requests of ``auto`` give their pages up for a
   hot buffer, if that pays, those admitted last first, unless another of ``auto`` wants to be dense. When
   nobody waits, they do so where hot buffers are small (``share_pages``).
@@ -31,9 +32,10 @@ together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it 
   their minimum. They get their full size back when nobody waits and one of the full size stays free for the
   next arrival.
 - Where ``Limits`` says so, free device slots are cache: a hot buffer may have its share of the device pool,
-  and a hisparse request pages for all of its tokens, which are filled beside its steps. It gives up what
-  exceeds the full size when others need the slots, be it to grow, first pages that are still being filled,
-  before any dense request leaves its pages, and its pages when it cannot get the next one.
+  and a hisparse request pages for all of its tokens, which are filled beside its steps. When others need the
+  slots, also to grow, hisparse requests give up what exceeds the full size before any dense request leaves
+  its pages; pages that are still being filled are given up first. A hisparse request leaves its pages, too,
+  when it cannot get the next one.
 - One plan admits a few requests; the next one, which comes at once, goes on behind them. The time of a plan
   is bounded however many arrive together.
 - Slots for drafts come with the others if they are free; nobody waits for them.

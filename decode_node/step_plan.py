@@ -1,6 +1,7 @@
 """The orders of a step's plan: ``next_plan.py`` makes one before each step, ``PlanMoves.carry_out`` does it.
 
-These are data, and the order in which they are carried out: nothing here touches a pool or a device.
+Orders are data. ``StepPlan.carry_out`` has the sequence in which they are carried out. Nothing here touches a
+pool or a device.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class StepPlan:
     ) -> None:
         """Call a function for each order of the plan, in the order in which the slots suffice for all of it.
 
-        The pages that admissions and fills share are marked as used first: the growth of others may evict
-        held ones, and the end of others residents'. Exchanges free the device slots that fills, growths and
-        admissions take.
+        The pages that admissions and fills share are marked as used first: otherwise the growth of others
+        could evict held pages, and the end of others free residents' pages. Exchanges free the device slots
+        that fills, growths and admissions take.
         """
         for request in self.no_longer_local:
             wait_for_node(request)

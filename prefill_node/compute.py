@@ -66,7 +66,7 @@ class PromptRunner:
         split_slots: int | None = None,
     ) -> None:
         """``chunk_tokens``: most tokens of a forward. ``split_slots``: how decode steps split attention (see
-        ``kernels.attention_backends.choose_backend``); that of stepped tokens, those from a prompt's
+        ``kernels.attention_backends.choose_backend``); the attention of stepped tokens, those from a prompt's
         ``first_stepped`` on, is split alike. Raises AttentionBackendError."""
         self._model = model
         self._memory = memory

@@ -2,10 +2,9 @@
 
 ``DecodeEvents`` owns the messages that were read during a forward. Each turn of the engine's loop calls
 ``answer_decided``, ``receive`` and ``fail_silent``. A message of a node that is not registered is refused, so
-that its sender registers (again). A Bootstrap of one that is goes to ``Arrivals``, an AbortRoom to
-``PrefillLife``.
-``Registrations`` has who is registered, and ``Lanes`` chooses the lane to each before its Register is
-answered.
+that its sender registers (again). A registered node's Bootstrap goes to ``Arrivals``, its AbortRoom to
+``PrefillLife``. ``Registrations`` knows who is registered, and ``Lanes`` chooses the lane to each before its
+Register is answered.
 
 A peer's silence is judged after its messages were read, and counts only once ZMQ has closed its connection:
 neither a long forward here nor a long step there makes a peer lost.

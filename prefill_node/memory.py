@@ -101,8 +101,8 @@ class PrefillMemory:
             void_row_checks(self.row_checks, torch.tensor(page_ids, device=self.kv.device), page_size)
 
     def void_before_read(self, page_ids: Sequence[int], page_size: int) -> torch.cuda.Event | None:
-        """``void_checks`` of pages that another node's bytes are to land in: what does not come matches no
-        check. Returns the event after which they may land; None: at once."""
+        """Invalidate the checks of pages in which another node's bytes are to land: where none come, the old
+        bytes match no check. Returns the event after which they may land; None: at once."""
         self.void_checks(page_ids, page_size)
         if self.kv.device.type != "cuda":
             return None

@@ -39,7 +39,7 @@ class Pins:
         return others + num_pages <= num_usable
 
     def put(self, room: Room, num_pages: int, prefix: Prefix | None = None) -> None:
-        """Pin a request, which uses ``prefix`` from now on and let go of another one."""
+        """Pin a request, which uses ``prefix`` from now on. What it has kept until now is let go."""
         self.release(room)
         self._pins[room] = _Pin(num_pages, prefix)
 
@@ -53,7 +53,7 @@ class Pins:
         return None if pin is None else pin.prefix
 
     def release(self, room: Room) -> None:
-        """Let go of what a request keeps, which begins or ends."""
+        """Let go of what a request keeps, when it begins or ends."""
         self._let_go(self._pins.pop(room, None))
 
     def let_go_all(self) -> bool:

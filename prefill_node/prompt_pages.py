@@ -185,7 +185,7 @@ class PromptPages:
         request.prefix, request.holding, request.page_ids = None, None, []
 
     def _release_tiers(self, request: PrefillRequest) -> None:
-        """Let go of what lower tiers have brought for a request, which begins or ends."""
+        """Let go of what lower tiers have brought for a request that begins or ends."""
         self.decode_tier.release(request.room)
         self.tier.release(request.room)
 

@@ -1,9 +1,9 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-The engine calls ``push_cached`` for the cached prefix of an admitted request, which no forward writes, and
-per chunk ``plan``, and ``layer_written`` from within the forward as its layers are written. ``PrefillLife``
-calls ``push_aux`` after the last chunk. A ``ChunkPush`` is the state of one chunk's push; the ``Pusher``
-itself keeps none.
+The engine calls ``push_cached`` for the cached prefix of an admitted request, which no forward writes. For
+each chunk it calls ``plan``, and from within the forward ``layer_written``, as layers are written.
+``PrefillLife`` calls ``push_aux`` after the last chunk. A ``ChunkPush`` is the state of one chunk's push; the
+``Pusher`` itself keeps none.
 
 ``plan`` turns page ids and extents into runs of token slots that are contiguous on both sides. A batch
 carries whole layers of the chunk, KV, indexer keys and row checks together. Runs become addresses only when

@@ -2,9 +2,9 @@
 
 ``PrefillLife`` owns the table of requests and the counters; their pages are those of ``PromptPages``. The
 engine calls it for each step of the forward, each message that gives up a room and each batch that comes back
-from the sender. ``arrivals.py`` opens requests. One that is delivered then meets ``candidates``, ``admit``,
-for each chunk ``send_scores`` and ``note_computed``, ``start_sending`` after the last, and ``batch_returned``
-for each write.
+from the sender. ``arrivals.py`` opens requests. For a request that is delivered, the engine then calls
+``candidates`` and ``admit``, for each chunk ``send_scores`` and ``note_computed``, after the last chunk
+``start_sending``, and for each write ``batch_returned``.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is

@@ -94,7 +94,7 @@ class Objects(Protocol):
         """Complete the object of a page that is to be written."""
 
     def void(self, page_ids: Sequence[int]) -> None:
-        """Make what pages have now wrong, so that nobody takes it for what is to be read into them."""
+        """Invalidate what pages have now, so that nobody takes it for what is to be read into them."""
 
     def why_wrong(self, page_id: int, key: PageKey) -> str:
         """Return why what was read is not the page of ``key``, or an empty string."""

@@ -1,13 +1,14 @@
-"""The cluster's store below the host tier: what any prefill node has computed, and what outlives a restart.
+"""The cluster's store below the host tier: it has pages that any prefill node has computed, also before a
+restart.
 
 ``HostTier`` calls ``put`` for pages that it has copied to main memory, ``fetch`` for a waiting request before
 it looks for copies of its own, and ``poll`` in each turn of the loop. The store's threads
 (``store_threads.py``) write pages through, look up what main memory lacks of a prompt, and read what is found
 into main memory, where the host tier then finds it like any other page.
 
-The store owes nothing. A request waits for it as long as computing the same tokens would take, and then
-goes on with what has arrived. After an error or a late answer the store is left alone for a while, each time
-twice as long, and what cannot be put is dropped.
+No request depends on the store. A request waits for it as long as computing the same tokens would take, and
+then goes on with what has arrived. After an error or a late answer the store is left alone for a while
+(``store_backoff.py``), and pages that cannot be put are dropped.
 
 ``StoreTier`` owns the slots that the store reads into (Stage.LANDING), those that it may still write to after
 an error (Stage.QUARANTINED), the prefixes that it writes from, and which pages nobody has verified since they
@@ -39,7 +40,7 @@ MAX_WAITS: Final = 64
 """Most requests that wait for the store; the prompts of others are not looked up."""
 WRITE_SHARE: Final = 4
 READ_SHARE: Final = 2
-"""One in so many pages of main memory may wait to be written to the store, and to be read from it."""
+"""At most one in so many pages of main memory waits to be written to the store, and to be read from it."""
 FIRST_WAIT_SECS: Final = 1.0
 """Longest wait for the store before this node has computed anything."""
 LEAST_WAIT_SECS: Final = 0.02

@@ -2,12 +2,12 @@
 
 Parsing (``declared_decoding.py``), its errors (``declared_errors.py``) and the OpenAPI document
 (``openapi.py``) come from these declarations. Plain classes are groups of fields, which bodies inherit;
-classes under ``declared`` are whole objects. ``Annotated[Raw | None, unsupported(...)]`` is a field that is
-refused unless its value is one of those listed. Any other ``Raw`` field stays JSON until its reader takes it
-apart; ``raw`` and ``list_of`` describe it in the OpenAPI document, by names of classes that are declared here
-or in the ``*_parts.py``. Within an ``AS_SPELLED`` field, numbers keep the client's spelling. Annotations such
-as ``parts.FLAG`` are texts of errors. ``schemas.py`` adds defaults and checks fields against each other.
-``BODIES`` has each path's body.
+classes decorated with ``declared`` are whole objects. ``Annotated[Raw | None, unsupported(...)]`` is a field
+that is refused unless its value is one of those listed. Any other ``Raw`` field stays JSON until its reader
+takes it apart; ``raw`` and ``list_of`` describe it in the OpenAPI document, by names of classes that are
+declared here or in the ``*_parts.py``. Within an ``AS_SPELLED`` field, numbers keep the client's spelling.
+Annotations such as ``parts.FLAG`` are texts of errors. ``schemas.py`` adds defaults and checks fields against
+each other. ``BODIES`` has each path's body.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class EngineLink:
     def _split_by_rank(self, prompt: GenerateGroup) -> list[_Share]:
         """Choose a rank for each sample and count it there, before the next one is chosen."""
         shares: dict[int, list[Generate]] = {}
-        # ``_choose_rank`` yields: it goes on only after the count of the sample before.
+        # ``_choose_rank`` is a generator: it chooses the next rank once the sample before is counted.
         for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
             self.counts.assign(rank.rank, sample.num_prompt_tokens)
             shares.setdefault(rank.rank, []).append(sample)
