@@ -129,7 +129,7 @@ class MissCosts:
 
     def estimate(self, batch: Sequence[Request], step_secs: float | None) -> MissCost:
         """Return the present cost. ``batch``: the requests of a step that takes ``step_secs``, which is None
-        if that is not known. Of those with hot buffers these count most that have selected most."""
+        if that is not known. Among those with hot buffers, the ones that have selected most count most."""
         num_selected, weighted, num_missed = 0, 0.0, 0.0
         for request in batch:
             if request.hot_capacity:

@@ -106,7 +106,8 @@ class _Wait:
     token_ids: bytes | None
     """See ``PrefixTree.hold``."""
     landing: _Landing | None = None
-    """The pages that it waits for then: its own, or those of another request with the same keys."""
+    """The pages that it waits for once that is answered: its own, or those of another request with the same
+    keys."""
     first_brought: int | None = None
     """Number of the first page that came while it waited; None if none has come."""
     is_over: bool = False
@@ -258,7 +259,7 @@ class StoreTier:
         return None if wait is None else wait.first_brought
 
     def release(self, room: Room) -> None:
-        """Forget a request, which begins or ends. What is being read for it is read no further."""
+        """Forget a request that begins or ends. What is being read for it is read no further."""
         wait = self._waits.pop(room, None)
         if wait is not None:
             self._end_wait(wait)

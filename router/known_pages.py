@@ -45,7 +45,7 @@ class KnownPages(Generic[N]):
 
     def __init__(self) -> None:
         self._page_size: dict[N, int] = {}
-        """Of the nodes that are followed."""
+        """Tokens of a page, by the node that is followed."""
         self._pages: dict[Place[N], dict[int, frozenset[str | None]]] = {}
         """The tiers in which each rank has each page."""
         self._names: OrderedDict[bytes, PageName] = OrderedDict()

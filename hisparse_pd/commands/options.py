@@ -19,6 +19,8 @@ USAGE_ERROR = 2
 
 
 class HelpFormatter(argparse.HelpFormatter):
+    """Lays help out with room for long names of options."""
+
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
@@ -52,6 +54,7 @@ def add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> 
 
 
 def unknown_options(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return the error for words of a command line that no option takes."""
     known = [option for action in parser._actions for option in action.option_strings]
     words = [word.split("=", 1)[0] for word in unknown]
     options = [word for word in words if word.startswith("-")] or words

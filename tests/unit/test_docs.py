@@ -17,7 +17,7 @@ PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 PAGES_OF_PATHS = ["CONTRIBUTING.md", "docs/architecture.md", "docs/extending.md", "docs/invariants.md"]
 """Pages that lead a reader through the files of the checkout."""
 
-MAX_FRAGMENTS = 20
+MAX_FRAGMENTS = 10
 """Docstrings of the whole tree that may open with a word of FRAGMENT."""
 FRAGMENT = re.compile(r"(Of|That|Whose|So)\b")
 """Openings that are seldom those of a whole sentence."""

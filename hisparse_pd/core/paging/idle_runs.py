@@ -40,7 +40,7 @@ class _Place(NamedTuple):
     pools: Kinds
     """The pools that it had slots in, under which its order is."""
     number: int
-    """That of its last touch."""
+    """The number of its last touch."""
     num_pages: int
 
 

@@ -128,7 +128,7 @@ def test_names_are_for_nodes_with_pages_of_this_size(known: KnownPages[str]) -> 
 TURN = b"x" * 4 * BLOCK_BYTES
 LONGER = TURN + b"y" * 2 * BLOCK_BYTES
 NAMES = PageNames(PAGE, 8 * PAGE, ((1, 101), (2, 102), (4, 104), (8, 108)))
-"""Of TURN: two pages a block."""
+"""The names of TURN, which has two pages a block."""
 LONGER_NAMES = PageNames(PAGE, 12 * PAGE, ((1, 101), (2, 102), (4, 104), (8, 108), (12, 112)))
 
 
