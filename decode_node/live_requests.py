@@ -401,8 +401,9 @@ class LiveRequests(RequestIndex):
             self.held.let_go(prefix, keeps=False)
 
     def _leave_prefix(self, request: Request) -> None:
-        """Let go of the pages that a dense request shares, and has copies of. Where one of them is wrong, so
-        is a copy, and nobody is to find it. From now on it shares those in the host pool that it uses."""
+        """Let go of the device pages that a dense request shares and has copies of. From now on it shares
+        those pages of the host pool that it uses as copies. If a device page is wrong, so is its copy, and
+        nobody is to find that."""
         prefix, request.prefix = request.prefix, request.host_prefix
         request.host_prefix = None
         if request.prefix is not None:

@@ -104,11 +104,11 @@ class Request:
     prefix: Prefix | None = None
     """The pages at its start that it shares with requests that begin alike; its own come behind them."""
     source_prefix: Prefix | None = None
-    """Pages of hisparse requests that are to be brought to the device for a dense one, from the start of its
-    prompt; only while a plan is carried out that admits it."""
+    """Pages of hisparse requests, from the start of its prompt, that are to be brought to the device for a
+    dense one. Set only while the plan that admits it is carried out."""
     host_prefix: Prefix | None = None
-    """Pages in the host pool with the same bytes as the first of those that a dense request shares, which it
-    leaves for them; only while an exchange is carried out."""
+    """Pages in the host pool with the same bytes as the first pages that a dense request shares: it leaves
+    the shared ones for them. Set only while an exchange is carried out."""
     resident_prefix: Prefix | None = None
     """The device pages at its start that it shares with other residents while it is resident itself, or
     becomes so; those of its own come behind them."""
