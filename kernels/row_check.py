@@ -142,7 +142,9 @@ class PageItems(NamedTuple):
     positions: npt.NDArray[np.int64]
 
 
-def rows_of_pages(page_ids: Sequence[int], page_size: int, first: int, stop: int) -> PageRows:
+def rows_of_pages(
+    page_ids: Sequence[int] | npt.NDArray[np.int64], page_size: int, first: int, stop: int
+) -> PageRows:
     """Return the items at positions ``[first, stop)`` of a request for verification. ``page_ids``: its pages
     from position ``first`` on, where a page begins; the last one may be partial."""
     positions = np.arange(first, stop, page_size)

@@ -29,7 +29,12 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from hisparse_pd.base.prefill_settings import HeldReads
-from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents, total_length
+from hisparse_pd.core.paging.extents import (
+    extents_to_page_ids,
+    extents_to_pages,
+    slice_extents,
+    total_length,
+)
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -346,7 +351,7 @@ class DecodeTier:
         """Verify the rows of a part. Returns the number of pages before the first with a wrong row."""
         assert self._memory is not None
         page_size, start = self._pools.page_size, read.num_here
-        page_ids = extents_to_pages(read.holding[PoolKind.DEVICE], page_size)
+        page_ids = extents_to_page_ids(read.holding[PoolKind.DEVICE], page_size)
         rows = rows_of_pages(page_ids, page_size, start * page_size, stop * page_size)
         num_right = stop - start
         for item in self._memory.wrong_items(rows, page_size):

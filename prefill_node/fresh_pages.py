@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,15 @@ class FreshPages:
         self._clock = clock
         self._until_secs = np.full(num_pages, -np.inf)
 
-    def note(self, page_ids: Sequence[int]) -> None:
-        """Note that all rows of pages are right now."""
+    def note(self, page_ids: NDArray[np.int64]) -> None:
+        """Note that all rows of pages, int64 [n], are right now."""
         self._until_secs[page_ids] = self._clock() + FRESH_SECS
 
     def forget(self, page_ids: Sequence[int]) -> None:
         """Note that a request gets pages and will write to them."""
         self._until_secs[page_ids] = -np.inf
 
-    def are_fresh(self, page_ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return which pages, int32 [n], are fresh, bool [n]."""
+    def are_fresh(self, page_ids: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Return which pages, integers [n], are fresh, bool [n]."""
         fresh: NDArray[np.bool_] = self._clock() < self._until_secs[page_ids]
         return fresh

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.side_stream import CopyFailed, is_over
-from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
+from hisparse_pd.core.paging.extents import extents_to_page_ids, extents_to_pages, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix import Kinds, Prefix, end_of
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
@@ -85,7 +85,7 @@ class _Copy:
 
     def rows(self, page_size: int) -> PageRows:
         """Return the rows that a copy up writes."""
-        page_ids = extents_to_pages(self.holding[PoolKind.DEVICE], page_size)
+        page_ids = extents_to_page_ids(self.holding[PoolKind.DEVICE], page_size)
         return rows_of_pages(page_ids, page_size, end_of(self.before) * page_size, len(self.keys) * page_size)
 
 
@@ -329,7 +329,7 @@ class HostTier:
         first = end_of(copy.before)
         keys = copy.keys[: first + num_pages]
         if copy.kinds == CACHE_POOLS:
-            page_ids = extents_to_pages(copy.holding[PoolKind.DEVICE], self._pools.page_size)
+            page_ids = extents_to_page_ids(copy.holding[PoolKind.DEVICE], self._pools.page_size)
             self._fresh.note(page_ids[:num_pages])
         num_kept = self._prefixes.hold(copy.holding, keys, copy.kinds, first, token_ids=copy.token_ids)
         return num_kept - first

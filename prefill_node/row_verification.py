@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hisparse_pd.core.paging.extents import extents_to_pages
+from hisparse_pd.core.paging.extents import extents_to_page_ids
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
@@ -78,9 +79,9 @@ class RowVerification:
     def _rows_before(self, chunk: Chunk) -> PageRows:
         """Return the rows of the positions before a chunk that does not begin its prompt."""
         request, page_size = self.life.requests.live(chunk.room), self.limits.page_size
-        page_ids = request.page_ids
+        page_ids: Sequence[int] | NDArray[np.int64] = request.page_ids
         if chunk.admits:  # the request has no pages yet: it reads those of the prefix that it will get
             found = self.life.pages.prefixes.find(request.reusable_keys(page_size), CACHE_POOLS)
             assert found is not None
-            page_ids = extents_to_pages(found.prefix.extents(PoolKind.DEVICE), page_size)
+            page_ids = extents_to_page_ids(found.prefix.extents(PoolKind.DEVICE), page_size)
         return rows_of_pages(page_ids, page_size, 0, chunk.start)

@@ -61,6 +61,7 @@ def test_rows_are_verified_behind_their_copy(tiny_checkpoint: Callable[[str], Pa
     slots, num_layers = slots_of(UP), len(memory.kv)
     rows = rows_of_pages((slots[::PAGE] // PAGE).tolist(), PAGE, 0, len(slots))
     found: list[torch.Tensor] = []
+    memory.begin_check(rows, PAGE)  # compiles
     with closing(HostPages(memory, 10 * PAGE)) as pages:
         assert pages.row_checks is not None
         pages.kv.random_()

@@ -82,9 +82,14 @@ def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
 
 def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
     """Return the pages of ``extents``, in order; the extents must be whole pages."""
-    starts, lengths = SlotRanges.of_extents(extents)
-    pages: list[int] = ranges_to_slots(starts // page_size, lengths // page_size).tolist()
+    pages: list[int] = extents_to_page_ids(extents, page_size).tolist()
     return pages
+
+
+def extents_to_page_ids(extents: Sequence[Extent], page_size: int) -> SlotArray:
+    """Return the pages of ``extents`` as ``extents_to_pages`` does, int64 [num_pages]; for many of them."""
+    starts, lengths = SlotRanges.of_extents(extents)
+    return ranges_to_slots(starts // page_size, lengths // page_size)
 
 
 def ranges_to_slots(starts: SlotArray, lengths: SlotArray) -> SlotArray:

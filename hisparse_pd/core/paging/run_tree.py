@@ -91,8 +91,9 @@ class RunTree:
         self.listener.stored(run.kinds, before, tuple(run.keys), own_ids)
 
     def _forget_keys(self, run: Prefix, keys: Sequence[PageKey]) -> None:
+        by_key = self._by_key[run.kinds]
         for key in keys:
-            del self._by_key[run.kinds][key]
+            del by_key[key]
         if (stepped := self._stepped.get(run.kinds)) is not None:
             stepped.difference_update(keys)
         if run.is_reported and self.listener is not None:
