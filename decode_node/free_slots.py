@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import Final
 
 from hisparse_pd.core.paging.pools import SlotCounts
-from hisparse_pd.decode_node.hot_buffer_sizes import kept_for_arrival, share_of
+from hisparse_pd.decode_node.hot_buffer_sizes import kept_for_arrivals, share_of
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.making_room import leave_safely
 from hisparse_pd.decode_node.mode_speed import num_saved_positions
@@ -42,7 +42,8 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
     """Give hot buffers that are smaller than their request's sequence their full size, while slots last;
     those admitted first come first. This is a plan's last part, so ``draft.note_change``, which later parts
     would read, is not called."""
-    full_size, kept = draft.limits.device_buffer_size, kept_for_arrival(draft.limits)
+    full_size = draft.limits.device_buffer_size
+    kept = draft.limits.in_pages(full_size)  # for the next arrival
     if draft.exchanges or draft.admissions or draft.available.device <= kept:
         return
     small = [
@@ -63,13 +64,13 @@ def enlarge_hot_buffers(draft: PlanDraft) -> None:
 def use_free_slots(draft: PlanDraft) -> None:
     """Give hisparse requests free device slots: for a hot buffer of their share, or for pages of all tokens.
 
-    Slots stay free for the next arrival's hot buffer and for the growth of dense requests. Held pages without
-    users are given up for a larger hot buffer that saves more than they do, but not for pages, which are held
-    themselves once their request has ended and would take each other's place. What saves most misses in the
-    rest of a request's life, for the slots that it takes, comes first. One plan may enlarge all hot buffers,
-    but gives pages to one request only. Pages are filled beside steps, those of several requests at once up
-    to ``Limits.fill_tokens``. Of requests with a common beginning, one fills the pages; the others have their
-    turn once it shares them. Like ``enlarge_hot_buffers``, this is a plan's last part.
+    Slots stay free for the hot buffers of next arrivals and for the growth of dense requests. Held pages
+    without users are given up for a larger hot buffer that saves more than they do, but not for pages, which
+    are held themselves once their request has ended and would take each other's place. What saves most misses
+    in the rest of a request's life, for the slots that it takes, comes first. One plan may enlarge all hot
+    buffers, but gives pages to one request only. Pages are filled beside steps, those of several requests at
+    once up to ``Limits.fill_tokens``. Of requests with a common beginning, one fills the pages; the others
+    have their turn once it shares them. Like ``enlarge_hot_buffers``, this is a plan's last part.
     """
     limits = draft.limits
     if draft.exchanges or draft.admissions or any(r.is_filling for r in draft.running):
@@ -127,7 +128,7 @@ def _is_spare(draft: PlanDraft, order: Exchange | Fill, num_saved: float) -> boo
     taken, gain = _slots_taken(draft.limits, order)
     takes_held = isinstance(order, Exchange) and num_saved > HELD_SAVES * taken
     spare = draft.spare_device() if takes_held else draft.unheld_device()
-    return taken <= spare and gain <= spare - kept_for_arrival(draft.limits)
+    return taken <= spare and gain <= spare - kept_for_arrivals(draft)
 
 
 def _grow(draft: PlanDraft, exchange: Exchange) -> None:

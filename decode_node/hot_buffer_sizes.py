@@ -5,13 +5,16 @@
 - The *share* is the size that each hot buffer would have if all hisparse requests divided what dense ones
   leave of the device pool: no less than the full size, and no more than the largest.
 - Slots for one hot buffer of the full size stay free for the next arrival.
+- Where more requests had slots a moment ago (``PlanDraft.num_recent``), as many are expected to come again:
+  they have their part in the share, and slots stay free for each of them when others get more than the full
+  size. So clients that ask again as soon as they have an answer find room, and nobody's hot buffer grows and
+  shrinks with each of them.
 
 ``making_room.py`` takes from hot buffers above these sizes, and ``free_slots.py`` lets others grow to them.
 """
 
 from __future__ import annotations
 
-from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.request import Request
 
@@ -34,11 +37,15 @@ def share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> in
     are. ``num_more_slots``: device slots that are counted beside what dense requests leave of the pool."""
     limits, use = draft.limits, draft.device_use
     num_slots = limits.totals.device - use.dense_slots
-    entries = (num_slots + num_more_slots) // max(1, use.num_hisparse + num_more)
+    num_hisparse = max(1, use.num_hisparse + num_more, draft.num_recent - use.num_dense)
+    entries = (num_slots + num_more_slots) // num_hisparse
     in_pages = entries // limits.page_size * limits.page_size
     return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
 
 
-def kept_for_arrival(limits: Limits) -> int:
-    """Return the device slots that stay free for the next arrival: those of a hot buffer of the full size."""
-    return limits.in_pages(limits.device_buffer_size)
+def kept_for_arrivals(draft: PlanDraft) -> int:
+    """Return the device slots that stay free for the next arrivals: those of a hot buffer of the full size,
+    or of several where more are expected."""
+    limits, use = draft.limits, draft.device_use
+    num_expected = draft.num_recent - use.num_hisparse - use.num_dense
+    return max(1, num_expected) * limits.in_pages(limits.device_buffer_size)

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import assert_never
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import spare_capacity
+from hisparse_pd.decode_node.hot_buffer_sizes import kept_for_arrivals, share_of, spare_capacity
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.making_room import make_room
 from hisparse_pd.decode_node.mode_speed import (
@@ -103,12 +103,23 @@ def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:
         if not spare_capacity(draft, request, most):
             make_room(draft, smallest, dense_may_leave=dense_may_leave, hot_buffers_may_be_small=True)
         # Where the reserve does not allow a hot buffer of the spare size, it may allow the smallest.
-        for capacity in (spare_capacity(draft, request, most), min_capacity):
+        for capacity in (*_shares(draft, request), spare_capacity(draft, request, most), min_capacity):
             need = beside_device + SlotCounts(device=draft.limits.in_pages(capacity))
             if capacity and draft.land(Admission(request, Mode.HISPARSE, need, capacity), held):
                 return True
         draft.undo(mark)
     return False
+
+
+def _shares(draft: PlanDraft, request: Request) -> Iterator[int]:
+    """Yield the share, in entries, if a request begins at once and the share is spare beside what stays free
+    for others: it would get as much in its first steps, and each change waits for the step in flight. One
+    that would have to fill the share before it begins gets less at first."""
+    share = share_of(draft, 1)
+    capacity = draft.limits.max_capacity(request, share)
+    is_spare = draft.spare_device() >= draft.limits.in_pages(capacity) + kept_for_arrivals(draft)
+    if request.is_local and capacity < request.num_prompt_tokens and is_spare:
+        yield capacity
 
 
 def _admit_dense(draft: PlanDraft, request: Request) -> bool:

@@ -16,6 +16,7 @@ from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.plan_draft import is_urgent
+from hisparse_pd.decode_node.recent_load import RecentLoad
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.scheduler import plan_step
@@ -55,6 +56,7 @@ class NextPlan:
         """Plans until the next one that looks for a use of free device slots."""
         self._num_running = 0
         """Requests that ran at the last plan."""
+        self._recent_load = RecentLoad()
         self.miss_cost = CHEAP
         """The cost of misses, as ``StepLine`` has estimated it last."""
 
@@ -67,13 +69,15 @@ class NextPlan:
         if len(running) != self._num_running:
             self._num_running, self._plans_until_look = len(running), 0
         looks = self.limits.keeps_residents and self._plans_until_look == 0
+        landing = self._requests.select(RequestState.LANDING, RequestState.FETCHING)
+        num_recent = self._recent_load.most(len(running) + len(landing), now)
         stuck = self._requests.stuck(now)
         situation = self._situation(stuck, now)
         plan = plan_step(
             self.limits,
             self._requests.available,
             running,
-            self._requests.select(RequestState.LANDING, RequestState.FETCHING),
+            landing,
             self._requests.waiting() if situation != self._last_empty else None,
             stuck,
             self._requests.held,
@@ -81,6 +85,7 @@ class NextPlan:
             may_use_free=looks,
             miss_cost=self.miss_cost,
             now=now,
+            num_recent=num_recent,
         )
         if self._plans_until_look:
             self._plans_until_look -= 1

@@ -105,6 +105,8 @@ class PlanDraft:
     miss_cost: MissCost = CHEAP
     now: float = 0.0
     """The time of the plan, of ``time.monotonic``."""
+    num_recent: int = 0
+    """The most requests that had slots at a time in the last moments (``recent_load.py``)."""
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     fills: list[Fill] = field(default_factory=list)
     growths: list[Growth] = field(default_factory=list)

@@ -87,6 +87,7 @@ def plan_step(
     may_use_free: bool = False,
     miss_cost: MissCost = CHEAP,
     now: float = 0.0,
+    num_recent: int = 0,
 ) -> StepPlan:
     """Return what to do before the next step.
 
@@ -95,11 +96,12 @@ def plan_step(
     and nothing has changed. ``stuck``: slots that may never be free again. ``quarantined``: prefixes of rooms
     in quarantine. ``may_use_free``: whether to look for a request that makes use of device slots that are
     free, or others' pages, which takes a look at all that run. ``now``: a time of ``time.monotonic``.
+    ``num_recent``: the most requests that had slots at a time in the last moments.
     """
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     matches = HeldMatches(held, remote, limits.page_size)
     queue = Queue(waiting or (), limits)
-    draft = PlanDraft(limits, free, running, landing, matches, queue, miss_cost, now)
+    draft = PlanDraft(limits, free, running, landing, matches, queue, miss_cost, now, num_recent)
     no_longer_local: list[Request] = []
     is_cut = makes_room = make_room_for_growth(draft)
     all_have_slots = not makes_room and grow(draft)

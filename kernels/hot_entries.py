@@ -78,6 +78,9 @@ def resize_hot_buffer(
             f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
         )
 
+    if state.max_new == 1 and num_before < capacity < num_tokens + state.max_new:
+        state.set_hot_pages(row, capacity, hot_pages)  # nothing moves, and no draft was rejected
+        return
     slots = state.entry_slots(row)[:num_before]
     lookup_slots, stamps = state.hot_to_lookup[:, slots], state.stamps[:, slots]
     positions = positions_of(state, row, lookup_slots)

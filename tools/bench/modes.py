@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -79,6 +80,8 @@ class Node:
     """From the device to the host pool."""
     lane_rate: float = 20e9
     """From the prefill node, which has each prompt cached."""
+    exchange_secs: float = 0.002
+    """The time that a hot buffer's change takes, in which no step runs."""
     slice_bytes: int = 32 << 20
     """Most bytes of a slice of pages that are filled beside a step."""
     growth_tokens: int = 1024
@@ -131,6 +134,8 @@ class Load:
     """Prompts of a conversation."""
     turn_tokens: int = 0
     """Tokens that a later prompt has beside what was said before."""
+    pause_secs: float = 0.0
+    """Time between an answer and its client's next request."""
     num_dense_first: int = 0
     """The first of the requests, which are dense in all modes. When they end, their pages are held."""
 
@@ -149,6 +154,8 @@ class Outcome:
     num_by_mode: Counter[Mode] = field(default_factory=Counter)
     """Requests by the mode in which they were admitted."""
     num_retractions: int = 0
+    num_exchanges: int = 0
+    """Changes of hot buffers' sizes, and pages left for hot buffers."""
     num_landed_tokens: int = 0
     """Tokens that prefill nodes have sent."""
 
@@ -176,6 +183,8 @@ class Simulation:
         self._now = self._lane_free_at = 0.0
         self._landed_at: dict[Request, float] = {}
         self._filled_at: dict[Request, float] = {}
+        self._pausing: list[tuple[float, Callable[[], None]]] = []
+        """When clients ask again, and what they do then; in order."""
         self._num_hot: dict[Request, int] = {}
         """The entries of hot buffers that positions have; misses take the others."""
         self._unfilled: dict[Request, float] = {}
@@ -187,7 +196,9 @@ class Simulation:
         nobody although nobody runs."""
         for _ in range(self._load.num_clients):
             self._begin_conversation()
-        while len(self._requests):
+        while len(self._requests) or self._pausing:
+            while self._pausing and self._pausing[0][0] <= self._now:
+                self._pausing.pop(0)[1]()
             plan = self._plans.make(self._now)
             self._carry_out(plan)
             self._go_on()
@@ -195,7 +206,7 @@ class Simulation:
             batch = [r for r in running if not r.is_filling and r.has_slots_for_next and r.has_next_step]
             if batch:
                 self._step(batch)
-            elif not running and not self._landed_at:
+            elif len(self._requests) and not (running or self._landed_at or self._pausing):
                 raise RuntimeError("nobody runs or lands, and the scheduler admits nobody")
             else:
                 self._now += IDLE_SECS
@@ -232,6 +243,8 @@ class Simulation:
 
     def _exchange(self, exchange: Exchange) -> None:
         request, node = exchange.request, self._node
+        self.outcome.num_exchanges += 1
+        self._now += node.exchange_secs
         self._unfilled.pop(request, None)
         self._requests.grow_for_exchange(exchange)
         if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
@@ -317,12 +330,11 @@ class Simulation:
         self._num_hot.pop(request, None)
         self._requests.start_ending(request, is_sound=True)
         self._requests.release(request, self._now)
-        turn = self._turns.pop(request)
-        if turn == self._load.num_turns:
-            self._begin_conversation()
-            return
-        new_ids = [self._num_conversations] * self._load.turn_tokens
-        self._arrive(request.all_token_ids + pack_token_ids(new_ids), turn + 1)
+        turn, ask_again = self._turns.pop(request), self._begin_conversation
+        if turn < self._load.num_turns:
+            new_ids = [self._num_conversations] * self._load.turn_tokens
+            ask_again = partial(self._arrive, request.all_token_ids + pack_token_ids(new_ids), turn + 1)
+        self._pausing.append((self._now + self._load.pause_secs, ask_again))
 
 
 def modes(node: Node, load: Load) -> dict[str, Any]:
@@ -344,6 +356,7 @@ def modes(node: Node, load: Load) -> dict[str, Any]:
         "admitted_dense": auto.num_by_mode[Mode.DENSE],
         "admitted_hisparse": auto.num_by_mode[Mode.HISPARSE],
         "retractions": auto.num_retractions,
+        "exchanges": auto.num_exchanges,
         "landed_tokens": auto.num_landed_tokens,
     }
 
@@ -357,6 +370,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=1, help="prompts of each conversation")
     parser.add_argument("--turn-tokens", type=int, default=700, help="new tokens of each later prompt")
+    parser.add_argument(
+        "--pause-ms", type=float, default=0.0, help="time between an answer and its client's next request"
+    )
     parser.add_argument(
         "--dense-first", type=int, default=0, help="first requests that are dense in all modes, and then held"
     )
@@ -397,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_requests,
             options.turns,
             options.turn_tokens,
+            options.pause_ms / 1e3,
             options.dense_first,
         )
         rows.append(modes(node, load))

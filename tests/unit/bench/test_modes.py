@@ -22,8 +22,9 @@ NODE = Node(
     request_secs=0.036e-3,
     hot_secs=0.0045e-3,
     hit_share=0.65,
+    exchange_secs=0.0,
 )
-"""A node whose device pool holds 16 dense requests of 8k."""
+"""A node whose device pool holds 16 dense requests of 8k, and whose hot buffers change at no cost."""
 
 
 def test_hot_buffers_miss_what_was_measured() -> None:
@@ -77,6 +78,17 @@ def test_auto_makes_about_as_many_tokens_as_the_better_mode_from_the_first_reque
     assert auto.num_by_mode[mode] >= 80
     assert (dense.tokens_per_sec > hisparse.tokens_per_sec) == (mode is Mode.DENSE)
     assert auto.tokens_per_sec >= 0.98 * max(dense.tokens_per_sec, hisparse.tokens_per_sec)
+
+
+def test_hot_buffers_stay_as_they_are_while_clients_only_pause() -> None:
+    """Each of 48 clients asks again 60 ms after its answer. Nobody takes its memory meanwhile."""
+    node = replace(NODE, device_tokens=16 * 33152, host_tokens=2_386_944, exchange_secs=0.002)
+    load = Load(48, [HIT_CONTEXT], output_tokens=128, num_requests=192, pause_secs=0.06)
+    outcome = Simulation(node, load, HisparseFlag.AUTO, is_bounded=False).run()
+    assert outcome.num_retractions == 0
+    # Each gets more than the full size once, when it has landed.
+    assert outcome.num_exchanges <= 1.1 * load.num_requests
+    assert outcome.num_by_mode[Mode.HISPARSE] >= 150
 
 
 def test_the_report_has_a_row_for_each_number_of_clients(tmp_path: Path) -> None:
