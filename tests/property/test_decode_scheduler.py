@@ -458,7 +458,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def _check_hot_buffers_are_large(self) -> None:
         """As far as a hot buffer's slots stay free, and no page is wanted by dense requests."""
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
-        if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
+        coming = self.rooms.select(RequestState.LANDING, RequestState.FETCHING)
+        if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *coming)):
             return
         spare = self.rooms.available.device - self.limits.in_pages(self.limits.device_buffer_size)
         for request in running:
