@@ -14,7 +14,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.plan_draft import PlanDraft
-from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve
 from hisparse_pd.decode_node.step_plan import Exchange, Growth
 
@@ -87,18 +87,11 @@ def _leave_pages(draft: PlanDraft, request: Request, reserve: Reserve) -> bool:
     """Exchange the pages of a dense or resident request for a hot buffer; one whose pages are being filled
     keeps the hot buffer that it has. Returns whether there are slots for that."""
     limits, owned = draft.limits, request.owned_slots
-    freed = SlotCounts(device=draft.matches.freed_without(request).device)
     # The hot buffer takes no more than the request's own pages, unless its minimum is larger.
     own = min(limits.max_capacity(request), owned.device)
     capacity = request.hot_capacity or max(own, limits.min_capacity(request))
-    for exchange, given in exchanges_of_pages(limits, request, capacity):
-        if draft.may_give(given - freed, reserve):
-            draft.exchanges[request] = exchange
-            draft.note_change(request, Mode.HISPARSE, owned + given)
-            draft.give(given - freed, reserve)
-            draft.matches.leave(request)
-            return True
-    return False
+    exchanges = exchanges_of_pages(limits, request, capacity)
+    return any(draft.leave_pages_to_grow(exchange, given, reserve) for exchange, given in exchanges)
 
 
 def exchanges_of_pages(
@@ -107,9 +100,8 @@ def exchanges_of_pages(
     """Yield exchanges of a request's pages for a hot buffer of ``capacity`` entries, first choice first, each
     with the slots that it takes; those that it gives back count as negative. A dense request that shares
     pages takes host slots and index slots for copies of these, beside what it has already behind them."""
-    owned, num_shared_pages, copies = request.owned_slots, request.num_shared_pages, SlotCounts()
-    if request.mode is Mode.DENSE:
-        copies = SlotCounts.of(KV_POOLS[Mode.HISPARSE], num_shared_pages * limits.page_size)
+    owned, num_shared_pages = request.owned_slots, request.num_shared_pages
+    copies = request.copies_of_shared(limits.page_size)
     for num_tokens in _grown_lengths(limits, request):
         need = copies + _missing(limits.kv_slots(Mode.HISPARSE, num_tokens, num_shared_pages), owned)
         device = limits.in_pages(capacity) - owned.device

@@ -9,7 +9,7 @@ up for it (``dense_tier.py``), and count as shared, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from hisparse_pd.base.vocabulary import Mode
@@ -29,16 +29,22 @@ class HeldMatch(NamedTuple):
     num_pages: int
     parts: tuple[tuple[Prefix, int], ...]
     """The prefixes that have these pages, each with the number of its pages that match."""
-    taken: SlotCounts
-    """Slots that count as free until the prompt's request shares these pages: those that the pages have, and
-    those that the request gives to pages without."""
+    idle: SlotCounts
+    """Slots that those pages have, and that count as free until the prompt's request uses them."""
+    given: SlotCounts
+    """Slots that those pages get when it is admitted: in pools in which they have none."""
     num_copied: int = 0
     """Those of the pages that get device slots and are copied from the host pool, for a dense request."""
     sources: tuple[tuple[Prefix, int], ...] = ()
     """The prefixes that these pages are copied from, with all before them, like ``parts``."""
 
+    @property
+    def taken(self) -> SlotCounts:
+        """All slots that are free no more once the prompt's request shares those pages."""
+        return self.idle + self.given
 
-NO_MATCH: Final = HeldMatch(0, (), SlotCounts())
+
+NO_MATCH: Final = HeldMatch(0, (), SlotCounts(), SlotCounts())
 
 
 def stored_beginning(
@@ -67,6 +73,11 @@ def num_shareable_pages(held: PrefixTree, keys: Sequence[PageKey], mode: Mode) -
     return num_pages
 
 
+def _shared_by(request: Request) -> Iterable[Prefix]:
+    """Return the prefixes that a dense request leaves if it leaves its pages."""
+    return request.prefix.chain() if request.prefix is not None and request.mode is Mode.DENSE else ()
+
+
 class HeldMatches:
     """Finds the held pages of the prompts that one plan admits, and notes which of them the plan has taken.
 
@@ -84,15 +95,19 @@ class HeldMatches:
                 self.pinned[part] = len(part.keys)
         self._brought_up: dict[Prefix, int] = {}
         """For each prefix, how many of its first pages hisparse requests share that the plan admits."""
-        self._sources: set[Prefix] = set()
-        """Prefixes without users that admitted dense requests copy pages from. They move down for that."""
-        self.left: frozenset[Prefix] = frozenset()
-        """Prefixes that their only user, a dense request, leaves in this plan: their slots count as free."""
+        self._sources: dict[Prefix, int] = {}
+        """For each prefix, how many of its first pages move down because admitted dense requests copy pages
+        from it, and nobody used it before."""
+        self._copied: dict[Prefix, int] = {}
+        """For each prefix, up to which of its pages the device gets a copy for admitted dense requests."""
+        self.num_leaving: Mapping[Prefix, int] = {}
+        """For each prefix, how many dense requests leave it in this plan. Its slots are free, and count as
+        such, if all of its users do."""
 
     @property
     def unused(self) -> SlotCounts:
         """Slots of held pages without users, as long as the plan lets no request share any."""
-        return self._held.unused + self._slots_of(self.left)
+        return self._held.unused + self._slots_of(filter(self._is_left, self.num_leaving))
 
     def find(self, request: Request, mode: Mode) -> HeldMatch:
         """Return the held pages that ``request`` can share if it is admitted in ``mode``."""
@@ -103,32 +118,41 @@ class HeldMatches:
         return match if stored is None else self._with_stored(match, stored)
 
     def _with_stored(self, match: HeldMatch, stored: Match) -> HeldMatch:
-        """Return a dense match that goes on with the pages of ``stored``. They take new slots, and nobody
-        else gets their host slots before they are copied."""
-        num_more = stored.num_pages - match.num_pages
-        sources = tuple(stored.parts())
-        taken = match.taken + SlotCounts.of(KV_POOLS[Mode.DENSE], num_more * self._page_size)
-        taken += SlotCounts(host=self._unused_of(sources).host)
-        return HeldMatch(stored.num_pages, match.parts, taken, num_more, sources)
+        """Return a dense match that goes on with the pages of ``stored``. They get new slots, once for all
+        requests of the plan, and their host slots are nobody else's until they are copied."""
+        num_here, sources = match.num_pages, tuple(stored.parts())
+        num_new = sum(
+            max(0, num - max(num_here - part.start_page, self._copied.get(part, 0))) for part, num in sources
+        )
+        idle = match.idle + SlotCounts(host=self._unused_of(sources).host)
+        given = match.given + SlotCounts.of(KV_POOLS[Mode.DENSE], num_new * self._page_size)
+        return HeldMatch(stored.num_pages, match.parts, idle, given, stored.num_pages - num_here, sources)
 
     def freed_without(self, request: Request) -> SlotCounts:
         """Return the slots of pages that nobody uses any more once a dense request has left those that it
         shares. A hisparse one leaves none: it shares pages in the host pool."""
-        return self._slots_of(self._without_users_but(request))
+        return self._slots_of(part for part in _shared_by(request) if self._is_left(part, num_more=1))
 
     def leave(self, request: Request) -> None:
         """Note that a dense request leaves the pages that it shares."""
-        self.left |= self._without_users_but(request)
+        # A new mapping, because ``PlanDraft.undo`` brings the old one back.
+        self.num_leaving = {
+            **self.num_leaving,
+            **{part: self.num_leaving.get(part, 0) + 1 for part in _shared_by(request)},
+        }
 
-    def _without_users_but(self, request: Request) -> frozenset[Prefix]:
-        """Return the prefixes that ``request`` alone uses, now and once the plan is carried out."""
-        if request.prefix is None or request.mode is Mode.HISPARSE:
-            return frozenset()
-        parts = request.prefix.chain()
-        return frozenset(part for part in parts if part.num_users == 1 and not self.pinned.get(part))
+    def _is_left(self, part: Prefix, num_more: int = 0) -> bool:
+        """Return whether all users leave a prefix in this plan, with ``num_more`` that are to leave. Those of
+        a dropped one leave nothing that counts: a page with a wrong row is set aside then, and not free."""
+        num_leaving = self.num_leaving.get(part, 0) + num_more
+        return 0 < part.num_users == num_leaving and not part.is_dropped
 
     def _slots_of(self, prefixes: Iterable[Prefix]) -> SlotCounts:
-        slots = (SlotCounts.of(each.pools, len(each.keys) * self._page_size) for each in prefixes)
+        """Return the slots of the pages of ``prefixes`` that no admitted request shares."""
+        slots = (
+            SlotCounts.of(part.pools, (len(part.keys) - self.pinned.get(part, 0)) * self._page_size)
+            for part in prefixes
+        )
         return sum(slots, SlotCounts())
 
     def find_resident(self, request: Request) -> HeldMatch:
@@ -142,17 +166,21 @@ class HeldMatches:
             return NO_MATCH
         parts = tuple(match.parts())
         num_up = sum(
-            max(0, num - self._brought_up.get(part, 0)) * self._page_size
-            for part, num in parts
-            if part.is_down or part in self._sources
+            max(0, min(num, self._num_down(part)) - self._brought_up.get(part, 0)) for part, num in parts
         )
-        return HeldMatch(match.num_pages, parts, self._unused_of(parts) + SlotCounts(index=num_up))
+        given = SlotCounts(index=num_up * self._page_size)
+        return HeldMatch(match.num_pages, parts, self._unused_of(parts), given)
+
+    def _num_down(self, part: Prefix) -> int:
+        """Return how many of the first pages of a prefix have moved down once the plan's admissions use what
+        they share."""
+        return len(part.keys) if part.is_down else self._sources.get(part, 0)
 
     def _unused_of(self, parts: Iterable[tuple[Prefix, int]]) -> SlotCounts:
         """Return the slots that the pages of ``parts`` have and that count as free."""
         taken = SlotCounts()
         for part, num in parts:
-            if not part.num_users or part in self.left:
+            if not part.num_users or self._is_left(part):
                 num_pages = max(0, num - self.pinned.get(part, 0))
                 taken += SlotCounts.of(part.pools, num_pages * self._page_size)
         return taken
@@ -174,4 +202,7 @@ class HeldMatches:
         self.pinned = self.pinned_with(match)
         for part, num in match.parts:
             self._brought_up[part] = max(num, self._brought_up.get(part, 0))
-        self._sources.update(part for part, _ in match.sources if not part.num_users)
+        for part, num in match.sources:
+            self._copied[part] = max(num, self._copied.get(part, 0))
+            if not part.num_users:
+                self._sources[part] = max(num, self._sources.get(part, 0))

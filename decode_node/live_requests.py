@@ -185,22 +185,20 @@ class LiveRequests(RequestIndex):
 
     def grow_for_exchange(self, exchange: Exchange) -> None:
         """Give a running request the slots that it needs beside its hot buffer. A dense one gets index slots
-        in front of its own for the pages that it shares. Where the host pool has a copy of these pages, it
-        uses the copy (``Request.host_prefix``) and gets no slots for them. Raises PoolExhausted."""
-        request, need, copies = exchange.request, exchange.need, SlotCounts()
+        in front of its own for the pages that it shares. Of those that the host pool has already it uses the
+        copy (``Request.host_prefix``), and gets no slots for them. Raises PoolExhausted."""
+        request, page_size = exchange.request, self.pools.page_size
+        copies = request.copies_of_shared(page_size)
+        behind = exchange.need - copies
         if request.mode is Mode.DENSE and (shared := request.prefix) is not None:
             keys = request.usable_keys[: shared.end_page]
             request.host_prefix = self.dense_tier.use_host_copy(keys, shared)
-            num_there, num_shared = (
-                end_of(prefix) * self.pools.page_size for prefix in (request.host_prefix, shared)
-            )
-            need -= SlotCounts(host=num_there, index=num_shared)
-            copies = SlotCounts(index=num_shared - num_there)
-        self.grow(request, need)
+            copies -= SlotCounts.of(KV_POOLS[Mode.HISPARSE], end_of(request.host_prefix) * page_size)
+        self.grow(request, behind + SlotCounts(host=copies.host))
         if copies.index:
-            self.held.make_room(copies)
-            in_front = self.pools.reserve(request.room, copies, request.owned.stage)
-            self.pools.join(in_front, request.owned)
+            in_front = SlotCounts(index=copies.index)
+            self.held.make_room(in_front)
+            self.pools.join(self.pools.reserve(request.room, in_front, request.owned.stage), request.owned)
             self._note_reserved(request)
 
     def replace_device_slots(self, exchange: Exchange, first_kept: int | None = None) -> None:

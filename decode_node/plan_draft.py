@@ -20,6 +20,7 @@ from hisparse_pd.decode_node.device_use import DeviceUse
 from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
+from hisparse_pd.decode_node.plan_slots import PlanSlots
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.reserve import Claim, Place, Reserve, order_ends, slots_of
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, Growth
@@ -79,12 +80,12 @@ class _Changed(NamedTuple):
 class Mark(NamedTuple):
     """The parts of a draft that change when running requests make room for others."""
 
-    available: SlotCounts
+    slots: PlanSlots
     exchanges: dict[Request, Exchange]
     changed: dict[Request, _Changed]
     reserve: Reserve | None
     reserve_is_strict: bool
-    left: frozenset[Prefix]
+    num_leaving: Mapping[Prefix, int]
 
 
 @dataclass
@@ -96,8 +97,8 @@ class PlanDraft:
     """
 
     limits: Limits
-    available: SlotCounts
-    """Slots that are free and that the plan has not given away so far."""
+    slots: PlanSlots
+    """Slots that are free, and that the plan has not given away so far."""
     running: Sequence[Request]
     landing: Sequence[Request]
     matches: HeldMatches
@@ -125,6 +126,11 @@ class PlanDraft:
     """The running requests that the plan grows or exchanges, as it leaves them."""
     _admitted_claims: list[Claim] = field(default_factory=list)
     """Claims of the requests that the plan admits."""
+
+    @property
+    def available(self) -> SlotCounts:
+        """Slots that are free once the plan is carried out."""
+        return self.slots.at_end
 
     # --- the reserve ------------------------------------------------------------------------------
 
@@ -212,7 +218,7 @@ class PlanDraft:
 
     def give(self, slots: SlotCounts, reserve: Reserve) -> None:
         """Note that running requests get ``slots``, which ``may_give`` has allowed."""
-        self.available -= slots
+        self.slots = self.slots.with_given(slots)
         reserve.give(slots)
 
     def note_change(self, request: Request, mode: Mode, owned: SlotCounts) -> None:
@@ -226,7 +232,7 @@ class PlanDraft:
         self.exchanges[request] = exchange
         self.device_use.exchange(exchange)
         self.note_change(request, request.mode, request.owned_slots - freed)
-        self.available += freed
+        self.slots = self.slots.with_exchange(SlotCounts() - freed, SlotCounts())
         self._reserve_is_strict = True
 
     def _may_leave_pages(self, request: Request) -> bool:
@@ -248,24 +254,37 @@ class PlanDraft:
     def leave_pages(self, exchange: Exchange, given: SlotCounts) -> bool:
         """Exchange a dense request's pages for a hot buffer, to make room for others, if the slots for that
         are free. Returns whether they are. ``given``: the slots that the exchange takes; those of its own
-        that it gives back count as negative. Pages that nobody else uses are free then, but their index slots
-        only after it has got some for the copies.
+        that it gives back count as negative.
 
         One of the request's two ways to end is closed then. The caller asks ``all_can_end`` once everybody
         has left who is to leave, and calls ``undo`` if not.
         """
-        request = exchange.request
-        freed = self.matches.freed_without(request)
-        before_copies = self.available + SlotCounts(device=freed.device)
-        if not (given + self._kept_for_growth).fits_in(before_copies):
+        slots = self.slots.with_exchange(given, self.matches.freed_without(exchange.request))
+        if not (slots.suffice and self._kept_for_growth.fits_in(slots.at_end)):
             return False
-        self.available += freed - given
-        self.matches.leave(request)
         self.device_use.exchange(exchange)
-        self.note_change(request, Mode.HISPARSE, request.owned_slots + given)
-        self.exchanges[request] = exchange
+        self._leave(exchange, given, slots)
         self._reserve = None
         return True
+
+    def leave_pages_to_grow(self, exchange: Exchange, given: SlotCounts, reserve: Reserve) -> bool:
+        """Do ``leave_pages`` for a dense or resident request that can get no more slots in its pages, if
+        ``reserve`` allows that, too."""
+        freed = self.matches.freed_without(exchange.request)
+        slots = self.slots.with_exchange(given, freed)
+        if not (slots.suffice and reserve.allows(given - freed)):
+            return False
+        self._leave(exchange, given, slots)
+        reserve.give(given - freed)
+        return True
+
+    def _leave(self, exchange: Exchange, given: SlotCounts, slots: PlanSlots) -> None:
+        """Note that a request leaves its pages, and the ``slots`` of the plan with that exchange."""
+        request = exchange.request
+        self.slots = slots
+        self.exchanges[request] = exchange
+        self.note_change(request, Mode.HISPARSE, request.owned_slots + given)
+        self.matches.leave(request)
 
     @property
     def all_can_end(self) -> bool:
@@ -275,15 +294,16 @@ class PlanDraft:
     def mark(self) -> Mark:
         """Return what ``undo`` needs."""
         exchanges, changed = dict(self.exchanges), dict(self._changed)
-        left = self.matches.left
-        return Mark(self.available, exchanges, changed, self._reserve, self._reserve_is_strict, left)
+        leaving = self.matches.num_leaving
+        return Mark(self.slots, exchanges, changed, self._reserve, self._reserve_is_strict, leaving)
 
     def undo(self, mark: Mark) -> None:
         """Undo all exchanges since ``mark``. Nothing may have been given away or admitted meanwhile."""
         if len(self.exchanges) != len(mark.exchanges):
             self._use = None
-        self.available, exchanges, changed, self._reserve, self._reserve_is_strict, self.matches.left = mark
-        self.exchanges, self._changed = dict(exchanges), dict(changed)  # the mark may be used again
+        self.slots, self._reserve, self._reserve_is_strict = mark.slots, mark.reserve, mark.reserve_is_strict
+        self.exchanges, self._changed = dict(mark.exchanges), dict(mark.changed)  # it may be used again
+        self.matches.num_leaving = mark.num_leaving
 
     def spare_device(self) -> int:
         """Return the free device slots beyond those that are left for growth."""
@@ -316,7 +336,7 @@ class PlanDraft:
         self._reserve = reserve
         self._admitted_claims.append(claim)
         request, need = admission.request, admission.need
-        self.available -= need + held.taken
+        self.slots = self._slots_with(admission, held)
         self.matches.take(held)
         self.admissions[request] = replace(admission, num_shared_pages=held.num_pages)
         if self._use is not None:
@@ -329,11 +349,9 @@ class PlanDraft:
 
     def _reserve_for(self, admission: Admission, held: HeldMatch) -> Reserve | None:
         """Return the reserve that allows the admission; None if none does."""
-        taken = admission.need + held.taken
+        slots = self._slots_with(admission, held)
         # Most requests that do not fit fail here, before the reserve and the pages for growth are worked out.
-        if not taken.fits_in(self.available):
-            return None
-        if not (taken + self._kept_for_growth).fits_in(self.available):
+        if not (slots.suffice and self._kept_for_growth.fits_in(slots.at_end)):
             return None
         claim = self._landing_claim(admission, held)
         if self.matches.is_counted_on(held):
@@ -347,6 +365,10 @@ class PlanDraft:
             return None
         self._reserve = None
         return self.reserve if self.reserve.allows_landing(claim) else None
+
+    def _slots_with(self, admission: Admission, held: HeldMatch) -> PlanSlots:
+        """Return the slots of the plan if it admits one more request."""
+        return self.slots.with_used(held.idle).with_given(admission.need + held.given)
 
     def _landing_claim(self, admission: Admission, held: HeldMatch) -> Claim:
         """Return the request's claim. Held pages that were free count as its own: like its slots, they are

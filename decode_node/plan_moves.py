@@ -148,21 +148,14 @@ class PlanMoves:
         self._fill_row(request, now)
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
-        """Give a running request, which must be in no step, a hot buffer for its device slots.
-
-        The request fails if the slots beside the hot buffer are not there: its plan counts index slots of a
-        prefix that it shares as coming, and an admission of the same plan may have taken these pages.
-        """
+        """Give a running request, which must be in no step, a hot buffer for its device slots."""
         request = exchange.request
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions  # a larger hot buffer is no retraction
+        self.requests.grow_for_exchange(exchange)
         change = self._resize if request.hot_capacity else self._leave_pages
-
-        def grow(_: Request) -> None:
-            self.requests.grow_for_exchange(exchange)
-
-        if self._do_or_fail(grow, request, "retracted", now) and change(exchange, now):
+        if change(exchange, now):
             self.metrics.add("retractions_total", request.num_retractions - num_before)
 
     def _resize(self, exchange: Exchange, now: float) -> bool:

@@ -433,6 +433,12 @@ class Request:
         """The number of device pages before those of its own, which it shares if it is dense or resident."""
         return self.num_shared_pages if self.mode is Mode.DENSE else self.num_resident_pages
 
+    def copies_of_shared(self, page_size: int) -> SlotCounts:
+        """Return the slots that it takes, when it leaves its pages, for copies of those that it shares: none
+        unless it is dense, because a hisparse request goes on sharing what it shares in ``KV_POOLS``."""
+        num_pages = self.num_shared_pages if self.mode is Mode.DENSE else 0
+        return SlotCounts.of(KV_POOLS[Mode.HISPARSE], num_pages * page_size)
+
     @property
     def will_share(self) -> bool:
         """Whether it has become resident and its next step lets others share its pages."""

@@ -60,6 +60,7 @@ from hisparse_pd.decode_node.making_room import make_room_for_growth
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
+from hisparse_pd.decode_node.plan_slots import PlanSlots
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import StepPlan
@@ -101,7 +102,7 @@ def plan_step(
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     matches = HeldMatches(held, remote, limits.page_size)
     queue = Queue(waiting or (), limits)
-    draft = PlanDraft(limits, free, running, landing, matches, queue, miss_cost, now, num_recent)
+    draft = PlanDraft(limits, PlanSlots.of(free), running, landing, matches, queue, miss_cost, now, num_recent)
     no_longer_local: list[Request] = []
     is_cut = makes_room = make_room_for_growth(draft)
     all_have_slots = not makes_room and grow(draft)

@@ -97,9 +97,9 @@ class StepPlan:
     ) -> None:
         """Call a function for each order of the plan, in the order in which the slots suffice for all of it.
 
-        The pages that admissions and fills share are marked as used first: otherwise the growth of others
-        could evict held pages, and the end of others free residents' pages. Exchanges free the device slots
-        that fills, growths and admissions take.
+        The pages that admissions and fills share are marked as used first: the growth of others may evict
+        held ones, and the end of others residents'. Exchanges free the device slots that fills, growths and
+        admissions take. ``PlanSlots`` counts in this order.
         """
         for request in self.no_longer_local:
             wait_for_node(request)

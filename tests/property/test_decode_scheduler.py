@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +29,7 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
+from hisparse_pd.decode_node import scheduler
 from hisparse_pd.decode_node.held_matches import num_shareable_pages
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -35,6 +37,7 @@ from hisparse_pd.decode_node.local_kv import copy_source, local_modes
 from hisparse_pd.decode_node.miss_cost import CHEAP, MissCost
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress
+from hisparse_pd.decode_node.plan_draft import PlanDraft
 from hisparse_pd.decode_node.quarantine import Quarantined
 from hisparse_pd.decode_node.request import KV_POOLS, Request
 from hisparse_pd.decode_node.request_states import RequestState
@@ -85,6 +88,8 @@ ARRIVALS = st.tuples(
     st.sampled_from([None, 0, 0, 1]),
     st.sampled_from([1, 1, 2, 3]),
 )
+NUM_FAMILY_PAGES = 4
+"""Pages that the prompts of one family share where requests leave them while others come."""
 SlotsByKind = dict[PoolKind, tuple[Extent, ...]]
 
 
@@ -344,7 +349,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         ending = self.rooms.select(RequestState.ENDING)
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
         were_local = {request for request in waiting if request.is_local}
-        plan = self.next_plan.make(self.now)
+        plan, planned = self._make_plan()
         if waiting and plan == StepPlan():
             assert self._new_plans().make(self.now) == plan, "somebody who fits is forgotten"
         # Those that turn out not to be local leave the queue before anything else is done.
@@ -370,6 +375,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for request in leaving:
             self._write_keys(request)
         carry_out(self.rooms, plan, float("inf"), self.limits, self.copies.retract)
+        # Nothing counts on the copies that requests find in the host pool, for which they leave their pages.
+        found_copies = any(request.prefix is not None for request in leaving)
+        assert planned == self.rooms.available or (found_copies and planned.fits_in(self.rooms.available))
         for request in leaving:
             self._check_has_its_bytes(request)
         for request, slots in kept.items():
@@ -402,6 +410,19 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for request in ending:  # the step that was in flight is read
             self._write_keys(request)
             self.rooms.release(request, self.now)
+
+    def _make_plan(self) -> tuple[StepPlan, SlotCounts]:
+        """Return the next plan, and the slots that it leaves free."""
+        drafts: list[PlanDraft] = []
+
+        def note(*args: Any) -> PlanDraft:
+            drafts.append(PlanDraft(*args))
+            return drafts[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "PlanDraft", note)
+            plan = self.next_plan.make(self.now)
+        return plan, drafts[-1].available
 
     def _check_has_its_bytes(self, request: Request) -> None:
         """It reads nothing but what it had before it left its pages."""
@@ -816,6 +837,71 @@ def test_pages_that_are_left_for_what_main_memory_has(
                 machine.everybody_can_end,
             ):
                 invariant_of()
+    machine.teardown()
+
+
+@SOME_HISTORIES
+@given(
+    num_spare_index=st.integers(0, 6),
+    num_spare_device=st.integers(0, 3),
+    is_stored=st.booleans(),
+    held=st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True),
+    left=st.lists(st.integers(2, 4), min_size=1, max_size=3),
+    late=st.lists(
+        st.tuples(
+            st.sampled_from([HisparseFlag.TRUE, HisparseFlag.TRUE, *HisparseFlag]),
+            st.integers(0, 4),
+            st.sampled_from([1, 4, 8]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_no_move_of_a_plan_takes_slots_that_a_later_one_gives_back(
+    num_spare_index: int,
+    num_spare_device: int,
+    is_stored: bool,
+    held: list[int],
+    left: list[int],
+    late: list[tuple[HisparseFlag, int, int]],
+) -> None:
+    """Index slots are short, and so are device slots: what an admission shares, what copies for a request
+    that leaves its pages take and what it gives back are the same few slots.
+
+    ``held``: families whose prompts hisparse requests have left; main memory may have their keys, too.
+    ``left``: families of dense requests of ``auto``, which share pages. ``late``: the flag, the family and
+    the output tokens of those that come. Spare slots are counted in pages.
+    """
+    num_dense = NUM_FAMILY_PAGES * len(set(left)) + 2 * len(left)
+    totals = SlotCounts(
+        host=200,
+        device=PAGE_SIZE * (num_dense + num_spare_device),
+        index=PAGE_SIZE * (num_dense + NUM_FAMILY_PAGES * len(held) + num_spare_index),
+        lookup=300,
+        aux=12,
+        req_row=12,
+    )
+    machine = DecodeNodeMachine()
+    machine.choose(0, keeps_residents=False, num_index_slots=totals.index if is_stored else 0, totals=totals)
+
+    def arrive(flag: HisparseFlag, family: int, num_more: int, max_new_tokens: int) -> None:
+        num_prompt_tokens = NUM_FAMILY_PAGES * PAGE_SIZE + num_more
+        machine._arrive(flag, num_prompt_tokens, max_new_tokens, max_new_tokens, PEERS[0], "", family, 1)
+
+    for flag, families in ((HisparseFlag.FALSE, left), (HisparseFlag.TRUE, held)):
+        for family in families:
+            arrive(flag, family, 1, 1)
+            machine.steps_and_deliveries(2)
+    machine.copies.finish()
+    for family in left:
+        arrive(HisparseFlag.AUTO, family, 2, 6)
+    machine.steps_and_deliveries(1)
+    for flag, family, max_new_tokens in late:
+        arrive(flag, family, 2, max_new_tokens)
+    for _ in range(4):
+        machine.steps_and_deliveries(1)
+        machine.pools_are_whole()
+        machine.everybody_can_end()
     machine.teardown()
 
 

@@ -80,7 +80,8 @@ PURE = (
         f"decode_node/{name}.py"
         for name in ("scheduler", "growth", "mode_choice", "mode_speed", "making_room")
     ),
-    *(f"decode_node/{name}.py" for name in ("hot_buffer_sizes", "free_slots", "plan_draft", "step_plan")),
+    *(f"decode_node/{name}.py" for name in ("hot_buffer_sizes", "free_slots", "plan_draft", "plan_slots")),
+    "decode_node/step_plan.py",
     *(f"decode_node/{name}.py" for name in ("limits", "next_plan")),
     *(
         "decode_node/held_matches.py",

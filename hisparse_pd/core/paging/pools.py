@@ -88,6 +88,10 @@ class SlotCounts:
     def __sub__(self, other: SlotCounts) -> SlotCounts:
         return SlotCounts(*map(sub, _in_order(self), _in_order(other)))
 
+    def least(self, other: SlotCounts) -> SlotCounts:
+        """Return the lesser number of each pool."""
+        return SlotCounts(*map(min, _in_order(self), _in_order(other)))
+
     def fits_in(self, available: SlotCounts) -> bool:
         return (
             self.host <= available.host

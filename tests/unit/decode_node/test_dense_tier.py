@@ -135,7 +135,7 @@ def test_admissions_of_one_plan_share_a_copy_up() -> None:
     books = Books()
     books.leave(FIRST)
     books.empty_device()
-    matches = HeldMatches(books.rooms.held, (), 4)
+    matches, planned = HeldMatches(books.rooms.held, (), 4), books.rooms.available
     admissions = []
     for room, tail in ((11, (5,)), (12, (6,)), (13, (7,))):
         prompt = (*FIRST[:16], *tail)
@@ -144,11 +144,13 @@ def test_admissions_of_one_plan_share_a_copy_up() -> None:
         match = matches.find(request, Mode.DENSE)
         matches.take(match)
         need = SlotCounts(device=4, index=4, aux=1, req_row=1)
+        planned -= need + match.taken
         admissions.append(Admission(request, Mode.DENSE, need, 0, match.num_pages))
     carry_out(books.rooms, StepPlan(admissions=tuple(admissions)))
     books.rooms.check_integrity()
     assert len(books.copies.under_way) == 1
     assert books.rooms.pools.free.device == 40 - 16 - 12
+    assert books.rooms.available == planned, "the plan counts what comes up once"
     requests = [admission.request for admission in admissions]
     assert all(books.rooms.await_fetch(request, 9.0) for request in requests)
     assert books.copied() == requests
@@ -171,6 +173,25 @@ def test_a_hisparse_request_behind_a_dense_one_of_the_same_plan_pays_for_thekeys
     assert hisparse.taken == SlotCounts(index=16)
     matches.take(hisparse)
     assert matches.find(request, Mode.HISPARSE).taken == SlotCounts()
+
+
+@pytest.mark.I2
+def test_keys_that_leave_for_a_copy_of_some_pages_are_those_of_these_pages() -> None:
+    """The dense request of the plan has 2 of the 4 pages, and the hisparse one behind it has all."""
+    books = Books()
+    books.leave(FIRST, Mode.HISPARSE)
+    matches, available = HeldMatches(books.rooms.held, (), 4), books.rooms.available
+    admissions = []
+    for room, prompt, mode in ((8, (*FIRST[:8], 5), Mode.DENSE), (9, FIRST, Mode.HISPARSE)):
+        keys = PromptKeys.of(NO_ISOLATION, pack_token_ids(prompt), 4)
+        request = enqueue(books.rooms, make_request(room, len(prompt), prompt_keys=keys))
+        match = matches.find(request, mode)
+        matches.take(match)
+        available -= match.taken
+        admissions.append(Admission(request, mode, SlotCounts(aux=1, req_row=1), 0, match.num_pages))
+    assert match.taken == SlotCounts(host=8, index=8) + SlotCounts(index=8)
+    carry_out(books.rooms, StepPlan(admissions=tuple(admissions)))
+    assert books.rooms.available == available - SlotCounts(aux=2, req_row=2)
 
 
 @pytest.mark.I1

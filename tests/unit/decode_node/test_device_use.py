@@ -13,6 +13,7 @@ from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.mode_choice import admit
 from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
+from hisparse_pd.decode_node.plan_slots import PlanSlots
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Admission, Exchange, Fill, StepPlan
 from tests.books import carry_out, enqueue, make_request
@@ -33,7 +34,7 @@ def draft_of(rooms: LiveRequests) -> PlanDraft:
     matches = HeldMatches(rooms.held, (), LIMITS.page_size)
     running = rooms.select(RequestState.RUNNING)
     landing = rooms.select(RequestState.LANDING)
-    return PlanDraft(LIMITS, rooms.available, running, landing, matches, Queue((), LIMITS))
+    return PlanDraft(LIMITS, PlanSlots.of(rooms.available), running, landing, matches, Queue((), LIMITS))
 
 
 def contents(use: DeviceUse) -> dict[str, Any]:

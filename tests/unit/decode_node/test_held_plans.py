@@ -15,6 +15,7 @@ from hisparse_pd.decode_node.held_matches import NO_MATCH, HeldMatches
 from hisparse_pd.decode_node.local_kv import copy_source
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.request import KV_POOLS, Request
+from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.reserve import Claim, order_ends
 from hisparse_pd.decode_node.step_plan import Growth, StepPlan
 from hisparse_pd.protocol.messages import Room
@@ -296,6 +297,84 @@ def test_a_hot_buffer_may_take_the_shared_pages_that_its_request_leaves() -> Non
     assert (exchange.request, exchange.hot_capacity, sharer.num_device_slots) == (sharer, 21, 32)
     assert request_slots(sharer)[:16] == kept
     assert node.rooms.available.device == 48
+
+
+def _leaver_and_late(num_index_slots: int) -> tuple[Node, Request, Request]:
+    """Return a node whose device pool has one page free, a dense request of ``auto`` that alone uses the 4
+    pages that it shares, and a hisparse one that waits, and shares 4 pages that nobody uses."""
+    totals = replace(STEP_BY_STEP.totals, device=96, index=num_index_slots)
+    node = Node(replace(STEP_BY_STEP, totals=totals))
+    for flag, family in ((FALSE, 1), (TRUE, 2)):
+        held = node.arrive(flag, 64, 1, family=family)
+        node.step()
+        end(node.rooms, held, is_sound=True)
+    leaver = node.arrive(AUTO, 66, 14, family=1)
+    node.step()
+    assert (leaver.mode, leaver.num_shared_pages, leaver.owned_slots.index) == (Mode.DENSE, 4, 16)
+    late = node.arrive(TRUE, 66, 14, family=2)
+    assert node.rooms.available == totals - SlotCounts(device=80, index=80, req_row=1)
+    return node, leaver, late
+
+
+@pytest.mark.I2
+@pytest.mark.I7
+@pytest.mark.parametrize("num_index_slots", [160, 176, 192])
+def test_index_slots_of_pages_that_are_left_serve_no_admission_that_shares_held_ones(
+    num_index_slots: int,
+) -> None:
+    """The one that leaves takes 64 for copies before it gives 64 back. Those that the other shares are gone
+    by then, and with them too few are free, though the plan would end with as many as all have."""
+    node, leaver, late = _leaver_and_late(num_index_slots)
+    assert node.step() == StepPlan()
+    assert (leaver.mode, late.state) == (Mode.DENSE, RequestState.WAITING)
+    end(node.rooms, leaver, is_sound=True)
+    (admission,) = node.step().admissions
+    assert (admission.request, admission.num_shared_pages) == (late, 4)
+
+
+@pytest.mark.I2
+def test_a_request_leaves_its_pages_for_one_that_shares_others_if_both_find_index_slots() -> None:
+    node, leaver, late = _leaver_and_late(208)
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == [leaver]
+    assert [admission.request for admission in plan.admissions] == [late]
+    assert node.rooms.available.index == 208 - 80 - 64 - 16
+
+
+@pytest.mark.I2
+@pytest.mark.I9
+def test_pages_that_were_found_wrong_are_not_planned_with_when_they_are_left() -> None:
+    """The page with the wrong row is set aside once nobody uses it."""
+    node, leaver, late = _leaver_and_late(208)
+    assert leaver.prefix is not None
+    wrong = leaver.prefix.extents(PoolKind.DEVICE)[0].start
+    node.rooms.pools.set_aside(PoolKind.DEVICE, wrong)
+    node.rooms.held.drop(PoolKind.DEVICE, wrong)
+    assert HeldMatches(node.rooms.held, (), 16).freed_without(leaver) == SlotCounts()
+    node.step()
+    end(node.rooms, leaver)
+    node.step()
+    assert late.state is RequestState.RUNNING
+    assert node.rooms.pools.used(Stage.SET_ASIDE) == SlotCounts(device=16)
+
+
+@pytest.mark.I2
+def test_pages_are_free_when_the_last_of_their_users_leaves_them_in_the_same_plan() -> None:
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    sharers = [node.arrive(FALSE, 66, 30, family=1) for _ in range(2)]
+    node.step()
+    matches = HeldMatches(node.rooms.held, (), 16)
+    assert [matches.freed_without(sharer) for sharer in sharers] == [SlotCounts()] * 2
+    matches.leave(sharers[0])
+    assert matches.freed_without(sharers[1]) == SlotCounts(device=64, index=64)
+    matches.leave(sharers[1])
+    assert matches.unused == SlotCounts(device=64, index=64)
+    exchanges = tuple(next(exchanges_of_pages(node.limits, sharer, 32))[0] for sharer in sharers)
+    carry_out(node.rooms, StepPlan(exchanges=exchanges), limits=node.limits)
+    assert node.rooms.held.unused == matches.unused
 
 
 @pytest.mark.I2

@@ -245,22 +245,6 @@ def test_a_retraction_that_fails_ends_its_request_only(
 
 
 @pytest.mark.I7
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-def test_slots_that_are_not_there_for_a_retraction_end_its_request_only(
-    node: EngineHarness, flag: HisparseFlag
-) -> None:
-    doomed = node.generate(PROMPT[:100], NUM_NEW, flag)
-    spared = node.generate(PROMPT[:150], NUM_NEW, HisparseFlag.TRUE)
-    node.begin_together([doomed, spared])
-    request = next(each for each in node.engine.requests.all() if each.num_prompt_tokens == 100)
-    too_many = node.engine.requests.pools.totals.index + 64
-    plan = StepPlan(exchanges=(Exchange(request, 80, SlotCounts(index=too_many)),))
-    node.engine.plan_moves.carry_out(plan, 0.0)
-    node.engine.requests.check_integrity()
-    check_one_fails(node, doomed, spared, "cannot be retracted: ")
-
-
-@pytest.mark.I7
 @pytest.mark.parametrize("name", ["resize", "start_pages"])
 def test_what_fails_before_its_growth_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, name: str
