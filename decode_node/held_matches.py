@@ -73,9 +73,10 @@ def num_shareable_pages(held: PrefixTree, keys: Sequence[PageKey], mode: Mode) -
     return num_pages
 
 
-def _shared_by(request: Request) -> Iterable[Prefix]:
-    """Return the prefixes that a dense request leaves if it leaves its pages."""
-    return request.prefix.chain() if request.prefix is not None and request.mode is Mode.DENSE else ()
+def _left_by(request: Request) -> Iterable[Prefix]:
+    """Return the prefixes on the device, which a request leaves if it leaves its pages."""
+    prefix = request.prefix if request.mode is Mode.DENSE else request.resident_prefix
+    return () if prefix is None else prefix.chain()
 
 
 class HeldMatches:
@@ -101,8 +102,8 @@ class HeldMatches:
         self._copied: dict[Prefix, int] = {}
         """For each prefix, up to which of its pages the device gets a copy for admitted dense requests."""
         self.num_leaving: Mapping[Prefix, int] = {}
-        """For each prefix, how many dense requests leave it in this plan. Its slots are free, and count as
-        such, if all of its users do."""
+        """For each prefix, how many requests leave it in this plan. Its slots are free, and count as such, if
+        all of its users do."""
 
     @property
     def unused(self) -> SlotCounts:
@@ -129,16 +130,16 @@ class HeldMatches:
         return HeldMatch(stored.num_pages, match.parts, idle, given, stored.num_pages - num_here, sources)
 
     def freed_without(self, request: Request) -> SlotCounts:
-        """Return the slots of pages that nobody uses any more once a dense request has left those that it
-        shares. A hisparse one leaves none: it shares pages in the host pool."""
-        return self._slots_of(part for part in _shared_by(request) if self._is_left(part, num_more=1))
+        """Return the slots of pages that nobody uses any more once a request has left those that it shares on
+        the device: a dense one those of its prompt, and a resident those that residents share."""
+        return self._slots_of(part for part in _left_by(request) if self._is_left(part, num_more=1))
 
     def leave(self, request: Request) -> None:
-        """Note that a dense request leaves the pages that it shares."""
+        """Note that a request leaves the pages that it shares on the device."""
         # A new mapping, because ``PlanDraft.undo`` brings the old one back.
         self.num_leaving = {
             **self.num_leaving,
-            **{part: self.num_leaving.get(part, 0) + 1 for part in _shared_by(request)},
+            **{part: self.num_leaving.get(part, 0) + 1 for part in _left_by(request)},
         }
 
     def _is_left(self, part: Prefix, num_more: int = 0) -> bool:

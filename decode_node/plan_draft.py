@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.pools import SlotCounts
+from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.decode_node.device_use import DeviceUse
 from hisparse_pd.decode_node.held_matches import HeldMatch, HeldMatches
@@ -164,9 +164,12 @@ class PlanDraft:
         changed = self._changed.get(request)
         if changed is None:
             return self._unchanged_claims[request]
-        if request.mode is not changed.mode:  # it shares no pages any more
-            return self.limits.claim(request, changed.mode, changed.owned)._replace(prefixes=())
-        return self.limits.claim(request, changed.mode, changed.owned, request.num_shared_pages)
+        num_shared_pages = request.num_shared_pages if request.mode is changed.mode else 0
+        claim = self.limits.claim(request, changed.mode, changed.owned, num_shared_pages)
+        if request not in self.exchanges:
+            return claim
+        # It shares no device pages any more.
+        return claim._replace(prefixes=tuple(p for p in claim.prefixes if PoolKind.DEVICE not in p.kinds))
 
     @cached_property
     def _unchanged_claims(self) -> dict[Request, Claim]:
@@ -226,13 +229,10 @@ class PlanDraft:
         self._changed[request] = _Changed(mode, owned)
 
     def make_hot_buffer(self, exchange: Exchange, freed: SlotCounts) -> None:
-        """Exchange a hisparse request's device slots for a smaller hot buffer. ``freed``: those that it gives
-        back."""
-        request = exchange.request
-        self.exchanges[request] = exchange
+        """Exchange a hisparse request's device slots for a smaller hot buffer. ``freed``: those of its own
+        that it gives back."""
         self.device_use.exchange(exchange)
-        self.note_change(request, request.mode, request.owned_slots - freed)
-        self.slots = self.slots.with_exchange(SlotCounts() - freed, SlotCounts())
+        self._leave(exchange, SlotCounts() - freed, self._with_exchange(exchange, SlotCounts() - freed))
         self._reserve_is_strict = True
 
     def _may_leave_pages(self, request: Request) -> bool:
@@ -259,7 +259,7 @@ class PlanDraft:
         One of the request's two ways to end is closed then. The caller asks ``all_can_end`` once everybody
         has left who is to leave, and calls ``undo`` if not.
         """
-        slots = self.slots.with_exchange(given, self.matches.freed_without(exchange.request))
+        slots = self._with_exchange(exchange, given)
         if not (slots.suffice and self._kept_for_growth.fits_in(slots.at_end)):
             return False
         self.device_use.exchange(exchange)
@@ -270,16 +270,21 @@ class PlanDraft:
     def leave_pages_to_grow(self, exchange: Exchange, given: SlotCounts, reserve: Reserve) -> bool:
         """Do ``leave_pages`` for a dense or resident request that can get no more slots in its pages, if
         ``reserve`` allows that, too."""
-        freed = self.matches.freed_without(exchange.request)
-        slots = self.slots.with_exchange(given, freed)
-        if not (slots.suffice and reserve.allows(given - freed)):
+        slots = self._with_exchange(exchange, given)
+        taken = self.available - slots.at_end
+        if not (slots.suffice and reserve.allows(taken)):
             return False
         self._leave(exchange, given, slots)
-        reserve.give(given - freed)
+        reserve.give(taken)
         return True
 
+    def _with_exchange(self, exchange: Exchange, given: SlotCounts) -> PlanSlots:
+        """Return the slots of the plan if it has one more exchange, which takes ``given``."""
+        return self.slots.with_exchange(given, self.matches.freed_without(exchange.request))
+
     def _leave(self, exchange: Exchange, given: SlotCounts, slots: PlanSlots) -> None:
-        """Note that a request leaves its pages, and the ``slots`` of the plan with that exchange."""
+        """Note that a request gets a hot buffer for its device slots, and leaves the pages that it shares
+        there. ``slots``: those of the plan with that exchange."""
         request = exchange.request
         self.slots = slots
         self.exchanges[request] = exchange

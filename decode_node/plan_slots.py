@@ -25,7 +25,7 @@ dense                               host pool that have moved down (``Request.co
                                     lets go of the prefix; those of pages without other users are free
 ==================================  ====================================================================
 
-Dense requests that leave their pages need device slots only behind that, because the device has no copies.
+It gets its hot buffer behind that, so it finds the device slots of the pages that it has left.
 """
 
 from __future__ import annotations
