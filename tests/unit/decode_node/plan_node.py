@@ -9,10 +9,13 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
+from hisparse_pd.decode_node.held_matches import HeldMatches
 from hisparse_pd.decode_node.held_tier import PageCopies
 from hisparse_pd.decode_node.limits import Limits, refusal
 from hisparse_pd.decode_node.live_requests import LiveRequests
 from hisparse_pd.decode_node.miss_cost import CHEAP
+from hisparse_pd.decode_node.plan_draft import PlanDraft, Queue
+from hisparse_pd.decode_node.plan_slots import PlanSlots
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.scheduler import plan_step
@@ -90,6 +93,13 @@ class Node:
             miss_cost=self.miss_cost,
             now=now,
         )
+
+    def draft(self) -> PlanDraft:
+        """Return a plan in the making, with nothing in it and nobody that waits."""
+        running = self.rooms.select(RequestState.RUNNING)
+        matches = HeldMatches(self.rooms.held, (), self.limits.page_size)
+        slots = PlanSlots.of(self.rooms.available)
+        return PlanDraft(self.limits, slots, running, [], matches, Queue((), self.limits), self.miss_cost)
 
     def step(self, now: float = 0.0) -> StepPlan:
         """Carry out a plan and, where it is cut, those that go on behind it. Return the last one."""

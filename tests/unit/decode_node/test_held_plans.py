@@ -372,9 +372,33 @@ def test_pages_are_free_when_the_last_of_their_users_leaves_them_in_the_same_pla
     assert matches.freed_without(sharers[1]) == SlotCounts(device=64, index=64)
     matches.leave(sharers[1])
     assert matches.unused == SlotCounts(device=64, index=64)
+    assert matches.find(node.arrive(FALSE, 66, family=1), Mode.DENSE).idle == matches.unused
     exchanges = tuple(next(exchanges_of_pages(node.limits, sharer, 32))[0] for sharer in sharers)
     carry_out(node.rooms, StepPlan(exchanges=exchanges), limits=node.limits)
     assert node.rooms.held.unused == matches.unused
+
+
+@pytest.mark.I2
+def test_pages_that_an_admission_shares_are_not_free_when_their_user_leaves_them() -> None:
+    node, leaver, _ = _leaver_and_late(208)
+    shorter = node.arrive(FALSE, 40, family=1)
+    matches = HeldMatches(node.rooms.held, (), 16)
+    match = matches.find(shorter, Mode.DENSE)
+    assert (match.num_pages, match.idle) == (2, SlotCounts())
+    matches.take(match)
+    assert matches.freed_without(leaver) == SlotCounts(device=32, index=32)
+
+
+@pytest.mark.I2
+def test_who_does_not_leave_after_all_has_left_nothing() -> None:
+    node, leaver, _ = _leaver_and_late(208)
+    draft = node.draft()
+    mark = draft.mark()
+    assert draft.leave_pages(*next(exchanges_of_pages(node.limits, leaver, 32)))
+    assert draft.matches.unused == SlotCounts(host=64, device=64, index=128)
+    draft.undo(mark)
+    assert draft.available == node.rooms.available
+    assert draft.matches.unused == SlotCounts(host=64, index=64)
 
 
 @pytest.mark.I2

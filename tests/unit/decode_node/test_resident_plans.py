@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.reserve import order_ends
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
 from hisparse_pd.decode_node.swap_counts import SwapCounts
-from tests.books import end
+from tests.books import carry_out, end
 from tests.unit.decode_node.plan_node import (
     FALSE,
     RESIDENTS,
@@ -120,6 +121,29 @@ def test_pages_that_a_fill_shares_outlive_the_request_that_filled_them() -> None
     node.rooms.begin_fill(fill)
     assert (second.num_resident_pages, second.num_page_slots) == (9, fill.num_page_slots)
     node.rooms.check_integrity()
+
+
+@pytest.mark.I2
+def test_pages_that_residents_share_are_free_once_when_the_last_of_them_leaves() -> None:
+    """They count as free at the plan's end, and no more at the ends of those that have left them."""
+    node = node_with_device(1600, fill_tokens=1000)
+    residents = [node.arrive(TRUE, 160, max_new_tokens=40, family=1) for _ in range(2)]
+    node.step()
+    for _ in residents:
+        have_missed(residents)
+        node.step()
+        end_fills(node)
+        share_pages(node)
+    assert [request.num_resident_pages for request in residents] == [9, 9]
+    draft = node.draft()
+    for number, request in enumerate(residents):
+        gain = request.num_device_slots - 32
+        available = draft.available.device
+        draft.make_hot_buffer(Exchange(request, 32), SlotCounts(device=gain))
+        assert draft.available.device - available == gain + number * 144
+    assert order_ends(draft.available, ((r, draft._claim(r)) for r in residents), {}, 16).left[1] == 1600
+    carry_out(node.rooms, StepPlan(exchanges=tuple(draft.exchanges.values())), limits=node.limits)
+    assert node.rooms.available == draft.available
 
 
 @pytest.mark.I2
