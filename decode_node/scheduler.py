@@ -102,7 +102,9 @@ def plan_step(
     remote = (*(request.prefix for request in landing if request.prefix is not None), *quarantined)
     matches = HeldMatches(held, remote, limits.page_size)
     queue = Queue(waiting or (), limits)
-    draft = PlanDraft(limits, PlanSlots.of(free), running, landing, matches, queue, miss_cost, now, num_recent)
+    draft = PlanDraft(
+        limits, PlanSlots.of(free), running, landing, matches, queue, miss_cost, now, num_recent
+    )
     no_longer_local: list[Request] = []
     is_cut = makes_room = make_room_for_growth(draft)
     all_have_slots = not makes_room and grow(draft)

@@ -99,7 +99,7 @@ class StepPlan:
 
         The pages that admissions and fills share are marked as used first: the growth of others may evict
         held ones, and the end of others residents'. Exchanges free the device slots that fills, growths and
-        admissions take. ``PlanSlots`` counts in this order.
+        admissions take.
         """
         for request in self.no_longer_local:
             wait_for_node(request)
