@@ -14,7 +14,16 @@ from hisparse_pd.kernels.step_requests import ring_entries
 def by_row(state: HotBufferState, table: Tensor) -> Tensor:
     """Return what a table by device slot has for each row's entries: [num_groups, num_rows, max_capacity] on
     the CPU, ABSENT behind the row's pages."""
-    return torch.stack([table[:, state.entry_slots(row)].cpu() for row in range(state.num_rows)], dim=1)
+    return table[:, _entry_slots(state)].cpu()
+
+
+def _entry_slots(state: HotBufferState) -> Tensor:
+    """Return what ``state.entry_slots`` returns of each row: int64 [num_rows, max_capacity]. One call takes
+    as long as one of those, and the tests of a node check its tables after every turn."""
+    pages = state.hot_pages.long()
+    pages = pages.where(pages != ABSENT, state.num_device_slots // state.page_size)
+    in_page = torch.arange(state.page_size, device=state.device)
+    return (pages[:, :, None] * state.page_size + in_page).flatten(1)[:, : state.max_capacity]
 
 
 def check_consistency(
@@ -35,8 +44,9 @@ def check_consistency(
         raise RuntimeError(f"lookup page {int(page_ids[1:][is_again][0])} is in more than one place")
     if not np.array_equal(lookup_pages == ABSENT, state.host_pages.cpu().numpy() == ABSENT):
         raise RuntimeError("a page has a host page and no lookup page, or the other way round")
-    _check_device_pages(state, capacities)
-    of_entries = by_row(state, state.hot_to_lookup), by_row(state, state.stamps)
+    slots = _entry_slots(state)
+    _check_device_pages(state, capacities, slots.cpu().numpy())
+    of_entries = state.hot_to_lookup[:, slots], state.stamps[:, slots]
     for group in range(state.num_groups):
         tables = (state.lookup_to_hot, *of_entries, state.step)
         forward, backward, stamps, steps = (table[group].cpu().numpy() for table in tables)
@@ -53,23 +63,23 @@ def check_consistency(
             raise RuntimeError(f"group {group}: {num_hot} hot lookup slots, {num_used} used entries")
 
 
-def _check_device_pages(state: HotBufferState, capacities: list[int]) -> None:
+def _check_device_pages(state: HotBufferState, capacities: list[int], slots: Table) -> None:
     """Verify that a device page is in one place at most, and that slots that are no entry of a row have no
-    words. Rows whose pages are being filled have both a hot buffer and pages."""
-    page_ids = torch.cat((state.hot_pages.flatten(), state.page_table.flatten().unique())).cpu()
-    page_ids = page_ids[page_ids != ABSENT].sort().values
+    words. Rows whose pages are being filled have both a hot buffer and pages. ``slots``: ``_entry_slots``."""
+    page_table, hot_pages = state.page_table.cpu().numpy(), state.hot_pages.cpu().numpy()
+    page_ids = np.sort(np.concatenate((hot_pages.ravel(), np.unique(page_table))))
+    page_ids = page_ids[page_ids != ABSENT]
     is_again = page_ids[1:] == page_ids[:-1]
     if is_again.any():
         raise RuntimeError(f"device page {int(page_ids[1:][is_again][0])} is in more than one place")
-    is_entry = torch.zeros(state.hot_to_lookup.shape[1], dtype=torch.bool)
-    for row, capacity in enumerate(capacities):
-        is_entry[state.entry_slots(row)[:capacity].cpu()] = True
+    is_entry = np.zeros(state.hot_to_lookup.shape[1], dtype=np.bool_)
+    is_entry[slots[np.arange(state.max_capacity) < np.array(capacities)[:, None]]] = True
     if is_entry[state.num_device_slots :].any():
         raise RuntimeError("the unused page has an entry: a row lacks a page of its hot buffer")
     for table in (state.hot_to_lookup, state.stamps):
-        is_stray = (table.cpu() != ABSENT).any(0) & ~is_entry
+        is_stray = (table.cpu().numpy() != ABSENT).any(0) & ~is_entry
         if is_stray.any():
-            raise RuntimeError(f"device slot {int(is_stray.nonzero()[0])} is no entry and has a word")
+            raise RuntimeError(f"device slot {int(np.flatnonzero(is_stray)[0])} is no entry and has a word")
 
 
 def _check_row(
