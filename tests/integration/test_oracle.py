@@ -4,7 +4,7 @@ Prompts have the lengths at which off-by-one errors live. Each pass sends all pr
 through router, prefill node and decode node; the passes differ in the flag, in how many requests share a
 batch, and in whether the prefix cache is warm. Invariant I5.
 
-The default run has 15 prompts of one model in short contexts and 9 new tokens each, because the longest
+The default run has 15 prompts of one model in short contexts and 6 new tokens each, because the longest
 prompts take most of the oracle's time; batches have each prompt in every mode. The slow tests have each
 model in longer contexts with up to 48 new tokens: both modes alone, and all flags in batches of up to 28
 prompts with cold and warm caches.
@@ -25,7 +25,7 @@ import pytest
 from tests.integration.harness import FLAGS, Deployment, at_once, deployment, generated, wait_until
 from tests.oracle_beside import Oracle
 
-SAMPLE = [pytest.param(("v32", 768, 15, 15, 9, 3), id="v32")]
+SAMPLE = [pytest.param(("v32", 768, 15, 15, 6, 3), id="v32")]
 """The default run: model, context length, prompts, prompts that are drawn, new tokens, drafts of a step.
 
 Three chunks fill the context.

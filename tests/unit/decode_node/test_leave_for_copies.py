@@ -254,8 +254,14 @@ def _leave(node: EngineHarness, request: Request) -> None:
 
 @pytest.mark.I4
 @pytest.mark.I5
-@pytest.mark.parametrize("while_used", [False, True])
-@pytest.mark.parametrize("num_prompt_tokens", [85, 33, 65])
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "while_used"),
+    [
+        # Each length, alone and beside another; in `make test-full` any two meet.
+        *((85, True), (33, True), (65, False)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((85, False), (33, False), (65, True))),
+    ],
+)
 def test_tokens_are_the_same_once_a_request_reads_the_copy(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num_prompt_tokens: int, while_used: bool
 ) -> None:
@@ -310,6 +316,8 @@ def test_tokens_are_the_same_once_a_request_reads_the_copy(
     node.engine.plan_moves.carry_out(StepPlan(exchanges=(smaller,)), 0.0)
     node.turn_until(lambda: again.is_over)
     assert (again.token_ids, again.stats.mode) == (first.token_ids, Mode.HISPARSE)
+    if while_used:
+        node.leave(other)
     node.turn_until(lambda: not requests and requests.num_copies == 0)
     for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE):
         assert node.ask(prompt, NUM_NEW, flag).token_ids == first.token_ids

@@ -180,7 +180,7 @@ def test_pages_of_several_requests_are_filled_beside_their_steps(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
     """What is drawn meanwhile is in the pages, too, which grow while they are filled."""
-    num_new = 40 + 20 * num_drafts
+    num_new = 24 + 20 * num_drafts
     prompts = [*LONG, random_prompt(77, 300)]
     with drafts(node, num_drafts):
         expected = dense_tokens(node, prompts, num_new)
@@ -266,7 +266,7 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
     """The first fills them; the others fill what is their own, and the pages outlive the first."""
-    beginning, num_new = LONG[1][:640], 3 * NUM_NEW
+    beginning, num_new = LONG[1][:640], 16 + 5 * num_drafts
     prompts = [(*beginning, *random_prompt(50 + n, 30 + 20 * n)) for n in range(3)]
     with (
         closing(automatic(checkpoint, tmp_path, monkeypatch, disable_prefix_cache=False)) as node,
@@ -295,7 +295,7 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
 def test_a_resident_leaves_pages_that_it_shares(short_node: MakeNode, capacity: int, keeps: bool) -> None:
     """Its own pages stay the beginning of its hot buffer, and it is in the next step, unless the hot buffer
     holds all positions: then it is filled again."""
-    node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 3 * NUM_NEW
+    node, num_new = short_node(4000, 0, 3, largest=400, disable_prefix_cache=False), 16 if keeps else 30
     prompts = [(*LONG[1][:240], *random_prompt(50 + n, 60)) for n in range(2)]
     expected = dense_tokens(node, prompts, num_new)
     answers = hisparse_answers(node, prompts, num_new)
