@@ -181,7 +181,8 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         prefix = self.tree.use(prompt.keys[: len(known)], prompt.kinds) if known else None
         need = SlotCounts.of(prompt.kinds, (len(prompt.pages) - len(known)) * PAGE_SIZE)
         down = [run for run in (prefix.chain() if prefix else ()) if run.is_down]
-        need_up = SlotCounts(index=sum(len(run.keys) for run in down) * PAGE_SIZE)
+        pages_down = pages_of(down)
+        need_up = SlotCounts(index=len(pages_down) * PAGE_SIZE)
         if not (need + need_up).fits_in(self.pools.free + self.tree.unused):
             if prefix is not None:
                 self.tree.let_go(prefix)
@@ -192,15 +193,16 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         user.holding = self.pools.reserve(Room(len(self.users)), need)
         if prefix is not None and down:
             with self.making_room(need_up):
-                assert set(self.tree.bring_up(prefix)) == set(down)
+                brought = self.tree.bring_up(prefix)
+            assert pages_of(brought) == pages_down, "two runs may be one meanwhile"
             assert not self.tree.is_up(prompt.keys, prompt.kinds)
             if copy_fails:
-                self.tree.take_down(down)
-                assert all(run.is_down for run in down)
+                self.tree.take_down(brought)
+                assert all(run.is_down for run in brought)
                 self.leave(user)
                 return None
             self.tree.use_run(prefix)
-            self.copies.append(Copy(prefix, frozenset(pages_of(down))))
+            self.copies.append(Copy(prefix, frozenset(pages_down)))
         return user
 
     def compute(self, user: User, *, keeps_copies: bool) -> None:

@@ -274,13 +274,14 @@ class PrefixTree:
 
         Raises PoolExhausted.
         """
+        missing = [kind for kind in prefix.kinds if kind is not PoolKind.HOST]
+        num_pages = sum(len(part.keys) for part in prefix.chain() if part.is_down)
+        self.make_room(SlotCounts.of(missing, num_pages * self._pools.page_size))
+        # These are listed now: where a run beside the chain was evicted, two of the chain may be one.
         down = [part for part in prefix.chain() if part.is_down]
         for part in down:
-            num_slots = len(part.keys) * self._pools.page_size
-            missing = [kind for kind in part.kinds if kind not in part.pools]
-            self.make_room(SlotCounts.of(missing, num_slots))
             for kind in missing:
-                self._pools.grow(part.holding, kind, num_slots)
+                self._pools.grow(part.holding, kind, len(part.keys) * self._pools.page_size)
             part.is_arriving = True
         return down
 

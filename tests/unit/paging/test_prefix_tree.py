@@ -150,6 +150,28 @@ def test_integrity_notices_a_user_that_was_lost() -> None:
         node.tree.check_integrity([])
 
 
+def test_runs_that_become_one_while_room_is_made_for_them_are_brought_up_whole() -> None:
+    """What is evicted for the first of two runs was all that kept it apart from the second."""
+    node = Node()
+    beside, read, other = pages(1, 2), pages(1, 3), pages(4)
+    for keys, num_before in ((beside, 0), (read, 1), (other, 0)):
+        node.hold(keys, num_before)
+    prefix = node.tree.use(read, HOST)
+    node.tree.mark_stored(prefix, 0)
+    node.tree.let_go(prefix)
+    node.tree.let_go(node.tree.use_stored(read, HOST))
+    assert [run.is_down for run in prefix.chain()] == [True, True]
+    node.tree.let_go(node.tree.use(other, HOST))
+    rest = node.pools.reserve(Room(2), SlotCounts(index=node.pools.free.index))
+    prefix = node.tree.use(read, HOST)
+    (run,) = node.tree.bring_up(prefix)
+    assert (run.pools, len(run.keys)) == (HOST, 2)
+    assert (node.num_held(beside), node.num_held(other)) == (1, 0)
+    node.tree.check_integrity([prefix])
+    node.pools.release(rest)
+    node.pools.check_integrity()
+
+
 @pytest.mark.I9
 def test_what_is_dropped_is_found_by_nobody_and_free_when_its_users_have_ended(node: Node) -> None:
     """Descendants are dropped with a prefix; ancestors and siblings are not."""
