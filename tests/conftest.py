@@ -1,11 +1,13 @@
 """What every kind of test shares: scheduling, tiny checkpoints, and random ones with tied scores."""
 
+import fcntl
 import functools
 import gc
 import os
 import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -120,15 +122,19 @@ def certificates_are_read_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
     """A process to fork services from. All processes of a test run share it; the first service starts it."""
-    directory = tmp_path_factory.getbasetemp()
-    shared = directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
-    with closing(Preloaded(shared)) as preloaded:
+    with closing(Preloaded(_shared_directory(tmp_path_factory))) as preloaded:
         yield preloaded
+
+
+def _shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary directory that all processes of a test run have in common."""
+    directory = tmp_path_factory.getbasetemp()
+    return directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of the tiny checkpoint of one of make_tiny's VARIANTS, written once a session."""
+    """The directory of the tiny checkpoint of one of make_tiny's VARIANTS, written once a test run."""
     from tools.checkpoints.make_tiny import write_checkpoint
 
     return _written_once(tmp_path_factory, "tiny", write_checkpoint)
@@ -136,7 +142,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def drafting_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of the tiny checkpoint of a variant with an MTP layer, written once a session."""
+    """The directory of the tiny checkpoint of a variant with an MTP layer, written once a test run."""
     from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 
     def write(path: Path, variant: str) -> None:
@@ -149,7 +155,7 @@ def drafting_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def sharing_checkpoint(
     drafting_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """``drafting_checkpoint`` whose later drafts share the first one's selection, written once a session."""
+    """``drafting_checkpoint`` whose later drafts share the first one's selection, written once a test run."""
 
     def write(path: Path, variant: str) -> None:
         from tests.checkpoint_edits import edit_config
@@ -162,7 +168,7 @@ def sharing_checkpoint(
 
 @pytest.fixture(scope="session")
 def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of the tied checkpoint of "v32", "glm" or "mistral", written once a session."""
+    """The directory of the tied checkpoint of "v32", "glm" or "mistral", written once a test run."""
     from tests.tied_checkpoint import write_tied_checkpoint
 
     return _written_once(tmp_path_factory, "tied", write_tied_checkpoint)
@@ -171,10 +177,19 @@ def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 def _written_once(
     tmp_path_factory: pytest.TempPathFactory, kind: str, write: Callable[[Path, str], None]
 ) -> Callable[[str], Path]:
+    """A function that writes a checkpoint at its first call in any process of a test run."""
+    checkpoints = _shared_directory(tmp_path_factory) / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+
     @functools.cache
     def directory(variant: str) -> Path:
-        path = tmp_path_factory.mktemp("checkpoints") / f"{kind}-{variant}"
-        write(path, variant)
+        path = checkpoints / f"{kind}-{variant}"
+        with open(checkpoints / f"{path.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                with tempfile.TemporaryDirectory(dir=checkpoints) as unfinished:
+                    write(Path(unfinished, path.name), variant)
+                    Path(unfinished, path.name).rename(path)
         return path
 
     return directory
