@@ -108,8 +108,10 @@ class SimLanes:
     def lane(self, session: str) -> Lane:
         return Lane("shm" if self.is_shared else "tcp", "")
 
-    def slice_bytes(self, session: str) -> int:
+    def write_bytes(self, session: str) -> int:
         return SLICE_COST
+
+    read_bytes = write_bytes
 
     def take_decided(self) -> list[str]:
         return []
