@@ -60,15 +60,18 @@ class Node:
         """Deliver a prompt, compare all that arrives, and return how many tokens were not computed."""
         done = deliver(self.engine, self.peer, next_room(), tokens)
         self.engine.wait_until_idle()
-        self.engine.wait_until(lambda: self.tier.num_queued_pages == 0, "the pages to be written")
+        self.engine.wait_until(lambda: self.num_under_way == 0, "the pages to be written")
         return done.num_cached_tokens
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies, reads and pages to be written."""
+        return self.engine.life.pages.tier.num_landing + self.tier.num_queued_pages
 
     def forget(self) -> None:
         """Flush all that this node has, as a restart would."""
         self.engine.wait_until_idle()
-        self.engine.wait_until(
-            lambda: self.tier.num_landing + self.tier.num_queued_pages == 0, "the store's threads"
-        )
+        self.engine.wait_until(lambda: self.num_under_way == 0, "the store's threads")
         self.engine.flush()
 
     def begin_anew(self) -> None:
@@ -353,6 +356,7 @@ def test_more_than_the_bound_is_not_written(node: Node, store: MemoryStore) -> N
     tokens = prompt(18, 150)
     with patch.object(StoreTier, "_wait_secs", lambda self, num_pages: 0.0):
         deliver(node.engine, node.peer, next_room(), tokens)
+        node.engine.wait_until(lambda: node.tier.num_queued_pages, "the prompt to come from the device")
     assert (node.tier.num_queued_pages, node.tier.num_dropped_pages) == (5, 4)
     store.goes_on.set()
     node.engine.wait_until(lambda: node.tier.num_put_tokens == 5 * PAGE, "the others to be written")
