@@ -177,6 +177,18 @@ def calls_of(tokens: Tensor, num_new: int) -> Tensor:
     return by_call.reshape(num_tokens // num_new, batch * num_new, top_k)
 
 
+def calls_behind_filling(
+    tokens: Tensor, num_new: int, capacity: int, options: argparse.Namespace
+) -> tuple[Tensor, int]:
+    """Return ``tokens`` as calls on the GPU, behind those that fill the hot buffers if ``--full`` asks for
+    it, and the number of the latter. Raises ValueError as ``filling`` does."""
+    calls = calls_of(tokens, num_new)
+    if not options.full:
+        return calls.cuda(), 0
+    filled = filling(tokens, capacity, options.context).repeat_interleave(num_new, dim=1)
+    return torch.cat((filled, calls)).cuda(), len(filled)
+
+
 # --- what it runs on -------------------------------------------------------------------------------------
 
 
@@ -330,12 +342,9 @@ def measure(
     has_drafts = num_tokens == NUM_DRAFTED_TOKENS
     capacity = max(capacity, DRAFTS_CAPACITY) if has_drafts else capacity
     num_warm = (NUM_WARM_DRAFTED_TOKENS if has_drafts else NUM_WARM_TOKENS) // num_new
-    calls = calls_of(tokens, num_new)
+    calls, num_filling = calls_behind_filling(tokens, num_new, capacity, options)
+    num_warm += num_filling
     num_timed = len(calls) - num_warm
-    if options.full:
-        filled = filling(tokens, capacity, context).repeat_interleave(num_new, dim=1)
-        calls, num_warm = torch.cat((filled, calls)), num_warm + len(filled)
-    calls = calls.cuda()
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     out = torch.empty_like(calls[0])
 

@@ -39,7 +39,7 @@ from tools.bench.swap_in import (
     Calls,
     Cell,
     add_options,
-    filling,
+    calls_behind_filling,
     pinned_pool,
     selections,
     us_of_calls,
@@ -123,11 +123,8 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(host: Tensor, tokens: Tensor, capacity: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one cell, the kernels by turns. ``tokens``: see ``tools.bench.swap_in.measure``."""
     batch, context = tokens.shape[1], options.context
-    calls, num_warm = tokens, NUM_WARM_TOKENS
-    if options.full:
-        filled = filling(tokens, capacity, context)
-        calls, num_warm = torch.cat((filled, calls)), num_warm + len(filled)
-    calls = calls.cuda()
+    calls, num_filling = calls_behind_filling(tokens, 1, capacity, options)
+    num_warm = NUM_WARM_TOKENS + num_filling
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     out = torch.empty_like(calls[0])
     found: dict[str, list[float]] = {}
