@@ -63,6 +63,7 @@ class Node:
         self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0, copies)
         self.num_requests = 0
         self.miss_cost = CHEAP
+        self.num_recent = 0
 
     def arrive(
         self,
@@ -92,6 +93,7 @@ class Node:
             may_use_free=True,
             miss_cost=self.miss_cost,
             now=now,
+            num_recent=self.num_recent,
         )
 
     def draft(self) -> PlanDraft:

@@ -107,6 +107,55 @@ def test_hot_buffers_grow_to_their_share_if_they_will_miss_enough_to_fill_it() -
     assert [request_slots(request)[:64] for request in requests[:4]] == first_slots
 
 
+def test_those_that_were_here_a_moment_ago_keep_their_part_of_the_share() -> None:
+    """Two of five have ended. The others get a fifth of 512 slots each, until the five are long ago."""
+    node = Node(AUTOMATIC)
+    requests = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(5)]
+    node.step()
+    for request in requests[3:]:
+        end(node.rooms, request)
+    have_missed(requests[:3])
+    node.num_recent = 5
+    assert [each.hot_capacity for each in node.step().exchanges] == [96] * 3
+    have_missed(requests[:3])
+    assert node.plan() == StepPlan()
+    again = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(2)]
+    assert node.step().exchanges == (), "they find room"
+    assert [request.hot_capacity for request in again] == [64] * 2
+    for request in again:
+        end(node.rooms, request)
+    node.num_recent = 3
+    assert [each.hot_capacity for each in node.step().exchanges] == [128] * 3
+
+
+def test_no_pages_are_filled_that_those_of_a_moment_ago_would_take_back() -> None:
+    node = Node(RESIDENTS)
+    requests = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(5)]
+    node.step()
+    for request in requests[1:]:
+        end(node.rooms, request)
+    have_missed(requests[:1])
+    node.num_recent = 7  # whose hot buffers leave less than it would take
+    assert node.plan().fills == ()
+    node.num_recent = 1
+    (fill,) = node.plan().fills
+    assert fill.request is requests[0]
+
+
+@pytest.mark.parametrize(("is_local", "capacity"), [(True, 96), (False, 64)])
+def test_who_begins_at_once_has_its_share_at_once(is_local: bool, capacity: int) -> None:
+    """One that begins without a prefill node gets no more than the others would leave it."""
+    node = Node(AUTOMATIC)
+    first = node.arrive(TRUE, 160, 40, family=1)
+    node.step()
+    end(node.rooms, first, is_sound=True)
+    node.num_recent = 5
+    request = node.arrive(TRUE, 161, 40, family=1)
+    node.rooms.queue(request, RequestState.WAITING, float("inf"), is_local=is_local)
+    node.step()
+    assert request.hot_capacity == capacity
+
+
 @pytest.mark.parametrize(("miss_share", "capacity"), [(0.2, 64), (0.7, 128)])
 def test_hot_buffers_grow_into_held_pages_where_that_saves_more_copies(
     miss_share: float, capacity: int
