@@ -68,6 +68,7 @@ class Writer:
         self.content = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8, generator=generator)
         self.source = self.content.to("cuda:0")
         self.aux = torch.arange(100, dtype=torch.uint8)
+        self.landed = {where: np.zeros(NUM_BYTES, np.uint8) for where in ("host", "gpu")}
         started = time.monotonic()
         self.lanes = lanes_from(self.source)
         self.lanes.register(SESSION, peer.offer, peer.regions)
@@ -93,12 +94,9 @@ def writer() -> Iterator[Writer]:
 
 
 @pytest.fixture
-def landed() -> dict[str, np.ndarray]:
+def landed(writer: Writer) -> dict[str, np.ndarray]:
     """The expected content of the peer's memory, to which the module's tests write one after the other."""
-    return _LANDED
-
-
-_LANDED = {where: np.zeros(NUM_BYTES, np.uint8) for where in ("host", "gpu")}
+    return writer.landed
 
 
 @pytest.mark.parametrize("where", ["host", "gpu"])
