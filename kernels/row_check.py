@@ -130,11 +130,6 @@ def begin_check(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: in
     return is_wrong.any().int().view(1)
 
 
-def has_wrong_item(pool: Tensor, row_checks: Tensor, pages: PageRows, page_size: int) -> bool:
-    """Do ``begin_check``, and return whether an item is wrong. Waits for the device."""
-    return bool(begin_check(pool, row_checks, pages, page_size).item())
-
-
 class PageItems(NamedTuple):
     """Slots and positions of items, int64 [num_items] each."""
 

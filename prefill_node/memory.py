@@ -123,7 +123,7 @@ class PrefillMemory:
 
         Returns nothing when the node computes no checks. Waits for the device.
         """
-        if not self.begin_check(pages, page_size).item() or self.row_checks is None:
+        if self.row_checks is None or not self.begin_check(pages, page_size).item():
             return []
         slots, positions = map(torch.from_numpy, items_of_pages(pages, page_size))
         found: list[WrongItem] = []

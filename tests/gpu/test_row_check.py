@@ -12,9 +12,9 @@ from torch import Tensor
 from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
+    begin_check,
     check_dense_row,
     check_in_place,
-    has_wrong_item,
     items_of_pages,
     row_checks_of,
     store_row_checks,
@@ -152,18 +152,18 @@ def test_pages_with_a_wrong_item(item_bytes: int, page_size: int) -> None:
     pages = torch.stack((page_ids, first_positions, num_items), dim=1).int().numpy()
     slots, positions = (torch.from_numpy(found).to(DEVICE) for found in items_of_pages(pages, page_size))
     store_row_checks(row_checks, slots, pool, slots, positions, range(3))
-    assert not has_wrong_item(pool, row_checks, pages, page_size)
+    assert not begin_check(pool, row_checks, pages, page_size).item()
     last = int(slots[-1])
     for layer, slot in itertools.product(range(3), (int(slots[0]), int(slots[70 * page_size]), last)):
         pool[layer, slot, item_bytes - 1] ^= 64
-        assert has_wrong_item(pool, row_checks, pages, page_size)
+        assert begin_check(pool, row_checks, pages, page_size).item()
         pool[layer, slot, item_bytes - 1] ^= 64
     if page_size > 1:
         pool[:, last + 1] ^= 1
-        assert not has_wrong_item(pool, row_checks, pages, page_size), "the item does not count"
+        assert not begin_check(pool, row_checks, pages, page_size).item(), "the item does not count"
     row_checks[2, last] += 1
-    assert has_wrong_item(pool, row_checks, pages, page_size)
-    assert not has_wrong_item(pool, row_checks, pages[:149], page_size)
+    assert begin_check(pool, row_checks, pages, page_size).item()
+    assert not begin_check(pool, row_checks, pages[:149], page_size).item()
 
 
 @pytest.mark.parametrize("item_bytes", [656, 1152, 24, 9, 7, 4608])

@@ -13,9 +13,9 @@ from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.reference_check import reference_checks
 from hisparse_pd.kernels.row_check import (
+    begin_check,
     check_dense_row,
     check_in_place,
-    has_wrong_item,
     row_checks_of,
     store_row_checks,
     void_row_checks,
@@ -201,15 +201,15 @@ def test_pages_with_a_wrong_item() -> None:
     slots = torch.tensor([12, 13, 14, 15, 4, 5, 6, 7, 16, 17])
     positions = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3, 12, 13])
     store_row_checks(row_checks, slots, pool, slots, positions, range(2))
-    assert not has_wrong_item(pool, row_checks, pages, PAGE_SIZE)
+    assert not begin_check(pool, row_checks, pages, PAGE_SIZE).item()
     for layer, slot in itertools.product(range(2), range(20)):
         pool[layer, slot, slot] ^= 16
-        assert has_wrong_item(pool, row_checks, pages, PAGE_SIZE) == (slot in slots), (layer, slot)
+        assert begin_check(pool, row_checks, pages, PAGE_SIZE).item() == (slot in slots), (layer, slot)
         pool[layer, slot, slot] ^= 16
     pages[0, 1] = 12
-    assert has_wrong_item(pool, row_checks, pages, PAGE_SIZE), "a page at another position"
-    assert not has_wrong_item(pool, row_checks, pages[1:], PAGE_SIZE)
-    assert not has_wrong_item(pool, row_checks, pages[:0], PAGE_SIZE)
+    assert begin_check(pool, row_checks, pages, PAGE_SIZE).item(), "a page at another position"
+    assert not begin_check(pool, row_checks, pages[1:], PAGE_SIZE).item()
+    assert not begin_check(pool, row_checks, pages[:0], PAGE_SIZE).item()
 
 
 def test_without_checks_nothing_can_be_compared() -> None:
