@@ -388,6 +388,19 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.follower.check((prompt.kinds, prompt.keys[-1]) for prompt in public)
 
     @invariant()
+    def pages_are_up_if_they_have_slots_in_all_pools_and_their_bytes(self) -> None:
+        on_their_way = set[Page]().union(*(copy.pages for copy in self.copies))
+        for prompt in self.page_of:
+            pages = {(prompt.kinds, self.page_of[start]) for start in prompt.starts()}
+            found = self.tree.find(prompt.keys, prompt.kinds)
+            assert found is not None
+            runs = tuple(found.prefix.chain())
+            has_slots = all(run.holding[kind] for run in runs for kind in prompt.kinds)
+            is_up = has_slots and not (pages_of(runs) & on_their_way)
+            assert pages <= pages_of(runs)
+            assert self.tree.is_up(prompt.keys, prompt.kinds) == is_up
+
+    @invariant()
     def whole(self) -> None:
         using = [user.prefix for user in self.users if user.prefix is not None]
         self.tree.check_integrity([*using, *(copy.prefix for copy in self.copies)])
