@@ -21,6 +21,7 @@ from hisparse_pd.decode_node.attention_parts import NUM_PARTS
 from hisparse_pd.decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.split_choice import MIN_REQS
+from hisparse_pd.engine.host_copies import COMPARED_BYTES
 from hisparse_pd.kernels.gpu_sizes import check_swap_in_sizes
 from hisparse_pd.kernels.hot_state import HotBufferState
 from hisparse_pd.kernels.miss_plan import MissPlan
@@ -235,12 +236,12 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """Return the bytes that a step computes with: a fixed part, logits, twice the indexer's scores, and what
-    copies of idle keys stage, in both directions."""
+    copies and comparisons of idle keys take, on their three streams."""
     num_new = settings.speculative_num_steps + 1
     logit_bytes, score_bytes, token_bytes = 4 * spec.vocab_size, 4 * spec.context_length, 8
     per_row = LOGIT_COPIES * logit_bytes + 2 * score_bytes
     if num_new > 1:  # logits, hidden state and token between a step's two graphs
         per_row += logit_bytes + spec.dtype.itemsize * spec.hidden_size + token_bytes
     num_rows = settings.max_running_requests * num_new
-    staged_bytes = 2 * STAGED_BYTES if settings.keeps_idle_keys else 0
-    return BASE_RESERVE_BYTES + num_rows * per_row + staged_bytes
+    copy_bytes = 3 * STAGED_BYTES + COMPARED_BYTES if settings.keeps_idle_keys else 0
+    return BASE_RESERVE_BYTES + num_rows * per_row + copy_bytes

@@ -23,7 +23,7 @@ from hisparse_pd.core.memory.gpu_copies import compile_copies, enqueue_copies
 from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
-from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots
+from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots, slice_extents
 from hisparse_pd.protocol.messages import Extent
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.plan import (
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 EARLY_BYTES: Final = 16 << 20
 """Planned copies of so many bytes begin before the next pool's are planned. The link takes 0.3 ms for them,
 and a plan as long."""
+COMPARED_BYTES: Final = 32 << 20
+"""Most device memory that ``num_same`` takes, however many slots it compares: it does so piece by piece."""
 
 
 class SlotCopy(NamedTuple):
@@ -127,11 +129,19 @@ class HostCopies:
         lies in as many slots ``host`` here. Waits for the device. Raises CopyFailed."""
         pool, here = self._on_device[number], self.tensors[number]
         slots = torch.from_numpy(extents_to_slots(tuple(device)))
+        slot_bytes = here.nbytes // here.shape[1]
+        piece = COMPARED_BYTES // (3 * slot_bytes + 32)  # both sides, their outcome, and a slot's int64s
         with self._beside_copies.copying():
-            copy = torch.empty((here.shape[0], slots.numel()), dtype=here.dtype, device=self._device)
-            copy_slots([SlotCopy([(here, copy)], host, [Extent(0, slots.numel())])], self._device)
-            is_same = (pool[:, slots.to(self._device)] == copy).all(dim=0)
-            return int(is_same.long().cumprod(dim=0).sum())
+            for start in range(0, slots.numel(), piece):
+                some = slots[start : start + piece].to(self._device)
+                copy = torch.empty((here.shape[0], some.numel()), dtype=here.dtype, device=self._device)
+                in_piece = slice_extents(host, start, start + some.numel())
+                copy_slots([SlotCopy([(here, copy)], in_piece, [Extent(0, some.numel())])], self._device)
+                is_same = (pool[:, some] == copy).all(dim=0)
+                num_same = int(is_same.long().cumprod(dim=0).sum())
+                if num_same < some.numel():
+                    return start + num_same
+        return slots.numel()
 
     def settle(self) -> None:
         """Wait until all copies are over."""

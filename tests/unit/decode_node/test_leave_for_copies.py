@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
-from hisparse_pd.core.paging.extents import extents_to_slots
+from hisparse_pd.core.paging.extents import extents_to_slots, total_length
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prompt_keys import PageKey
@@ -21,6 +21,8 @@ from hisparse_pd.decode_node.memory import DecodeMemory, slots_tensor
 from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import Exchange, StepPlan
+from hisparse_pd.engine import host_copies
+from hisparse_pd.engine.host_copies import SlotCopy
 from hisparse_pd.protocol.messages import Extent
 from tests.books import carry_out, end
 from tests.unit.decode_node.plan_node import LIMITS
@@ -193,7 +195,20 @@ def test_who_fails_to_leave_gives_the_copy_back_without_keys() -> None:
 # --- the bytes ------------------------------------------------------------------------------------------
 
 
-def test_rows_are_the_same_up_to_the_first_with_another_check_in_any_layer(checkpoint: Checkpoint) -> None:
+@pytest.mark.I8
+@pytest.mark.parametrize("num_at_once", [7, 3 * PAGE])
+def test_rows_are_the_same_up_to_the_first_with_another_check_in_any_layer(
+    checkpoint: Checkpoint, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared piece by piece, and no piece takes more device memory than is reserved."""
+    row_bytes = 4 * checkpoint.spec.num_kv_layers
+    monkeypatch.setattr(host_copies, "COMPARED_BYTES", num_at_once * (3 * row_bytes + 32))
+    num_staged, real_copy = list[int](), host_copies.copy_slots
+
+    def copy_slots(copies: Sequence[SlotCopy], device: torch.device) -> None:
+        num_staged.extend(total_length(copy.dst_slots) for copy in copies)
+        real_copy(copies, device)
+
     totals = SlotCounts(host=8 * PAGE, device=PAGE, index=8 * PAGE, aux=1)
     memory = DecodeMemory(checkpoint.spec, totals, PAGE, torch.device("cpu"))
     assert memory.row_checks is not None
@@ -204,7 +219,10 @@ def test_rows_are_the_same_up_to_the_first_with_another_check_in_any_layer(check
     )
     with closing(KeyPages(memory)) as pages:
         pages.copy_down(index, host)
+        monkeypatch.setattr(host_copies, "copy_slots", copy_slots)
         assert pages.num_same(index, host) == 3 * PAGE
+        assert sum(num_staged) == 3 * PAGE
+        assert max(num_staged) == num_at_once
         for layer, position in ((0, 40), (checkpoint.spec.num_kv_layers - 1, 20)):
             memory.row_checks[layer, slots_tensor(index)[position]] ^= 1
             assert pages.num_same(index, host) == position
