@@ -88,9 +88,9 @@ class HeldMatches:
     def __init__(self, held: PrefixTree, remote: Iterable[Prefix], page_size: int) -> None:
         self._held = held
         self._page_size = page_size
-        self.pinned: dict[Prefix, int] = {}
-        """For each prefix, how many of its first pages are shared by ``remote`` rooms or requests that the
-        plan admits. The reserve never counts on these pages to become free."""
+        self.pinned = held.num_condemned()
+        """For each prefix, how many of its pages the reserve does not count on to become free: those that
+        will be set aside, and the first ones that ``remote`` rooms or requests that the plan admits share."""
         for prefix in remote:
             for part in prefix.chain():
                 self.pinned[part] = len(part.keys)

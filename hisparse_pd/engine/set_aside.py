@@ -106,6 +106,6 @@ class SetAside:
     def shown(self) -> tuple[SetAsidePage, ...]:
         """Return the first MAX_PAGES_SHOWN pages; an operator who gives these back sees others."""
         return tuple(
-            replace(page, is_in_use=self._pools.is_condemned(*key))
+            replace(page, is_in_use=key in self._pools.condemned)
             for key, page in islice(self._pages.items(), MAX_PAGES_SHOWN)
         )

@@ -13,6 +13,7 @@ and ``check_integrity`` verifies it slot by slot, printing every term when it do
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import add, attrgetter, sub
@@ -153,7 +154,6 @@ class Pools:
         self._set_aside: dict[tuple[PoolKind, int], Holding] = {}
         """Free pages that are withdrawn, by pool and first slot."""
         self._condemned: set[tuple[PoolKind, int]] = set()
-        """Pages in use, by pool and first slot, that are set aside once they are freed."""
         self.num_changes = 0
         """Number of changes of stages and of slots taken or freed. While it stays the same, a reservation
         that failed would fail again."""
@@ -240,9 +240,10 @@ class Pools:
             self.release(holding)
         return holding is not None
 
-    def is_condemned(self, kind: PoolKind, start: int) -> bool:
-        """Whether a page in use is to be set aside once it is freed."""
-        return (kind, start) in self._condemned
+    @property
+    def condemned(self) -> AbstractSet[tuple[PoolKind, int]]:
+        """Pages in use, by pool and first slot, that are set aside once they are freed."""
+        return self._condemned
 
     @property
     def num_set_aside(self) -> int:

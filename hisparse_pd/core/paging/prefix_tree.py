@@ -320,6 +320,12 @@ class PrefixTree:
         for owner in self._runs.runs_with(key):
             self._runs.drop(owner)
 
+    def num_condemned(self) -> dict[Prefix, int]:
+        """Return how many pages of each dropped prefix are set aside, and not free, once they are freed."""
+        condemned = self._pools.condemned
+        dropped = [run for run in self._runs if run.is_dropped] if condemned else []
+        return {run: sum(has_slot(run.holding[kind], start) for kind, start in condemned) for run in dropped}
+
     def check_integrity(self, users: Iterable[Prefix]) -> None:
         """Raise PoolIntegrityError unless the tree is in order and knows its users: ``users``, the prefix of
         each request that uses one."""

@@ -198,6 +198,36 @@ def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: b
     assert (admission.request, admission.need.host) == (newcomer, 32)
 
 
+@pytest.mark.I2
+@pytest.mark.I9
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_nobody_counts_on_a_page_that_is_set_aside_when_its_users_have_ended(is_wrong: bool) -> None:
+    """The pages of the first are just enough for the long request once the newcomer has come. With one fewer
+    neither of the two could end."""
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(TRUE, 128, 17, family=1)
+    node.step()
+    long = node.arrive(TRUE, 96, 193)
+    node.step()
+    if is_wrong:
+        assert first.prefix is not None
+        wrong = first.prefix.extents(PoolKind.HOST)[0].start
+        node.rooms.pools.set_aside(PoolKind.HOST, wrong)
+        node.rooms.held.drop(PoolKind.HOST, wrong)
+    newcomer = node.arrive(TRUE, 96, 193)
+    assert [admission.request for admission in node.step().admissions] == [newcomer] * (not is_wrong)
+    node.run(first, 16)
+    end(node.rooms, first)
+    assert node.rooms.pools.used(Stage.SET_ASIDE) == SlotCounts(host=16 * is_wrong)
+    while long.has_next_step:
+        node.run(long, 1)
+        node.step()
+        assert long.has_slots_for_next or not long.has_next_step
+    end(node.rooms, long)
+    node.step()
+    assert newcomer.state is RequestState.RUNNING
+
+
 def test_what_a_plan_has_shared_nobody_counts_on() -> None:
     node = Node()
     node.arrive(TRUE, 200, family=1)

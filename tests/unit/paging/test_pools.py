@@ -69,10 +69,10 @@ def test_a_page_that_is_set_aside_comes_to_nobody_before_it_is_taken_back() -> N
     pools = Pools(TOTALS, page_size=16)
     holding = pools.reserve(Room(1), SlotCounts(host=48))
     assert pools.set_aside(PoolKind.HOST, 20) == 16
-    assert pools.is_condemned(PoolKind.HOST, 16)
+    assert pools.condemned == {(PoolKind.HOST, 16)}
     assert pools.set_aside(PoolKind.HOST, 95) == 80
     assert pools.set_aside(PoolKind.HOST, 80) == 80, "again"
-    assert not pools.is_condemned(PoolKind.HOST, 80)
+    assert pools.condemned == {(PoolKind.HOST, 16)}, "the other page was free"
     assert (pools.free.host, pools.num_set_aside) == (32, 1)
     pools.release(holding)
     assert (pools.free.host, pools.num_set_aside) == (64, 2)
