@@ -1,8 +1,8 @@
 """One forward over chunks of several prompts: it takes a batch, returns hints and scores, and keeps no state.
 
-The engine calls ``PromptRunner.run`` with the chunks that the scheduler planned. A run is the layers (as a
-CUDA graph if the tokens are few), the scores that rooms want, and the model's MTP layer if the node runs it.
-No token is drawn here, so only wanted scores need logits.
+``PromptSteps`` calls ``PromptRunner.run`` with the chunks that the scheduler planned. A run is the layers (as
+a CUDA graph if the tokens are few), the scores that rooms want, and the model's MTP layer if the node runs
+it. No token is drawn here, so only wanted scores need logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The prefill node's engine: it computes prompts in chunks and pushes their KV to decode nodes.
 
 ``PrefillEngine`` builds the parts of one rank; ``EngineLoop`` calls it. Each turn receives (``_receive``:
-returned batches, control messages, fronts) and runs one forward (``_step``: plan, compute, commit).
+returned batches, control messages, fronts) and makes one step (``prompt_steps.py``).
 
 The loop's thread does everything but the writes, which the sender's threads do while the next layers compute.
 A forward of one chunk must therefore take well under ``health_timeout_secs``, after which the front and the
@@ -27,24 +27,24 @@ from hisparse_pd.core.memory.numa import Placement
 from hisparse_pd.core.memory.peer import GpuWriter
 from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.spec import ModelSpec
-from hisparse_pd.core.paging.pools import PoolKind, Stage
+from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.engine.loop import EngineLoop
 from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, PeerLane
 from hisparse_pd.prefill_node.arrivals import Arrivals
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
-from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
+from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.decode_events import DecodeEvents
 from hisparse_pd.prefill_node.decode_tier import ReadMemory
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
+from hisparse_pd.prefill_node.metrics import engine_stats
 from hisparse_pd.prefill_node.page_objects import PageObjects, namespace_of
 from hisparse_pd.prefill_node.prompt_pages import PromptPages
-from hisparse_pd.prefill_node.push import ChunkPush, Pusher
+from hisparse_pd.prefill_node.prompt_steps import PromptSteps
+from hisparse_pd.prefill_node.push import Pusher
 from hisparse_pd.prefill_node.registrations import Peer, Registrations
 from hisparse_pd.prefill_node.request_life import PrefillLife
-from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillState
-from hisparse_pd.prefill_node.row_verification import RowVerification
-from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
+from hisparse_pd.prefill_node.scheduler import StepLimits
 from hisparse_pd.prefill_node.sizing import (
     MOST_GRAPH_REQUESTS,
     MOST_GRAPH_TOKENS,
@@ -57,7 +57,7 @@ from hisparse_pd.protocol.channels import ControlServer
 from hisparse_pd.protocol.messages import ToDecode
 from hisparse_pd.transfer.lane import LaneReader, Lanes
 from hisparse_pd.transfer.page_store import MooncakeStore
-from hisparse_pd.transfer.sender import Ready, Sender
+from hisparse_pd.transfer.sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +133,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self.peers = Registrations(self.geometry, self.transfer.transport.protocol, self._allowed)
 
         # Requests.
-        self._pusher = Pusher(
-            self.sender,
-            self.memory.regions,
-            settings.page_size,
-            slice_bytes=self.lanes.write_bytes,
+        pusher = Pusher(
+            self.sender, self.memory.regions, settings.page_size, slice_bytes=self.lanes.write_bytes
         )
         self._host_pages: HostPages | None = None
         if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
@@ -164,7 +161,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         )
         self.life = PrefillLife(
             pages,
-            self._pusher,
+            pusher,
             self._tell_peer,
             room_timeout_secs=settings.room_timeout_secs,
             # A request is kept this much longer than its decode node waits for it, so that clients get the
@@ -188,7 +185,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
             heartbeat_interval_secs=settings.heartbeat_interval_secs,
         )
-        self._verification = RowVerification(self.life, self._limits, self.memory.wrong_items)
+        self.steps = PromptSteps(
+            self._limits,
+            self.life,
+            self.memory,
+            self.runner,
+            self._lockstep,
+            read_ahead=self._decode_events.read_ahead,
+        )
         # While it is idle, the loop checks ``life`` and verifies rows of its prefixes; it flushes these on
         # demand.
         kv, row_checks = {PoolKind.DEVICE: self.memory.kv}, {PoolKind.DEVICE: self.memory.row_checks}
@@ -327,158 +331,28 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
         return self.control.send(self.peers.current(peer).identity, message)
 
-    # --- plan, forward, commit -----------------------------------------------------------------------
+    # --- step and statistics -------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        did_work = self._forward()
+        step = self.steps.advance(is_stopping=self._is_stopping)
+        self._has_stopped = step.is_last
         if len(self.life):  # even if they only send: without a step the front would call the engine stalled
             self._num_steps += 1
         # While pages are on their way to or from main memory, the loop looks again at once.
-        return did_work or self.life.pages.tier.num_copies > 0
-
-    def _forward(self) -> bool:
-        """Run one forward of this rank's requests, or take part in one of other ranks. Return False when no
-        rank has anything to compute."""
-        chunks = self.plan()
-        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)
-        self._has_stopped = step.is_last
-        if step.num_tokens == 0:
-            return False
-        if not chunks:
-            self.runner.run_of_others()
-            return True
-        batch = [(self.life.requests.live(chunk.room), chunk) for chunk in chunks]
-        self._admit([request for request, chunk in batch if chunk.admits])
-        pushes: list[ChunkPush] = []
-
-        def layer_written(layer: int, ready: Ready | None) -> None:
-            if not pushes:  # the device already computes: planning what to send delays no token
-                pushes.extend(self._plan_pushes(batch))
-            self._pusher.layer_written(pushes, layer, ready)
-
-        started_secs = time.monotonic()
-        try:
-            computed = self.runner.run(batch, layer_written, self._decode_events.read_ahead)
-        except Exception as error:  # for example out of memory: this batch fails and the node serves on
-            if self._lockstep.ends_engine(error):
-                raise
-            self._fail_batch(batch, error)
-            return True
-        self.life.pages.pace.note(num_tokens, time.monotonic() - started_secs)
-        self._commit(batch, computed)
-        return True
-
-    def _admit(self, requests: list[PrefillRequest]) -> None:
-        self.life.admit(requests, time.monotonic())
-        new_pages = [page_id for request in requests for page_id in request.own_page_ids]
-        self.memory.void_checks(new_pages, self._limits.page_size)
-
-    def _plan_pushes(self, batch: Batch) -> list[ChunkPush]:
-        """Submit the cached prefixes of admitted requests, and plan what the forward's chunks send."""
-        for request, chunk in batch:
-            if chunk.admits:
-                self._pusher.push_cached(request)
-        return [self._pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
-
-    def _commit(self, batch: list[tuple[PrefillRequest, Chunk]], computed: Computed) -> None:
-        """Send what a forward has computed beside its layers, which are with the sender already. A prompt
-        that is now computed whole has a hint, which its aux record takes along."""
-        now_secs = time.monotonic()
-        for request, chunk in batch:
-            if not self.life.send_scores(request, computed.scores.get(request.room, ()), now_secs):
-                continue  # the request has failed
-            self.life.note_computed(request, chunk.stop)
-            if (hint := computed.hints.get(request.room)) is not None:
-                assert request.aux_slot_src is not None
-                # The MTP layer's index group is the last; a decode node without drafts has none for it.
-                hint = hint[: request.peer.num_index_groups]
-                self.memory.stage_aux(request.aux_slot_src, request.room, hint)
-                self.life.start_sending(request, now_secs)
-
-    def plan(self) -> tuple[Chunk, ...]:
-        """Return the next forward's chunks. The cached rows that they read are verified first. While one is
-        wrong, its page is set aside, and the plan is made again without it.
-
-        Fetches begin while the scheduler looks at waiting requests, and take pages that the plan may have
-        given away, cached ones among them. Then it is made again; each request is fetched for once.
-        """
-        life, pages = self.life, self.life.pages
-        while True:
-            # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
-            self._verification.fail_prompts_too_long_for_pool(time.monotonic())
-            num_available_pages = pages.num_available_pages
-            chunks = plan_step(
-                life.running(),
-                life.candidates(),
-                self._limits,
-                num_available_pages=num_available_pages,
-                num_aux_slots=pages.pools.free.aux,
-            )
-            if pages.num_available_pages != num_available_pages:
-                continue
-            if not chunks and pages.unpin():
-                continue
-            if not self._verification.set_wrong_aside(chunks, time.monotonic()):
-                return chunks
-
-    def _fail_batch(self, batch: list[tuple[PrefillRequest, Chunk]], error: Exception) -> None:
-        log.error("the forward of rooms %s failed", [request.room for request, _ in batch], exc_info=error)
-        now_secs = time.monotonic()
-        for request, _ in batch:
-            reason = f"room {request.room}: computing the prompt failed: {type(error).__name__}: {error}"
-            self.life.fail(request, 500, reason, now_secs)
-        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    # --- statistics ----------------------------------------------------------------------------------
+        return step.num_tokens > 0 or self.life.pages.tier.num_copies > 0
 
     @property
     def _num_dropped(self) -> Counter[str]:
         return self.life.dropped + self.control.dropped
 
     def _stats(self, now: float) -> EngineStats:
-        life, pages, requests = self.life, self.life.pages, self.life.requests
-        num_running = requests.count(PrefillState.COMPUTING)
-        num_sending = requests.count(PrefillState.SENDING, PrefillState.DRAINING)
-        num_waiting = requests.count(PrefillState.QUEUED)
-        num_total_tokens = self._limits.num_pages * self._limits.page_size
-        num_used_tokens = num_total_tokens - pages.num_available_pages * self._limits.page_size
-        num_prompt_tokens = max(life.counters["prompt_tokens_total"], 1.0)
-        gauges = {
-            "num_running_reqs": float(num_running),
-            "num_queue_reqs": float(num_waiting),
-            "num_transfer_queue_reqs": float(num_sending),
-            "token_usage": num_used_tokens / num_total_tokens,
-            'pool_used_tokens{pool="kv"}': float(num_used_tokens),
-            'pool_total_tokens{pool="kv"}': float(num_total_tokens),
-            "cache_hit_rate": life.counters["cached_tokens_total"] / num_prompt_tokens,
-            "num_registered_peers": float(len(self.peers)),
-        }
-        counters = life.counters | pages.decode_tier.counters
-        if num_host_tokens := pages.pools.totals.host:
-            num_available = (pages.pools.free + pages.prefixes.unused).host
-            gauges['pool_used_tokens{pool="host"}'] = float(num_host_tokens - num_available)
-            gauges['pool_held_tokens{pool="host"}'] = float(pages.pools.used(Stage.HELD).host)
-            gauges['pool_total_tokens{pool="host"}'] = float(num_host_tokens)
-            counters["host_stored_tokens_total"] = float(pages.tier.num_stored_tokens)
-            counters["host_fetched_tokens_total"] = float(pages.tier.num_fetched_tokens)
-        if (store := pages.tier.store_tier) is not None:
-            gauges |= store.gauges
-            counters |= store.counters
         lanes = tuple(
             PeerLane(peer.session, lane.kind, lane.reason)
             for peer in self.peers
             if (lane := self.lanes.lane(peer.session)) is not None
         )
-        return EngineStats(
-            gauges,
-            counters,
-            num_running=num_running + num_sending,
-            num_waiting=num_waiting,
-            num_used_tokens=num_used_tokens,
-            step=self._num_steps,
-            lanes=lanes,
+        return engine_stats(
+            self.life, self._limits, num_peers=len(self.peers), lanes=lanes, step=self._num_steps
         )
 
 

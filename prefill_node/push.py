@@ -1,7 +1,7 @@
 """Submits a request's KV to the sender, layer by layer while the next layers compute.
 
-The engine calls ``push_cached`` for the cached prefix of an admitted request, which no forward writes. For
-each chunk it calls ``plan``, and from within the forward ``layer_written``, as layers are written.
+``PromptSteps`` calls ``push_cached`` for the cached prefix of an admitted request, which no forward writes.
+For each chunk it calls ``plan``, and from within the forward ``layer_written``, as layers are written.
 ``PrefillLife`` calls ``push_aux`` after the last chunk. A ``ChunkPush`` is the state of one chunk's push; the
 ``Pusher`` itself keeps none.
 

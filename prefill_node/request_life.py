@@ -1,10 +1,10 @@
 """Moves a prefill node's requests from state to state, with the pages and messages that go with each move.
 
-``PrefillLife`` owns the table of requests and the counters; their pages are those of ``PromptPages``. The
-engine calls it for each step of the forward, each message that gives up a room and each batch that comes back
-from the sender. ``arrivals.py`` opens requests. For a request that is delivered, the engine then calls
-``candidates`` and ``admit``, for each chunk ``send_scores`` and ``note_computed``, after the last chunk
-``start_sending``, and for each write ``batch_returned``.
+``PrefillLife`` owns the table of requests and the counters; their pages are those of ``PromptPages``.
+``arrivals.py`` opens requests. For each of them ``PromptSteps`` calls ``candidates`` and ``admit``, for each
+chunk ``send_scores`` and ``note_computed``, and after the last chunk ``start_sending``. The engine calls
+``batch_returned`` for each write that the sender is done with, and ``DecodeEvents`` ends the rooms that a
+decode node gives up.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is

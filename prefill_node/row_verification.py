@@ -1,8 +1,8 @@
 """Verifies the rows that a forward is about to read again, in cached prefixes and earlier chunks.
 
-The engine calls ``RowVerification`` while it plans a forward. Pages with a wrong row are set aside, the
-requests that have such pages fail, and the engine plans again. It owns no state: requests and their pages
-are ``PrefillLife``'s.
+``PromptSteps`` calls ``RowVerification`` while it plans a forward. Pages with a wrong row are set aside, the
+requests that have such pages fail, and the forward is planned again. ``RowVerification`` owns no state:
+requests and their pages are ``PrefillLife``'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the chunks of prompts that form the next forward.
 
-The engine calls ``plan_step`` before each forward, with the requests that ``PrefillLife`` has computing and
-waiting. It keeps no state and changes none.
+``PromptSteps`` calls ``plan_step`` before each forward, with the requests that ``PrefillLife`` has computing
+and waiting. ``plan_step`` keeps no state and changes none.
 
 Prompts are served in order of arrival: requests that compute continue in order of admission, then waiting
 ones are admitted in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all

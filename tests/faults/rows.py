@@ -98,18 +98,18 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
 
 def _damage_prefill_nodes(faults: RowFaults) -> None:
     import hisparse_pd.prefill_node.compute
-    import hisparse_pd.prefill_node.engine
+    import hisparse_pd.prefill_node.prompt_steps
     import hisparse_pd.prefill_node.push
 
-    engine: Any = hisparse_pd.prefill_node.engine.PrefillEngine
+    steps: Any = hisparse_pd.prefill_node.prompt_steps.PromptSteps
     pusher: Any = hisparse_pd.prefill_node.push.Pusher
     runner: Any = hisparse_pd.prefill_node.compute.PromptRunner
-    plan, submit, run = engine.plan, pusher.submit, runner.run
+    plan, submit, run = steps.plan, pusher.submit, runner.run
     sender: Any = None  # the engine's, known from its first plan on
 
     def plan_behind_damage(self: Any) -> Any:
         nonlocal sender
-        life, sender = self.life, self.sender
+        life, sender = self.life, self.life.pusher.sender
         unused = [
             each for each in life.pages.prefixes if not each.num_users
         ]  # the others are being sent, after a check
@@ -136,7 +136,7 @@ def _damage_prefill_nodes(faults: RowFaults) -> None:
             on_written = None
         return run(self, batch, on_written, meanwhile)
 
-    engine.plan, pusher.submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
+    steps.plan, pusher.submit, runner.run = plan_behind_damage, submit_damaged, run_behind_the_writes
 
 
 def _of_next_layer(part: LayerWrites) -> list[LayerWrites]:
