@@ -148,7 +148,7 @@ class DenseTier:
         self._prefixes.make_room(SlotCounts(host=num_pages * page_size))
         num_pages = min(num_pages, self._pools.free.host // page_size)
         if num_pages == 0:
-            self._let_go(before)
+            self._prefixes.let_go(before)
             return True
         keys = keys[: num_stored + num_pages]
         source = self._prefixes.use(keys, DENSE)
@@ -163,8 +163,8 @@ class DenseTier:
         except CopyFailed as error:
             log.error("pages of room %d are not copied to main memory: %s", left.room, error)
             self._pools.release(holding)
-            self._let_go(source)
-            self._let_go(before)
+            self._prefixes.let_go(source)
+            self._prefixes.let_go(before)
             return True
         left = left._replace(keys=keys)
         self._down.append(_CopyDown(left, source, before, holding, is_behind))
@@ -187,8 +187,8 @@ class DenseTier:
             )
             self.num_stored_tokens += (num_held - num_before) * self._pools.page_size
         self._pools.release(down.holding)
-        self._let_go(down.source)
-        self._let_go(down.before)
+        self._prefixes.let_go(down.source)
+        self._prefixes.let_go(down.before)
 
     # --- up ------------------------------------------------------------------------------------------
 
@@ -223,8 +223,8 @@ class DenseTier:
         if num_here < len(keys):
             self._begin_up(source, prefix, num_here)
         else:
-            self._let_go(source)
-        self._let_go(before)
+            self._prefixes.let_go(source)
+        self._prefixes.let_go(before)
         return prefix
 
     def _begin_up(self, source: Prefix, prefix: Prefix, num_here: int) -> None:
@@ -240,7 +240,7 @@ class DenseTier:
             )
         except CopyFailed:
             self._prefixes.drop(PoolKind.DEVICE, device[0].start)
-            self._let_go(prefix)
+            self._prefixes.let_go(prefix)
             raise
         self._prefixes.use_run(prefix)
         self._up.append(_CopyUp(source, prefix, is_behind))
@@ -296,8 +296,8 @@ class DenseTier:
         for up in [up for up in self._up if is_over(up.is_behind)]:
             self._up.remove(up)
             self._prefixes.mark_arrived(up.prefix)
-            self._let_go(up.source)
-            self._let_go(up.prefix)
+            self._prefixes.let_go(up.source)
+            self._prefixes.let_go(up.prefix)
 
     def settle(self) -> None:
         """Wait until all copies are over, and note it. What waits to be copied down is not copied."""
@@ -310,7 +310,3 @@ class DenseTier:
         """Return the slots of a prefix from page ``first_page`` on."""
         page_size = self._pools.page_size
         return slice_extents(prefix.extents(kind), first_page * page_size, prefix.end_page * page_size)
-
-    def _let_go(self, prefix: Prefix | None) -> None:
-        if prefix is not None:
-            self._prefixes.let_go(prefix)

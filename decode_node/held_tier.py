@@ -43,11 +43,14 @@ class PageCopies(Protocol):
     def copy_up(
         self, host: Sequence[Extent], index: Sequence[Extent], device: Sequence[Extent] = ()
     ) -> torch.cuda.Event | None:
-        """Begin to copy pages back, as ``copy_down``. Copies up end in the order in which they began."""
+        """Begin to copy what lies at the places of pages of the host pool to as many pages of the index pool,
+        and the KV of these pages to as many pages of the device pool; as ``copy_down``. Copies up end in the
+        order in which they began."""
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
-        """Return how many of the first token slots ``index`` have the row checks that lie at the places of as
-        many slots of the host pool; 0 without row checks. Waits for the device. Raises CopyFailed."""
+        """Return how many of the first token slots ``index`` have the row checks, in all layers, that lie at
+        the places of as many slots of the host pool; 0 without row checks. Waits for the device. Raises
+        CopyFailed."""
 
     def settle(self) -> None:
         """Wait until all copies are over."""

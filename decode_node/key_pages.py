@@ -1,8 +1,8 @@
 """Main memory for the indexer keys and row checks of held prefixes, and the copies of held pages.
 
-``KeyPages`` has a place for each page of the host pool; ``held_tier.py`` and ``dense_tier.py`` decide what is
-copied. The KV of held pages has its home in the host pool; that of dense requests goes there and back with
-their keys.
+``KeyPages`` has a place for each page of the host pool. ``held_tier.py``, where ``PageCopies`` says what each
+copy does, and ``dense_tier.py`` decide what is copied. The KV of held pages has its home in the host pool;
+that of dense requests goes there and back with their keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hisparse_pd.core.memory.host import Pinning
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.decode_node.memory import DecodeMemory
 from hisparse_pd.engine.host_copies import HostCopies, SlotCopy
@@ -23,44 +22,31 @@ class KeyPages:
     """A place in main memory for what ``memory`` has of each page in its index pool: as many places as the
     host pool has pages.
 
-    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises HostMemoryError.
+    ``placement``: the NUMA node of the memory. Raises HostMemoryError.
     """
 
-    def __init__(
-        self,
-        memory: DecodeMemory,
-        *,
-        pinning: Pinning | None = None,
-        placement: Placement = ANYWHERE,
-    ) -> None:
+    def __init__(self, memory: DecodeMemory, *, placement: Placement = ANYWHERE) -> None:
         pools = [memory.index] if memory.row_checks is None else [memory.index, memory.row_checks]
         num_slots = memory.k_host.shape[1]
-        self._keys = HostCopies(
-            pools, num_slots, name="keys of held prefixes", pinning=pinning, placement=placement
-        )
+        self._keys = HostCopies(pools, num_slots, name="keys of held prefixes", placement=placement)
         self._k_host, self._k_dev = memory.k_host, memory.k_dev
 
     def copy_down(
         self, index: Sequence[Extent], host: Sequence[Extent], device: Sequence[Extent] = ()
     ) -> torch.cuda.Event | None:
-        """Begin to copy pages of the index pool to the places of as many pages of the host pool, and the KV
-        of as many pages of the device pool, if ``device`` has any, to these pages. Returns the event behind
-        the copy, or None where it is over. Raises CopyFailed."""
+        """See ``PageCopies.copy_down``."""
         kv = [SlotCopy([(self._k_dev, self._k_host)], device, host)] if device else []
         return self._keys.copy_down(index, host, *kv)
 
     def copy_up(
         self, host: Sequence[Extent], index: Sequence[Extent], device: Sequence[Extent] = ()
     ) -> torch.cuda.Event | None:
-        """Begin to copy what lies at the places of pages of the host pool to as many pages of the index pool,
-        and the KV of these pages to as many pages of the device pool; as ``copy_down``."""
+        """See ``PageCopies.copy_up``."""
         kv = [SlotCopy([(self._k_host, self._k_dev)], host, device)] if device else []
         return self._keys.copy_up(host, index, *kv)
 
     def num_same(self, index: Sequence[Extent], host: Sequence[Extent]) -> int:
-        """Return how many of the first token slots ``index`` have the row checks, in all layers, that lie at
-        the places of as many slots of the host pool; 0 without row checks. Waits for the device. Raises
-        CopyFailed."""
+        """See ``PageCopies.num_same``."""
         return self._keys.num_same(1, index, host) if len(self._keys.tensors) > 1 else 0
 
     def row_checks(self, slots: Tensor) -> Tensor:

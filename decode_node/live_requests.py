@@ -313,8 +313,7 @@ class LiveRequests(RequestIndex):
                 Quarantined(request.room, holding, request.peer, request.instance_id, now, prefix)
             )
             return
-        if prefix is not None:  # first, so that the pages held below can be merged with it
-            self.held.let_go(prefix)
+        self.held.let_go(prefix)  # first, so that the pages held below can be merged with it
         if request.is_sound:
             keys = request.kept_keys(request.num_kv_tokens)
             page_size = self.pools.page_size
@@ -335,8 +334,7 @@ class LiveRequests(RequestIndex):
 
     def _release_quarantined(self, entry: Quarantined) -> None:
         self.pools.release(entry.holding)
-        if entry.prefix is not None:
-            self.held.let_go(entry.prefix)
+        self.held.let_go(entry.prefix)
 
     # --- what the node has ----------------------------------------------------------------------------------
 
@@ -395,8 +393,7 @@ class LiveRequests(RequestIndex):
         last one has gone, because their items are in the host pool."""
         prefix, request.resident_prefix = request.resident_prefix, None
         request.shares_from, request.num_page_slots = None, 0
-        if prefix is not None:
-            self.held.let_go(prefix, keeps=False)
+        self.held.let_go(prefix, keeps=False)
 
     def _leave_prefix(self, request: Request) -> None:
         """Let go of the device pages that a dense request shares and has copies of. From now on it shares
@@ -406,10 +403,9 @@ class LiveRequests(RequestIndex):
         request.host_prefix = None
         if request.prefix is not None:
             self.held.mark_arrived(request.prefix)
-        if prefix is not None:
-            if prefix.is_dropped:
-                request.prompt_keys = None
-            self.held.let_go(prefix)
+        if prefix is not None and prefix.is_dropped:
+            request.prompt_keys = None
+        self.held.let_go(prefix)
 
     def _give_back_host_copy(self, request: Request) -> None:
         """Let go of the pages in the host pool for which a request was to leave its own, but could not."""

@@ -257,8 +257,7 @@ class DecodeTier:
         before = self._prefixes.use(keys[:num_cached], CACHE_POOLS) if num_cached else None
         need = SlotCounts(device=num_missing * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):
-            if before is not None:
-                self._prefixes.let_go(before)
+            self._prefixes.let_go(before)
             return False
         self._pins.put(request.room, num_pages, before)
         self._prefixes.make_room(need)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse_pd.core.memory.host import Pinning
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.engine.host_copies import HostCopies
 from hisparse_pd.prefill_node.memory import PrefillMemory
@@ -14,15 +13,8 @@ from hisparse_pd.prefill_node.memory import PrefillMemory
 class HostPages(HostCopies):
     """``num_slots`` token slots in main memory for what ``memory`` has of each token."""
 
-    def __init__(
-        self,
-        memory: PrefillMemory,
-        num_slots: int,
-        *,
-        pinning: Pinning | None = None,
-        placement: Placement = ANYWHERE,
-    ) -> None:
-        super().__init__(memory.sent, num_slots, name="host cache", pinning=pinning, placement=placement)
+    def __init__(self, memory: PrefillMemory, num_slots: int, *, placement: Placement = ANYWHERE) -> None:
+        super().__init__(memory.sent, num_slots, name="host cache", placement=placement)
         self.num_slots = num_slots
 
     @property

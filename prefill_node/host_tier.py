@@ -175,7 +175,7 @@ class HostTier:
         self._prefixes.make_room(SlotCounts(host=num_pages * page_size))
         num_pages = min(num_pages, self._pools.free.host // page_size)
         if num_pages == 0:  # all is in use
-            self._let_go(before)
+            self._prefixes.let_go(before)
             return
         source = self._prefixes.use(keys[: num_stored + num_pages], CACHE_POOLS)
         self._begin(room, HOST_POOLS, keys[: num_stored + num_pages], source, before, token_ids)
@@ -211,7 +211,7 @@ class HostTier:
         before = self._use(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=(num_stored - num_cached) * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):
-            self._let_go(before)
+            self._prefixes.let_go(before)
             return False
         source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(need)
@@ -272,8 +272,8 @@ class HostTier:
                 self.num_fetched_tokens += num_kept * self._pools.page_size
                 self._pin_arrived(copy, num_kept)
             self._pools.release(copy.holding)
-            self._let_go(copy.source)
-            self._let_go(copy.before)
+            self._prefixes.let_go(copy.source)
+            self._prefixes.let_go(copy.before)
 
     def settle(self) -> None:
         """Wait until all copies are over, which takes some milliseconds, and do ``poll``: they use nothing
@@ -311,8 +311,8 @@ class HostTier:
         except CopyFailed as error:
             log.error("pages of room %d are not copied to the %s pool: %s", room, to_kind, error)
             self._pools.release(holding)
-            self._let_go(source)
-            self._let_go(before)
+            self._prefixes.let_go(source)
+            self._prefixes.let_go(before)
             return False
         self._copies.append(copy)
         return True
@@ -381,10 +381,6 @@ class HostTier:
 
     def _use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix | None:
         return self._prefixes.use(keys, kinds) if keys else None
-
-    def _let_go(self, prefix: Prefix | None) -> None:
-        if prefix is not None:
-            self._prefixes.let_go(prefix)
 
     def _num_usable(self, kind: PoolKind) -> int:
         """Return the number of a pool's pages that are not set aside."""

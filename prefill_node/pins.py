@@ -68,6 +68,6 @@ class Pins:
         yield from (pin.prefix for pin in self._pins.values() if pin.prefix is not None)
 
     def _let_go(self, pin: _Pin | None) -> None:
-        if pin is not None and pin.prefix is not None:
+        if pin is not None:
             prefix, pin.prefix = pin.prefix, None
             self._prefixes.let_go(prefix)

@@ -344,7 +344,7 @@ class StoreTier:
         self._prefixes.make_room(SlotCounts(host=max(num_pages, 0) * page_size))
         num_pages = min(num_pages, self._pools.free.host // page_size)
         if num_pages <= 0:
-            self._let_go(before)
+            self._prefixes.let_go(before)
             return False
         holding = self._pools.reserve(room, SlotCounts(host=num_pages * page_size))
         page_ids = extents_to_pages(holding[PoolKind.HOST], page_size)
@@ -380,7 +380,7 @@ class StoreTier:
                 wait.first_brought = landing.num_before
         before = landing.before
         landing.before = self._prefixes.use(landing.keys[:end], HOST_POOLS)
-        self._let_go(before)
+        self._prefixes.let_go(before)
         landing.num_before, landing.num_taken = end, num_right
         self.num_got_tokens += num_new * self._pools.page_size
 
@@ -390,7 +390,7 @@ class StoreTier:
         (landing,) = [landing for landing in self._landings if landing.order is order]
         self._take_arrived(landing)
         self._landings.remove(landing)
-        self._let_go(landing.before)
+        self._prefixes.let_go(landing.before)
         if order.may_still_land:
             self._pools.move(landing.holding, Stage.QUARANTINED)
             self._quarantined.append((self._clock() + QUARANTINE_SECS, landing.holding))
@@ -445,7 +445,3 @@ class StoreTier:
         """Return the pages of the slots ``extents`` from page ``start`` to page ``stop``."""
         page_size = self._pools.page_size
         return extents_to_pages(slice_extents(extents, start * page_size, stop * page_size), page_size)
-
-    def _let_go(self, prefix: Prefix | None) -> None:
-        if prefix is not None:
-            self._prefixes.let_go(prefix)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.memory.gpu_copies import compile_copies, enqueue_copies
-from hisparse_pd.core.memory.host import HostPool, Pinning, allocate_host
+from hisparse_pd.core.memory.host import HostPool, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots, slice_extents
@@ -59,7 +59,7 @@ class HostCopies:
     copies.
 
     ``pools``: contiguous, [layers, slots, …] each, of one device. ``name``: for the log and errors.
-    ``pinning``: CUDA's when not given; ``placement``: the NUMA node of the memory. Raises HostMemoryError.
+    ``placement``: the NUMA node of the memory. Raises HostMemoryError.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class HostCopies:
         num_slots: int,
         *,
         name: str,
-        pinning: Pinning | None = None,
         placement: Placement = ANYWHERE,
     ) -> None:
         self._device = pools[0].device
@@ -82,7 +81,6 @@ class HostCopies:
                 pinned=is_cuda,
                 touch=is_cuda,  # without a GPU, pages are allocated when they are first written
                 name=name,
-                pinning=pinning,
                 placement=placement,
             )
             self._host_pools.append(host)

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -281,10 +282,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-
-    def add_number(name: str, default: int | None, least: int, explained: str) -> None:
-        add(name, type=at_least(least), default=default, metavar="N", help=explained)
+    add, add_number = parser.add_argument, partial(add_number_option, parser)
 
     clients, modes = [1, 2, 4, 8, 16], ["false", "true"]
     add("--url", default="http://127.0.0.1:8000/v1", help="endpoint, including /v1")
@@ -331,6 +329,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     if not isinstance(options.extra_body, dict):
         parser.error(f"--extra-body {options.extra_body!r}: expected a JSON object")
     return options
+
+
+def add_number_option(
+    parser: argparse.ArgumentParser, name: str, default: int | None, least: int, explained: str
+) -> None:
+    """Add an option that takes a whole number of at least ``least``."""
+    parser.add_argument(name, type=at_least(least), default=default, metavar="N", help=explained)
 
 
 def add_token_range(parser: argparse.ArgumentParser) -> None:

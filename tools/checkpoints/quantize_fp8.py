@@ -13,7 +13,9 @@ import argparse
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +36,22 @@ QUANTIZATION = {
 def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> None:
     """Write the checkpoint in ``directory`` to ``out_dir`` in fp8. Raises CheckpointError when weights are
     missing."""
+
+    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return quantized(name, tensor.to(device)) if is_quantized(name, tensor) else {name: tensor}
+
+    convert_checkpoint(directory, out_dir, convert, QUANTIZATION)
+
+
+def convert_checkpoint(
+    directory: Path,
+    out_dir: Path,
+    convert: Callable[[str, Tensor], dict[str, Tensor]],
+    quantization: dict[str, Any],
+) -> None:
+    """Write the checkpoint in ``directory`` to ``out_dir``, file by file. ``convert`` returns what is stored
+    instead of a tensor, by names; ``quantization`` is the entry of config.json that declares this. Raises
+    CheckpointError when weights are missing."""
     from safetensors.torch import load_file, save_file
 
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -42,14 +60,13 @@ def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> 
         if other.is_file() and other.suffix != SUFFIX and other.name != INDEX_NAME:
             shutil.copy(other, out_dir)
     for file in files:
-        # A tensor that the index places in another file is read from there.
-        tensors = {name: tensor for name, tensor in load_file(file.path).items() if name in file.tensors}
-        for name, tensor in list(tensors.items()):
-            if is_quantized(name, tensor):
-                tensors |= quantized(name, tensor.to(device))
-        save_file(tensors, out_dir / file.path.name, metadata={"format": "pt"})
+        converted: dict[str, Tensor] = {}
+        for name, tensor in load_file(file.path).items():
+            if name in file.tensors:  # else the index places it in another file, and it is read from there
+                converted |= convert(name, tensor)
+        save_file(converted, out_dir / file.path.name, metadata={"format": "pt"})
     config_file = out_dir / "config.json"
-    config = json.loads(config_file.read_text()) | {"quantization_config": QUANTIZATION}
+    config = json.loads(config_file.read_text()) | {"quantization_config": quantization}
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 

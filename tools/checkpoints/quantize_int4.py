@@ -12,9 +12,7 @@ as they are. Tests call ``quantize_checkpoint``; ``make_synthetic`` quantizes as
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,10 @@ from torch import Tensor
 
 from hisparse_pd.core.model.int4_config import AWQ, COMPRESSED_TENSORS, GPTQ, INT4_METHODS
 from hisparse_pd.core.model.int4_weights import AWQ_ORDER, IN_ORDER
-from hisparse_pd.core.model.stored_weights import INDEX_NAME, SUFFIX, weight_files
 from hisparse_pd.kernels.block_fp8 import BLOCK
 from hisparse_pd.kernels.block_fp8 import quantize as quantize_blocks
 from hisparse_pd.kernels.int4 import GROUP_SIZES, MIDDLE, Int4Form, quantize
+from tools.checkpoints.quantize_fp8 import convert_checkpoint
 from tools.checkpoints.quantize_fp8 import is_quantized as is_quantized_to_fp8
 
 _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.\w+\.weight$")
@@ -81,23 +79,13 @@ class StoredForm:
 def quantize_checkpoint(directory: Path, out_dir: Path, form: StoredForm, device: str = "cpu") -> None:
     """Write the checkpoint in ``directory`` to ``out_dir`` with experts in ``form``. Raises CheckpointError
     when weights are missing, and ValueError for experts whose columns are no whole groups."""
-    from safetensors.torch import load_file, save_file
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    files = weight_files(directory)
-    for other in directory.iterdir():
-        if other.is_file() and other.suffix != SUFFIX and other.name != INDEX_NAME:
-            shutil.copy(other, out_dir)
-    for file in files:
-        # A tensor that the index places in another file is read from there.
-        tensors = {name: tensor for name, tensor in load_file(file.path).items() if name in file.tensors}
-        for name in list(tensors):
-            if is_quantized(name, tensors[name], form):
-                tensors |= quantized(name, tensors.pop(name).to(device), form)
-        save_file(tensors, out_dir / file.path.name, metadata={"format": "pt"})
-    config_file = out_dir / "config.json"
-    config = json.loads(config_file.read_text()) | {"quantization_config": quantization_of(form)}
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
+    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return (
+            quantized(name, tensor.to(device), form) if is_quantized(name, tensor, form) else {name: tensor}
+        )
+
+    convert_checkpoint(directory, out_dir, convert, quantization_of(form))
 
 
 def is_quantized(name: str, tensor: Tensor, form: StoredForm) -> bool:

@@ -127,8 +127,11 @@ class PrefixTree:
         for part in prefix.chain():
             self._runs.set_num_users(part, part.num_users + 1)
 
-    def let_go(self, prefix: Prefix, *, keeps: bool = True) -> None:
-        """Count one user fewer of ``prefix``. What has no users then is kept, or else evicted."""
+    def let_go(self, prefix: Prefix | None, *, keeps: bool = True) -> None:
+        """Count one user fewer of ``prefix``; None: of nothing. What has no users then is kept, or else
+        evicted."""
+        if prefix is None:
+            return
         self._num_events += 1
         for part in prefix.chain():
             self._runs.set_num_users(part, part.num_users - 1)
@@ -159,8 +162,7 @@ class PrefixTree:
         num_before = end_of(before)
         num_held = self.hold(holding, keys, kinds, num_before, keeps_copies=keeps_copies, token_ids=token_ids)
         prefix = self.use(keys[:num_held], kinds) if num_held else None
-        if before is not None:
-            self.let_go(before)
+        self.let_go(before)
         return prefix
 
     def hold(

@@ -26,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tools.bench.facts import OUT
 from tools.bench.replay.lru import TieredLru
 from tools.bench.replay.trace import TRACE_BLOCK, PromptMaker, Scale, TraceError, TraceRequest, read_trace
 from tools.bench.report import make_console, progress, table_of, write_report
-from tools.bench.serve import INTERRUPTED, add_token_range, at_least, row_of
+from tools.bench.serve import INTERRUPTED, add_number_option, add_token_range, row_of
 from tools.bench.streamed_load import Client, EndpointError, Record, closed_loop, distribution, open_loop
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -232,10 +233,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-
-    def add_number(name: str, default: int | None, least: int, explained: str) -> None:
-        add(name, type=at_least(least), default=default, metavar="N", help=explained)
+    add, add_number = parser.add_argument, partial(add_number_option, parser)
 
     add("--url", default="http://127.0.0.1:8000/v1", help="endpoint, including /v1")
     add("--model", default="", help="model name in requests; default: the endpoint's first")

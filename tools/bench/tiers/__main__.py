@@ -37,6 +37,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ from hisparse_pd.prefill_node.sizing import bytes_per_token
 from tools.bench.facts import OUT, gpus
 from tools.bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, counters_in, running_pair
 from tools.bench.report import make_console, table_of, write_report
-from tools.bench.serve import HISPARSE, INTERRUPTED, add_token_range, at_least
+from tools.bench.serve import HISPARSE, INTERRUPTED, add_number_option, add_token_range, at_least
 from tools.bench.streamed_load import Client, EndpointError
 from tools.bench.tiers import conversations
 from tools.bench.tiers.prefixes import Cell, Tier, Turns, rows_of
@@ -247,11 +248,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=" ".join((__doc__ or "").split("\n\n")[0].split()),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-
-    def add_number(name: str, default: int, least: int, explained: str) -> None:
-        add(name, type=at_least(least), default=default, metavar="N", help=explained)
-
+    add, add_number = parser.add_argument, partial(add_number_option, parser)
     add("--model-path", type=Path, required=True, metavar="DIR", help="checkpoint of both nodes")
     add(
         "--pair-options",
