@@ -26,6 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple, Protocol
 
 from hisparse_pd.base.prefill_settings import HeldReads
@@ -35,7 +36,7 @@ from hisparse_pd.core.paging.extents import (
     slice_extents,
     total_length,
 )
-from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
@@ -46,6 +47,7 @@ from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.push import SourceRegions
 from hisparse_pd.prefill_node.read_plan import ReadPlan
+from hisparse_pd.prefill_node.read_quarantine import ReadQuarantine
 from hisparse_pd.prefill_node.registrations import Peer
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.protocol.messages import Room
@@ -65,8 +67,6 @@ LONGEST_WAIT_SECS: Final = 30.0
 """Bounds of the time that a request waits for a read, however long computing would take."""
 PAUSE_SECS: Final = 10.0
 """Time for which a decode node is not read from after an error, a wrong row or a late answer."""
-QUARANTINE_SECS: Final = 60.0
-"""Time after a failed read in which its slots are not used: twice Mooncake's longest timeout."""
 
 
 class Reads(Protocol):
@@ -144,8 +144,7 @@ class DecodeTier:
         """What is or was read for each waiting request; each is read for once."""
         self._under_way: dict[Room, _Read] = {}
         """Reads with parts that are not over, also those of requests that no longer wait."""
-        self._quarantined: list[tuple[float, Holding]] = []
-        """Slots of failed reads, and when they are free."""
+        self._quarantine = ReadQuarantine(pools)
         self._paused_until: dict[str, float] = {}
         """Until when sessions are not read from."""
         self.num_read_tokens = 0
@@ -166,7 +165,7 @@ class DecodeTier:
     @property
     def num_quarantined(self) -> int:
         """Holdings in Stage.QUARANTINED."""
-        return len(self._quarantined)
+        return len(self._quarantine)
 
     @property
     def is_awaited(self) -> bool:
@@ -248,7 +247,7 @@ class DecodeTier:
             return False
         if any(_brings(read, keys, num_cached) for read in self._wanted()):
             return True
-        num_usable = self._pools.totals.device // page_size - self._set_aside.num_pages(PoolKind.DEVICE)
+        num_usable = self._set_aside.num_usable_pages(PoolKind.DEVICE)
         if not self._pins.fits(request.room, num_pages, num_usable):
             return bool(self._pins)
         num_missing = min(num_missing, num_usable // READ_SHARE - self._num_busy_pages)
@@ -294,10 +293,7 @@ class DecodeTier:
 
     def poll(self) -> None:
         """Free the slots of failed reads whose time is over."""
-        now = self._clock()
-        for entry in [entry for entry in self._quarantined if entry[0] <= now]:
-            self._quarantined.remove(entry)
-            self._pools.release(entry[1])
+        self._quarantine.free_due(self._clock())
 
     def returned(self, completion: Completion) -> None:
         """Take a part that is over: what is right of it, if its request still waits."""
@@ -322,8 +318,7 @@ class DecodeTier:
         read.is_wanted = False
         del self._under_way[room]
         if read.may_still_land:
-            self._pools.move(read.holding, Stage.QUARANTINED)
-            self._quarantined.append((self._clock() + QUARANTINE_SECS, read.holding))
+            self._quarantine.add(read.holding, self._clock())
         else:
             self._pools.release(read.holding)
 
@@ -371,9 +366,8 @@ class DecodeTier:
     @property
     def _num_busy_pages(self) -> int:
         """Pages that are read into, or in quarantine."""
-        holdings = [read.holding for read in self._under_way.values()]
-        holdings += [holding for _, holding in self._quarantined]
-        return sum(holding.num_slots(PoolKind.DEVICE) for holding in holdings) // self._pools.page_size
+        holdings = chain((read.holding for read in self._under_way.values()), self._quarantine)
+        return self._pools.owned_by(holdings).device // self._pools.page_size
 
 
 def _brings(read: _Read, keys: Sequence[PageKey], number: int) -> bool:

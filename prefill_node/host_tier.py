@@ -39,8 +39,8 @@ from hisparse_pd.kernels.row_check import PageRows, WrongItem, rows_of_pages
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.pins import Pins
-from hisparse_pd.prefill_node.store_tier import HOST_POOLS as HOST_POOLS
 from hisparse_pd.prefill_node.store_tier import StoreTier
+from hisparse_pd.prefill_node.store_writes import HOST_POOLS as HOST_POOLS
 from hisparse_pd.protocol.messages import FetchedTokens, Room
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class HostTier:
         num_cached = self._prefixes.num_found(keys, CACHE_POOLS)
         num_stored = self._prefixes.num_found(keys[:num_cached], HOST_POOLS)
         page_size = self._pools.page_size
-        most = self._num_usable(PoolKind.HOST) - num_stored
+        most = self._set_aside.num_usable_pages(PoolKind.HOST) - num_stored
         num_pages = min(num_cached - num_stored, most)
         if num_pages <= 0 or self._is_coming(keys, num_stored, HOST_POOLS):
             return
@@ -206,7 +206,7 @@ class HostTier:
         if self._is_coming(keys, num_cached, CACHE_POOLS):
             return True
         page_size = self._pools.page_size
-        if not self.pins.fits(room, num_pages, self._num_usable(PoolKind.DEVICE)):
+        if not self.pins.fits(room, num_pages, self._set_aside.num_usable_pages(PoolKind.DEVICE)):
             return bool(self.pins)
         before = self._use(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=(num_stored - num_cached) * page_size)
@@ -381,7 +381,3 @@ class HostTier:
 
     def _use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix | None:
         return self._prefixes.use(keys, kinds) if keys else None
-
-    def _num_usable(self, kind: PoolKind) -> int:
-        """Return the number of a pool's pages that are not set aside."""
-        return self._pools.totals[kind] // self._pools.page_size - self._set_aside.num_pages(kind)

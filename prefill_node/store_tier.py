@@ -10,9 +10,9 @@ No request depends on the store. A request waits for it as long as computing the
 then goes on with what has arrived. After an error or a late answer the store is left alone for a while
 (``store_backoff.py``), and pages that cannot be put are dropped.
 
-``StoreTier`` owns the slots that the store reads into (Stage.LANDING), those that it may still write to after
-an error (Stage.QUARANTINED), the prefixes that it writes from, and which pages nobody has verified since they
-came.
+``StoreTier`` owns the slots that the store reads into (Stage.LANDING) and those that it may still write to
+after an error (Stage.QUARANTINED), and knows which pages nobody has verified since they came. What is on its
+way to the store is ``StoreWrites``'s.
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
 from hisparse_pd.core.paging.extents import extents_to_pages, slice_extents
-from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.core.paging.prefix import Kinds, Prefix
+from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import Prefix
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.prefill_node.pace import Pace
+from hisparse_pd.prefill_node.read_quarantine import ReadQuarantine
 from hisparse_pd.prefill_node.store_backoff import StoreBackoff
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
+from hisparse_pd.prefill_node.store_writes import HOST_POOLS, StoreWrites
 from hisparse_pd.protocol.messages import Extent, Room
 
-HOST_POOLS: Final[Kinds] = (PoolKind.HOST,)
-"""The pools of a prefix in main memory."""
 MAX_WAITS: Final = 64
 """Most requests that wait for the store; the prompts of others are not looked up."""
-WRITE_SHARE: Final = 4
 READ_SHARE: Final = 2
-"""At most one in so many pages of main memory waits to be written to the store, and to be read from it."""
+"""At most one in so many pages of main memory waits to be read from the store."""
 FIRST_WAIT_SECS: Final = 1.0
 """Longest wait for the store before this node has computed anything."""
 LEAST_WAIT_SECS: Final = 0.02
 """A prompt that is computed sooner than this is not looked up: the answer would hardly come in time."""
 LONGEST_WAIT_SECS: Final = 30.0
 """Longest wait for an answer, however long computing would take."""
-QUARANTINE_SECS: Final = 60.0
-"""Time after a failed read in which its slots are not used: twice Mooncake's longest timeout."""
 OPERATIONS: Final = ("look_up", "get", "put", "full", "remove")
 """Labels of ``store_failures_total``; full: a page for which the store had no space."""
 
@@ -113,13 +110,6 @@ class _Wait:
     is_over: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class _Writing:
-    order: Put
-    source: Prefix
-    """The pages that are written, in use until then."""
-
-
 class StoreTier:
     """The store of one engine, which shares it with others. Times are those of ``clock``."""
 
@@ -141,20 +131,16 @@ class StoreTier:
         self._waits: dict[Room, _Wait] = {}
         """Waiting requests that were looked up; each is looked up once."""
         self._landings: list[_Landing] = []
-        self._writings: list[_Writing] = []
-        self._quarantined: list[tuple[float, Holding]] = []
-        """Slots of failed reads, and when they are free."""
+        self.writes = StoreWrites(prefixes, set_aside, pools.page_size)
+        self._quarantine = ReadQuarantine(pools)
         self._unverified: set[int] = set()
         """Pages of main memory that came from the store, until the host tier has verified their rows."""
         self._backoff = StoreBackoff()
         self.is_connected = False
         """Whether the last order went well."""
-        self.num_put_tokens = 0
         self.num_got_tokens = 0
         self.num_late = 0
         """Requests that stopped waiting for the store."""
-        self.num_dropped_pages = 0
-        """Pages that were not written, because too many waited or the store was left alone."""
         self.num_failures: Counter[str] = Counter()
         """Orders that ended in an error, by operation (``OPERATIONS``)."""
         self._orders.submit(LookUp(()))  # connects
@@ -169,19 +155,14 @@ class StoreTier:
     @property
     def num_quarantined(self) -> int:
         """Holdings in Stage.QUARANTINED."""
-        return len(self._quarantined)
-
-    @property
-    def num_queued_pages(self) -> int:
-        """Pages that wait to be written, or are being written."""
-        return sum(len(writing.order.keys) for writing in self._writings)
+        return len(self._quarantine)
 
     @property
     def gauges(self) -> dict[str, float]:
         """Metrics that go up and down, by name."""
         return {
             "store_connected": float(self.is_connected),
-            "store_queued_pages": float(self.num_queued_pages),
+            "store_queued_pages": float(self.writes.num_queued_pages),
             "store_waiting_reqs": float(self._num_waits),
         }
 
@@ -190,12 +171,12 @@ class StoreTier:
         """Monotone metrics, by name."""
         page_bytes = self._orders.object_bytes / self._pools.page_size
         counters = {
-            "store_put_tokens_total": float(self.num_put_tokens),
+            "store_put_tokens_total": float(self.writes.num_put_tokens),
             "store_got_tokens_total": float(self.num_got_tokens),
-            'store_bytes_total{direction="put"}': self.num_put_tokens * page_bytes,
+            'store_bytes_total{direction="put"}': self.writes.num_put_tokens * page_bytes,
             'store_bytes_total{direction="get"}': self.num_got_tokens * page_bytes,
             "store_late_total": float(self.num_late),
-            "store_dropped_pages_total": float(self.num_dropped_pages),
+            "store_dropped_pages_total": float(self.writes.num_dropped_pages),
         }
         for operation in OPERATIONS:
             name = f'store_failures_total{{operation="{operation}"}}'
@@ -209,26 +190,16 @@ class StoreTier:
     def users(self) -> Iterator[Prefix]:
         """Yield the prefixes that reads and writes use, once for each use."""
         yield from (landing.before for landing in self._landings if landing.before is not None)
-        yield from (writing.source for writing in self._writings)
+        yield from self.writes.users()
 
     # --- to the store ----------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[PageKey], num_before: int) -> None:
-        """Write the pages of ``keys`` behind ``num_before``, which main memory has, as far as the bound of
-        waiting pages allows. The others are dropped."""
-        num_pages = 0
-        if not self._backoff.is_paused(self._clock()):
-            most = self._num_usable // WRITE_SHARE - self.num_queued_pages
-            num_pages = min(len(keys) - num_before, most)
-        num_pages = max(num_pages, 0)
-        self.num_dropped_pages += len(keys) - num_before - num_pages
-        if num_pages == 0:
-            return
-        keys = keys[: num_before + num_pages]
-        source = self._prefixes.use(keys, HOST_POOLS)
-        order = Put(keys[num_before:], self._page_ids(source.extents(PoolKind.HOST), num_before, len(keys)))
-        self._writings.append(_Writing(order, source))
-        self._orders.submit(order)
+        """Write the pages of ``keys`` behind ``num_before``, which main memory has, as far as
+        ``StoreWrites`` takes them."""
+        order = self.writes.put(keys, num_before, is_paused=self._backoff.is_paused(self._clock()))
+        if order is not None:
+            self._orders.submit(order)
 
     # --- from the store --------------------------------------------------------------------------------
 
@@ -313,10 +284,7 @@ class StoreTier:
                     assert_never(order)
         for landing in self._landings:
             self._take_arrived(landing)
-        now = self._clock()
-        for entry in [entry for entry in self._quarantined if entry[0] <= now]:
-            self._quarantined.remove(entry)
-            self._pools.release(entry[1])
+        self._quarantine.free_due(self._clock())
 
     def _looked_up(self, order: LookUp) -> None:
         self.num_failures["look_up"] += bool(order.error)
@@ -339,7 +307,8 @@ class StoreTier:
         if wait.landing is not None:
             return True
         num_reading = sum(landing.holding.num_slots(PoolKind.HOST) for landing in self._landings) // page_size
-        num_pages = min(end - num_stored, self._num_usable // READ_SHARE - num_reading)
+        most = self._set_aside.num_usable_pages(PoolKind.HOST) // READ_SHARE - num_reading
+        num_pages = min(end - num_stored, most)
         before = self._prefixes.use(keys[:num_stored], HOST_POOLS) if num_stored else None
         self._prefixes.make_room(SlotCounts(host=max(num_pages, 0) * page_size))
         num_pages = min(num_pages, self._pools.free.host // page_size)
@@ -392,8 +361,7 @@ class StoreTier:
         self._landings.remove(landing)
         self._prefixes.let_go(landing.before)
         if order.may_still_land:
-            self._pools.move(landing.holding, Stage.QUARANTINED)
-            self._quarantined.append((self._clock() + QUARANTINE_SECS, landing.holding))
+            self._quarantine.add(landing.holding, self._clock())
         else:
             self._pools.release(landing.holding)
         if order.wrong:
@@ -409,10 +377,7 @@ class StoreTier:
         """Account for a write that is over."""
         self.num_failures["put"] += bool(order.error)
         self.num_failures["full"] += bool(order.num_full)
-        self.num_put_tokens += order.num_put * self._pools.page_size
-        (writing,) = [writing for writing in self._writings if writing.order is order]
-        self._writings.remove(writing)
-        self._prefixes.let_go(writing.source)
+        self.writes.written(order)
 
     def _resume(self, order: LookUp | Get) -> None:
         """Forget earlier pauses if the order, for which a request has waited, came without an error."""
@@ -434,12 +399,6 @@ class StoreTier:
         self._orders.submit(Remove(keys))
 
     # --- pools and tree --------------------------------------------------------------------------------
-
-    @property
-    def _num_usable(self) -> int:
-        """Pages of main memory that are not set aside."""
-        num_pages = self._pools.totals.host // self._pools.page_size
-        return num_pages - self._set_aside.num_pages(PoolKind.HOST)
 
     def _page_ids(self, extents: Sequence[Extent], start: int, stop: int) -> list[int]:
         """Return the pages of the slots ``extents`` from page ``start`` to page ``stop``."""

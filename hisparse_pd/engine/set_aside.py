@@ -58,6 +58,10 @@ class SetAside:
         """Return how many pages of ``pool`` are set aside, or will be once they are freed."""
         return sum(kind is pool for kind, _ in self._pages)
 
+    def num_usable_pages(self, pool: PoolKind) -> int:
+        """Return how many pages of ``pool`` are not set aside, and will not be."""
+        return self._pools.totals[pool] // self._pools.page_size - self.num_pages(pool)
+
     @property
     def num_tokens(self) -> int:
         """Token slots of the host pool and the device pool that are set aside."""

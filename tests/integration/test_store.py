@@ -94,7 +94,7 @@ class Node:
         """Deliver a prompt. Returns how many of its tokens were not computed."""
         done = deliver(self.engine, self.peer, next_room(), prompt(seed, num_tokens))
         self.engine.wait_until_idle()
-        self.engine.wait_until(lambda: self.tier.num_queued_pages == 0, "the pages to be written")
+        self.engine.wait_until(lambda: self.tier.writes.num_queued_pages == 0, "the pages to be written")
         return done.num_cached_tokens
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
 ) -> None:
     keeps, first = start(LENT_GIB), start(0)
     assert first.deliver(1, 150) == 0
-    assert first.tier.num_put_tokens == 144
+    assert first.tier.writes.num_put_tokens == 144
     assert keeps.deliver(1, 150) == 144
     assert keeps.tier.num_got_tokens == 144
     assert keeps.deliver(2, 150) == 0
@@ -167,9 +167,9 @@ def test_nodes_share_what_they_compute_come_back_warm_and_outlive_the_store(
     fresh = itertools.count(100)
 
     def is_back() -> bool:
-        before = keeps.tier.num_put_tokens
+        before = keeps.tier.writes.num_put_tokens
         keeps.deliver(next(fresh), 50)
-        return keeps.tier.num_put_tokens > before
+        return keeps.tier.writes.num_put_tokens > before
 
     wait_until(is_back, "the store to take pages again")
     assert keeps.deliver(8, 150) == 0

@@ -205,6 +205,7 @@ class World:
                 "LaneHost": self._new_lane_host,
             },
             "hisparse_pd.decode_node.step_line": {"time": clock},
+            "hisparse_pd.prefill_node.prompt_steps": {"time": clock},
             "hisparse_pd.prefill_node.engine": {
                 "time": clock,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
@@ -218,8 +219,8 @@ class World:
         replaced["hisparse_pd.prefill_node.decode_tier"] = {
             "LEAST_SECS": 0.0,  # forwards take no time here
             "PAUSE_SECS": 1.0,
-            "QUARANTINE_SECS": QUARANTINE_SECS,
         }
+        replaced["hisparse_pd.prefill_node.read_quarantine"] = {"QUARANTINE_SECS": QUARANTINE_SECS}
         for module, names in replaced.items():
             self._patches.enter_context(patch.multiple(module, **names))
 

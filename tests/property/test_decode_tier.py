@@ -30,7 +30,6 @@ from hisparse_pd.prefill_node import decode_tier
 from hisparse_pd.prefill_node.decode_tier import (
     LEAST_WAIT_SECS,
     PAUSE_SECS,
-    QUARANTINE_SECS,
     DecodeTier,
     ReadMemory,
 )
@@ -39,6 +38,7 @@ from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.push import SourceRegions
+from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.protocol.messages import Extent, HeldKv, RegionKind, Room
 from hisparse_pd.transfer.plan import RegionView
 from hisparse_pd.transfer.sender import Completion, WriteBatch

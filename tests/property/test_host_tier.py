@@ -26,8 +26,9 @@ from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
+from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
-from hisparse_pd.prefill_node.store_tier import FIRST_WAIT_SECS, QUARANTINE_SECS, StoreTier
+from hisparse_pd.prefill_node.store_tier import FIRST_WAIT_SECS, StoreTier
 from hisparse_pd.protocol.messages import Extent, Room
 from tests.event_follower import TreeFollower
 from tests.property.examples import num_examples
@@ -506,7 +507,7 @@ class TierOnStore(Tier):
         self.now += QUARANTINE_SECS
         self.tier.poll()
         assert self.store_tier.num_landing + self.store_tier.num_quarantined == 0
-        assert self.store_tier.num_queued_pages == 0
+        assert self.store_tier.writes.num_queued_pages == 0
         self.nothing_is_lost_or_twice()
 
 

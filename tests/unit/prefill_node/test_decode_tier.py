@@ -21,6 +21,7 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node import decode_tier
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
+from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.protocol.messages import (
     AbortRoom,
     Bootstrap,
@@ -361,7 +362,7 @@ def test_an_error_costs_hits_and_nothing_else(
     assert tier.num_failures == num_failures + 1
     engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
     assert engine.life.pages.pools.used(Stage.QUARANTINED).device == (144 - 32 if may_still_land else 0)
-    with patch.object(tier, "_clock", lambda: time.monotonic() + decode_tier.QUARANTINE_SECS):
+    with patch.object(tier, "_clock", lambda: time.monotonic() + QUARANTINE_SECS):
         engine.wait_until(lambda: tier.num_quarantined == 0, "the slots to be free")
 
 

@@ -23,7 +23,8 @@ from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.prefill_node.host_tier import HOST_POOLS
 from hisparse_pd.prefill_node.page_objects import LAYOUT, namespace_of
-from hisparse_pd.prefill_node.store_tier import QUARANTINE_SECS, StoreTier
+from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
+from hisparse_pd.prefill_node.store_tier import StoreTier
 from hisparse_pd.protocol.messages import FetchedTokens
 from tests.unit.prefill_node.memory_store import MemoryStore
 from tests.unit.prefill_node.support import (
@@ -66,7 +67,7 @@ class Node:
     @property
     def num_under_way(self) -> int:
         """Copies, reads and pages to be written."""
-        return self.engine.life.pages.tier.num_landing + self.tier.num_queued_pages
+        return self.engine.life.pages.tier.num_landing + self.tier.writes.num_queued_pages
 
     def forget(self) -> None:
         """Flush all that this node has, as a restart would."""
@@ -78,7 +79,7 @@ class Node:
         """Forget everything, counters and pauses too."""
         self.forget()
         tier, set_aside = self.tier, self.engine.life.set_aside
-        tier.num_put_tokens = tier.num_got_tokens = tier.num_late = tier.num_dropped_pages = 0
+        tier.writes.num_put_tokens = tier.num_got_tokens = tier.num_late = tier.writes.num_dropped_pages = 0
         tier.num_failures.clear()
         tier._backoff.reset()
         tier._clock = time.monotonic
@@ -181,7 +182,7 @@ def test_a_node_that_forgot_everything_is_warm(pair: tuple[Node, Node], store: M
     node.deliver(tokens)
     node.forget()
     assert node.deliver(tokens) == 144
-    assert node.tier.num_put_tokens == 144, "nothing is written twice"
+    assert node.tier.writes.num_put_tokens == 144, "nothing is written twice"
 
 
 def test_the_beginning_is_here_and_the_rest_in_the_store(pair: tuple[Node, Node]) -> None:
@@ -308,10 +309,10 @@ def test_a_full_store_costs_hits_alone(pair: tuple[Node, Node], store: MemorySto
     node, _ = pair
     store.is_full = True
     node.deliver(prompt(12, 150))
-    assert (node.tier.num_put_tokens, node.tier.num_failures["full"]) == (0, 1)
+    assert (node.tier.writes.num_put_tokens, node.tier.num_failures["full"]) == (0, 1)
     store.is_full = False
     node.deliver(prompt(13, 150))
-    assert node.tier.num_put_tokens == 144
+    assert node.tier.writes.num_put_tokens == 144
 
 
 @pytest.mark.I7
@@ -321,12 +322,12 @@ def test_a_lost_store_is_left_alone_for_a_while(pair: tuple[Node, Node], store: 
     tokens = prompt(14, 150)
     assert node.deliver(tokens) == 0
     assert node.tier.num_failures["look_up"] == 1
-    assert node.tier.num_dropped_pages == 9, "they are not written, either"
+    assert node.tier.writes.num_dropped_pages == 9, "they are not written, either"
     assert node.engine.next_stats().gauges["store_connected"] == 0
     store.is_lost = False
     node.tier._clock = lambda: time.monotonic() + NEVER_SECS
     assert node.deliver(prompt(15, 150)) == 0
-    assert node.tier.num_put_tokens == 144
+    assert node.tier.writes.num_put_tokens == 144
     assert node.engine.next_stats().gauges["store_connected"] == 1
 
 
@@ -346,7 +347,7 @@ def test_a_store_that_stopped_is_not_waited_for(pair: tuple[Node, Node], store: 
     node.engine.wait_until_idle()
     store.goes_on.set()
     node.engine.wait_until(
-        lambda: node.tier.num_landing + node.tier.num_queued_pages == 0, "the late answers"
+        lambda: node.tier.num_landing + node.tier.writes.num_queued_pages == 0, "the late answers"
     )
     node.engine.between_turns(node.engine.life.check_integrity)
 
@@ -356,10 +357,12 @@ def test_more_than_the_bound_is_not_written(node: Node, store: MemoryStore) -> N
     tokens = prompt(18, 150)
     with patch.object(StoreTier, "_wait_secs", lambda self, num_pages: 0.0):
         deliver(node.engine, node.peer, next_room(), tokens)
-        node.engine.wait_until(lambda: node.tier.num_queued_pages, "the prompt to come from the device")
-    assert (node.tier.num_queued_pages, node.tier.num_dropped_pages) == (5, 4)
+        node.engine.wait_until(
+            lambda: node.tier.writes.num_queued_pages, "the prompt to come from the device"
+        )
+    assert (node.tier.writes.num_queued_pages, node.tier.writes.num_dropped_pages) == (5, 4)
     store.goes_on.set()
-    node.engine.wait_until(lambda: node.tier.num_put_tokens == 5 * PAGE, "the others to be written")
+    node.engine.wait_until(lambda: node.tier.writes.num_put_tokens == 5 * PAGE, "the others to be written")
     assert sorted(store.objects) == sorted(names(node, tokens)[:5])
 
 
