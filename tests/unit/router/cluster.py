@@ -174,12 +174,6 @@ async def breaks_off(node: FakeNode, send: Send) -> None:
     raise CutConnection
 
 
-async def cuts_off(node: FakeNode, send: Send) -> None:
-    await start(send, content_type="application/json")
-    await write(send, b"{")
-    raise CutConnection
-
-
 OK = says(b"{}")
 FIRST_BOOTSTRAP_PORT = 7000
 
