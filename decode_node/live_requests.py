@@ -3,7 +3,8 @@
 ``request_index.py`` finds them. The books are pure, so that every order of moves is tested without memory,
 tables or sockets. Only ``queue_moves.py``, ``plan_moves.py`` and ``end_moves.py`` make moves, and do the rest
 of each around the call. Every way out ends in ``release``, which decides whether slots are free at once or
-quarantined.
+quarantined. All moves of slots are in this one module, long as it is, because each relies on what the others
+leave.
 """
 
 from __future__ import annotations

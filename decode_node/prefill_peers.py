@@ -10,7 +10,8 @@ tells where to connect, each time that a connection is made (``discovery.py``).
 
 A peer that is wanted goes from AWAY to REGISTERING when a look-up has told where to connect (``_connect``),
 and to READY when it answers Register (``_take_registered``). It goes back to REGISTERING when its connection
-is lost or it has forgotten this node, and to AWAY when it is given up (``_give_up``).
+is lost or it has forgotten this node, and to AWAY when it is given up (``_give_up``). These moves stay in one
+module, long as it is: each is right only together with the others.
 
 A silent peer is noticed in two ways. ZMQ's own heartbeats notice a connection that is lost. The peer then
 has ``REGISTER_TIMEOUT_SECS`` to answer again, while its endpoint is asked whether the run has ended.

@@ -2,7 +2,8 @@
 
 ``QueueMoves.generate`` makes a record. ``live_requests.py`` alone changes its state and slots, as the moves
 (``queue_moves.py``, ``plan_moves.py``, ``end_moves.py``) tell it to. The scheduler, the tables and the runner
-read the record, and steps note their tokens in it. It holds no tensors and knows no pool.
+read the record, and steps note their tokens in it. It holds no tensors and knows no pool. The module is long
+because each field is explained where it is declared.
 """
 
 from __future__ import annotations
