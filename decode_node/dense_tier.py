@@ -142,7 +142,7 @@ class DenseTier:
         if any(down.left.keys[num_stored : num_stored + 1] == keys[num_stored:][:1] for down in self._down):
             return False
         page_size = self._pools.page_size
-        before = self._prefixes.use(keys[:num_stored], HISPARSE) if num_stored else None
+        before = self._prefixes.use_if_any(keys[:num_stored], HISPARSE)
         available = (self._pools.free + self._prefixes.unused).host
         num_pages = min(num_here - num_stored, int(MOST_TAKEN * available) // page_size)
         self._prefixes.make_room(SlotCounts(host=num_pages * page_size))

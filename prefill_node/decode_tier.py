@@ -253,7 +253,7 @@ class DecodeTier:
         num_missing = min(num_missing, num_usable // READ_SHARE - self._num_busy_pages)
         if num_missing <= 0 or len(self._under_way) >= MAX_READS:
             return False
-        before = self._prefixes.use(keys[:num_cached], CACHE_POOLS) if num_cached else None
+        before = self._prefixes.use_if_any(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=num_missing * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):
             self._prefixes.let_go(before)

@@ -171,7 +171,7 @@ class HostTier:
         num_pages = min(num_cached - num_stored, most)
         if num_pages <= 0 or self._is_coming(keys, num_stored, HOST_POOLS):
             return
-        before = self._use(keys[:num_stored], HOST_POOLS)
+        before = self._prefixes.use_if_any(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(SlotCounts(host=num_pages * page_size))
         num_pages = min(num_pages, self._pools.free.host // page_size)
         if num_pages == 0:  # all is in use
@@ -208,7 +208,7 @@ class HostTier:
         page_size = self._pools.page_size
         if not self.pins.fits(room, num_pages, self._set_aside.num_usable_pages(PoolKind.DEVICE)):
             return bool(self.pins)
-        before = self._use(keys[:num_cached], CACHE_POOLS)
+        before = self._prefixes.use_if_any(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=(num_stored - num_cached) * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):
             self._prefixes.let_go(before)
@@ -366,7 +366,7 @@ class HostTier:
             fetch.has_arrived = True
             fetch.num_arrived_pages = num_kept
             found = copy.keys[: self._prefixes.num_found(copy.keys, CACHE_POOLS)]
-            self.pins.keep(copy.room, self._use(found, CACHE_POOLS))
+            self.pins.keep(copy.room, self._prefixes.use_if_any(found, CACHE_POOLS))
 
     def _is_coming(self, keys: Sequence[PageKey], number: int, kinds: Kinds) -> bool:
         """Whether a copy under way brings page ``number`` of ``keys`` to ``kinds``."""
@@ -376,8 +376,3 @@ class HostTier:
             and copy.keys[number] == keys[number]
             for copy in self._copies
         )
-
-    # --- the tree ------------------------------------------------------------------------------------
-
-    def _use(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix | None:
-        return self._prefixes.use(keys, kinds) if keys else None

@@ -309,7 +309,7 @@ class StoreTier:
         num_reading = sum(landing.holding.num_slots(PoolKind.HOST) for landing in self._landings) // page_size
         most = self._set_aside.num_usable_pages(PoolKind.HOST) // READ_SHARE - num_reading
         num_pages = min(end - num_stored, most)
-        before = self._prefixes.use(keys[:num_stored], HOST_POOLS) if num_stored else None
+        before = self._prefixes.use_if_any(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(SlotCounts(host=max(num_pages, 0) * page_size))
         num_pages = min(num_pages, self._pools.free.host // page_size)
         if num_pages <= 0:

@@ -112,6 +112,10 @@ class PrefixTree:
         self.use_run(prefix)
         return prefix
 
+    def use_if_any(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix | None:
+        """Do ``use`` if there are any ``keys``; otherwise return None."""
+        return self.use(keys, kinds) if keys else None
+
     def use_stored(self, keys: Sequence[PageKey], kinds: Kinds) -> Prefix:
         """Do ``use`` for pages that are to be read from main memory alone, which has all of their bytes. Runs
         that nobody else uses move down."""
@@ -161,7 +165,7 @@ class PrefixTree:
         """
         num_before = end_of(before)
         num_held = self.hold(holding, keys, kinds, num_before, keeps_copies=keeps_copies, token_ids=token_ids)
-        prefix = self.use(keys[:num_held], kinds) if num_held else None
+        prefix = self.use_if_any(keys[:num_held], kinds)
         self.let_go(before)
         return prefix
 
