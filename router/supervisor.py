@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 
 import httpx
@@ -45,6 +46,8 @@ class Child:
     """URL that answers 2xx when the service is healthy."""
     drain_timeout_secs: float = 0.0
     """Time that the service may take to finish its requests, before STOP_TIMEOUT_SECS begins."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has beside the parent's."""
 
 
 class ProgressTimeout:
@@ -107,7 +110,11 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         # In a process group of its own: Ctrl-C reaches the parent alone, which stops the children in order.
         self.processes[child.name] = subprocess.Popen(
-            child.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent()
+            child.command,
+            env=os.environ | child.environment,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=end_with_parent(),
         )
         log.info("started the %s service, pid %d", child.name, self.processes[child.name].pid)
 
@@ -179,7 +186,7 @@ def probe(client: httpx.Client, health_url: str) -> Health:
         return Health()
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """Return what a child calls before exec: on Linux, ask the kernel for SIGTERM when the parent is gone."""
     if sys.platform != "linux":
         return None

@@ -236,6 +236,7 @@ async def test_both_servers_are_asked_the_same_first_new_and_then_cached_prompts
             ("all", 2, 8, NUM_CACHED),
         )
     ]
+    assert len(ours.prompts) == 4 + 3 + 3 + 2 * (8 + 8), "a warm-up, new prompts, and cached ones twice"
     # How often a prompt is asked follows from which client is free first.
     assert set(map(tuple, ours.prompts)) == set(map(tuple, sglang.prompts))
     assert [ours.body()["hisparse"], "hisparse" in sglang.body()] == [False, False]
@@ -396,14 +397,15 @@ def test_both_servers_pools_hold_the_same_requests() -> None:
     )
     options = beside_sglang.parse(["--guest", "DIR", "--http", "--stream-interval", "8"])
     words = pair_options(options, Turn("ours", "dense", 32768, (1, 64), over_http=True))
-    ours = dict(word.removeprefix("--").split("=") for word in words)
+    ours = dict(word.removeprefix("--").split("=") for word in words if word != "--mps")
     num_tokens = sglang["max_total_tokens"]
     assert num_tokens > (64 + 4) * (32768 + 160)
     pools = ("kv-pool-tokens", "device-pool-tokens", "host-pool-tokens")
     assert [int(ours[name]) for name in pools] == [num_tokens] * 3
     assert int(ours["stream-interval"]) == sglang["stream_interval"] == 8
     given = vars(make_parser().parse_args(["pair", "--model-path", "DIR", *words]))
-    _, prefill, decode, _ = pair_settings({k: v for k, v in given.items() if k not in NOT_SETTINGS})
+    pair, prefill, decode, _ = pair_settings({k: v for k, v in given.items() if k not in NOT_SETTINGS})
+    assert pair.mps, "both nodes are on one GPU"
     assert (prefill.kv_pool_tokens, decode.device_pool_tokens) == (num_tokens, num_tokens)
 
 
