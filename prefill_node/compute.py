@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.core.model.prompt_scores import ScoredRows, score_rows
 from hisparse_pd.engine.messages import pack_token_ids
@@ -64,13 +65,15 @@ class PromptRunner:
         attention_backend: str = "auto",
         chunk_tokens: int = 1,
         split_slots: int | None = None,
+        arrivals: LayerArrivals | None = None,
     ) -> None:
         """``chunk_tokens``: most tokens of a forward. ``split_slots``: how decode steps split attention (see
         ``kernels.attention_backends.choose_backend``); the attention of stepped tokens, those from a prompt's
-        ``first_stepped`` on, is split alike. Raises AttentionBackendError."""
+        ``first_stepped`` on, is split alike. ``arrivals``: see ``PagedKv``. Raises AttentionBackendError."""
         self._model = model
         self._memory = memory
         self._page_size = page_size
+        self._arrivals = arrivals
         most_rows = max(1, _SCRATCH_BYTES // (_LOGIT_BYTES * model.spec.context_length))
         self.kernels = AttentionKernels.choose(
             model,
@@ -79,7 +82,7 @@ class PromptRunner:
             split_slots=split_slots,
             page_size=page_size,
         )
-        self.short = ShortForwards(model, memory, page_size, self.kernels)
+        self.short = ShortForwards(model, memory, page_size, self.kernels, arrivals)
         """The CUDA graphs of forwards of few tokens; there are none before ``warm_up``."""
 
     def run(
@@ -102,6 +105,7 @@ class PromptRunner:
             on_written=hook,
             kernels=self.kernels,
             row_checks=memory.row_checks,
+            arrivals=self._arrivals,
         )
         no_logits = kv.last_rows[:0]  # a forward takes the rows whose logits it is to return: none here
 

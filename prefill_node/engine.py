@@ -115,7 +115,12 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if settings.read_held != "off":
             self._held_reads = Sender(LaneReader(self.lanes), self._wakeup.set)
 
-        # The forward.
+        # The forward, which waits for what comes up from main memory.
+        self._host_pages: HostPages | None = None
+        if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
+            self._host_pages = HostPages(
+                self.memory, num_host_pages * settings.page_size, placement=self._placement
+            )
         self.runner = PromptRunner(
             model,
             self.memory,
@@ -123,6 +128,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.attention_backend,
             settings.chunked_prefill_size,
             settings.attention_split_tile_size,
+            arrivals=None if self._host_pages is None else self._host_pages.arrivals,
         )
 
         # Decode nodes.
@@ -136,11 +142,6 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         pusher = Pusher(
             self.sender, self.memory.regions, settings.page_size, slice_bytes=self.lanes.write_bytes
         )
-        self._host_pages: HostPages | None = None
-        if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
-            self._host_pages = HostPages(
-                self.memory, num_host_pages * settings.page_size, placement=self._placement
-            )
         self._store_threads = self._start_store() if settings.kv_store else None
         pages = PromptPages(
             self._limits,

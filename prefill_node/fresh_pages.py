@@ -21,12 +21,17 @@ class FreshPages:
         self._clock = clock
         self._until_secs = np.full(num_pages, -np.inf)
 
+    def expect(self, page_ids: NDArray[np.int64]) -> None:
+        """Note that the rows of pages, int64 [n], are on their way, and verified when they are there: they
+        count as fresh until ``note`` or ``forget``."""
+        self._until_secs[page_ids] = np.inf
+
     def note(self, page_ids: NDArray[np.int64]) -> None:
         """Note that all rows of pages, int64 [n], are right now."""
         self._until_secs[page_ids] = self._clock() + FRESH_SECS
 
-    def forget(self, page_ids: Sequence[int]) -> None:
-        """Note that a request gets pages and will write to them."""
+    def forget(self, page_ids: Sequence[int] | NDArray[np.int64]) -> None:
+        """Note that pages have wrong rows, or that a request gets them and will write to them."""
         self._until_secs[page_ids] = -np.inf
 
     def are_fresh(self, page_ids: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:

@@ -1,5 +1,5 @@
 """Main memory below the prefix cache: pages of KV, indexer keys and row checks. ``host_tier.py`` decides what
-is copied."""
+is copied. Copies up bring layer after layer, so that a forward may begin meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HostPages(HostCopies):
     """``num_slots`` token slots in main memory for what ``memory`` has of each token."""
 
     def __init__(self, memory: PrefillMemory, num_slots: int, *, placement: Placement = ANYWHERE) -> None:
-        super().__init__(memory.sent, num_slots, name="host cache", placement=placement)
+        super().__init__(memory.sent, num_slots, name="host cache", placement=placement, by_layers=True)
         self.num_slots = num_slots
 
     @property

@@ -20,15 +20,16 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.set_aside import SetAside
+from hisparse_pd.prefill_node.copies_up import RowChecks
 from hisparse_pd.prefill_node.decode_tier import DecodeTier, ReadMemory, Reads
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_pages import HostPages
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier, RowChecks
+from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillRequests, PrefillState
 from hisparse_pd.prefill_node.scheduler import StepLimits, Waiting
 from hisparse_pd.prefill_node.store_tier import Orders, StoreTier
-from hisparse_pd.protocol.messages import Bootstrap
+from hisparse_pd.protocol.messages import Bootstrap, FetchedTokens
 
 
 class PromptPages:
@@ -108,7 +109,14 @@ class PromptPages:
         parts = () if found is None else tuple(found.parts())
         num_cached_pages = sum(num_pages for _, num_pages in parts)
         num_unused_pages = sum(num_pages for prefix, num_pages in parts if not prefix.num_users)
-        return Waiting(request.room, request.num_computed_tokens, keys, num_cached_pages, num_unused_pages)
+        return Waiting(
+            request.room,
+            request.num_computed_tokens,
+            keys,
+            num_cached_pages,
+            num_unused_pages,
+            is_arriving=any(prefix.is_arriving for prefix, _ in parts),
+        )
 
     def fetch(self, request: PrefillRequest, waiting: Waiting) -> bool:
         """Begin to bring pages of a waiting request's prompt to the device, from the store or main memory or
@@ -183,6 +191,12 @@ class PromptPages:
         if request.holding is not None:
             self.pools.release(request.holding)
         request.prefix, request.holding, request.page_ids = None, None, []
+
+    def take_back(self, request: PrefillRequest) -> None:
+        """Undo an admission, after which nothing of the request's KV was used."""
+        request.num_cached_tokens = request.num_ready_tokens = 0
+        request.fetched = FetchedTokens()
+        self.release(request)
 
     def _release_tiers(self, request: PrefillRequest) -> None:
         """Let go of what lower tiers have brought for a request that begins or ends."""

@@ -1,8 +1,9 @@
 """The steps of a prefill rank: it plans a forward, makes it with the other ranks, and sends what it computed.
 
 The engine calls ``PromptSteps.advance`` in each turn of its loop. A layer's KV goes to the sender while the
-next layers are computed (``push.py``); what has no layer of its own, scores and the hint, follows behind the
-forward. A forward that fails ends the requests of its batch and no others, unless other ranks are in it.
+next layers are computed (``forward_push.py``); what has no layer of its own, scores and the hint, follows
+behind the forward. A forward that fails ends the requests of its batch and no others, unless other ranks are
+in it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import torch
 
 from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 from hisparse_pd.prefill_node.compute import Batch, Computed, PromptRunner
+from hisparse_pd.prefill_node.forward_push import ForwardPush
 from hisparse_pd.prefill_node.memory import PrefillMemory
-from hisparse_pd.prefill_node.push import ChunkPush
 from hisparse_pd.prefill_node.request_life import PrefillLife
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.row_verification import RowVerification
 from hisparse_pd.prefill_node.scheduler import Chunk, StepLimits, plan_step
-from hisparse_pd.transfer.sender import Ready
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +61,13 @@ class PromptSteps:
         Fetches begin while the scheduler looks at waiting requests, and take pages that the plan may have
         given away, cached ones among them. Then it is made again; each request is fetched for once.
         """
-        life, pages = self.life, self.life.pages
+        pages = self.life.pages
         while True:
             # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
             num_available_pages = pages.num_available_pages
-            chunks = plan_step(
-                life.running(),
-                life.candidates(),
-                self.limits,
-                num_available_pages=num_available_pages,
-                num_aux_slots=pages.pools.free.aux,
-            )
+            # A forward that reads what is still arriving waits for it, and others would wait with it.
+            chunks = self._chunks(may_be_arriving=False) or self._chunks(may_be_arriving=True)
             if pages.num_available_pages != num_available_pages:
                 continue
             if not chunks and pages.unpin():
@@ -80,37 +75,43 @@ class PromptSteps:
             if not self._verification.set_wrong_aside(chunks, time.monotonic()):
                 return chunks
 
+    def _chunks(self, *, may_be_arriving: bool) -> tuple[Chunk, ...]:
+        pages = self.life.pages
+        return plan_step(
+            self.life.running(),
+            self.life.candidates(may_be_arriving=may_be_arriving),
+            self.limits,
+            num_available_pages=pages.num_available_pages,
+            num_aux_slots=pages.pools.free.aux,
+        )
+
     def _forward(self, batch: Batch, num_tokens: int) -> None:
         self._admit([request for request, chunk in batch if chunk.admits])
-        pushes: list[ChunkPush] = []
+        push = ForwardPush(self.life.pusher, batch)
 
-        def layer_written(layer: int, ready: Ready | None) -> None:
-            if not pushes:  # the device already computes: planning what to send delays no token
-                pushes.extend(self._plan_pushes(batch))
-            self.life.pusher.layer_written(pushes, layer, ready)
+        def meanwhile() -> None:
+            self.read_ahead()
+            if push.has_arriving:
+                self.life.pages.tier.await_arrivals()
+                push.send_arrived()
 
         started_secs = time.monotonic()
         try:
-            computed = self.runner.run(batch, layer_written, self.read_ahead)
+            computed = self.runner.run(batch, push.layer_written, meanwhile)
         except Exception as error:  # for example out of memory: this batch fails and the node serves on
             if self.lockstep.ends_engine(error):
                 raise
             self._fail_batch(batch, error)
             return
         self.life.pages.pace.note(num_tokens, time.monotonic() - started_secs)
-        self._commit(batch, computed)
+        for request in push.lost:
+            self.life.begin_anew(request, time.monotonic())
+        self._commit([entry for entry in batch if entry[0] not in push.lost], computed)
 
     def _admit(self, requests: list[PrefillRequest]) -> None:
         self.life.admit(requests, time.monotonic())
         new_pages = [page_id for request in requests for page_id in request.own_page_ids]
         self.memory.void_checks(new_pages, self.limits.page_size)
-
-    def _plan_pushes(self, batch: Batch) -> list[ChunkPush]:
-        """Submit the cached prefixes of admitted requests, and plan what the forward's chunks send."""
-        for request, chunk in batch:
-            if chunk.admits:
-                self.life.pusher.push_cached(request)
-        return [self.life.pusher.plan(request, chunk.start, chunk.stop) for request, chunk in batch]
 
     def _commit(self, batch: Batch, computed: Computed) -> None:
         """Send what a forward has computed beside its layers, which are with the sender already. A prompt

@@ -2,9 +2,9 @@
 
 ``PrefillLife`` owns the table of requests and the counters; their pages are those of ``PromptPages``.
 ``arrivals.py`` opens requests. For each of them ``PromptSteps`` calls ``candidates`` and ``admit``, for each
-chunk ``send_scores`` and ``note_computed``, and after the last chunk ``start_sending``. The engine calls
-``batch_returned`` for each write that the sender is done with, and ``DecodeEvents`` ends the rooms that a
-decode node gives up.
+chunk ``send_scores`` and ``note_computed``, and after the last chunk ``start_sending``; for one whose prefix
+came up wrong from main memory it calls ``begin_anew``. The engine calls ``batch_returned`` for each write
+that the sender is done with, and ``DecodeEvents`` ends the rooms that a decode node gives up.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is
@@ -102,10 +102,13 @@ class PrefillLife:
         """Return the requests in QUEUED, in order of arrival."""
         return list(self.requests.in_state(PrefillState.QUEUED))
 
-    def candidates(self) -> Iterator[Waiting]:
+    def candidates(self, *, may_be_arriving: bool) -> Iterator[Waiting]:
         """Yield the waiting requests in order of arrival, without those whose decode node has too many bytes
-        pending, and those whose pages are on their way up from the store or main memory, or from their decode
-        node. Cached prefixes of earlier candidates count as pending, because admission sends them."""
+        pending, and those whose pages are on their way from the store or from their decode node. Cached
+        prefixes of earlier candidates count as pending, because admission sends them.
+
+        ``may_be_arriving``: whether to yield those whose pages are on their way up from main memory, too.
+        Their layers wait for the copies, and so does the whole forward."""
         num_bytes_pending: dict[str, int] = {}
         for request in self.waiting():
             session = request.peer.session
@@ -114,7 +117,7 @@ class PrefillLife:
             if not self.pusher.may_start(request, num_bytes_pending[session]):
                 continue
             waiting = self.pages.look_up(request)
-            if self.pages.fetch(request, waiting):
+            if self.pages.fetch(request, waiting) or (waiting.is_arriving and not may_be_arriving):
                 continue
             num_cached_tokens = waiting.num_cached_pages * self.pages.page_size
             num_to_send = max(0, num_cached_tokens - request.bootstrap.num_held_tokens)
@@ -132,6 +135,18 @@ class PrefillLife:
             self.requests.move(request, PrefillState.COMPUTING, now_secs)
             self.counters["prompt_tokens_total"] += request.num_computed_tokens
             self.counters["cached_tokens_total"] += request.num_cached_tokens
+
+    def begin_anew(self, request: PrefillRequest, now_secs: float) -> None:
+        """Move a request back from COMPUTING to QUEUED, as if it had not been admitted: a row of its prefix
+        was wrong. Nothing of it may have been sent."""
+        if request.num_writes_pending:
+            raise PoolIntegrityError(
+                f"room {request.room} begins anew with {request.num_writes_pending} writes in flight"
+            )
+        self.counters["prompt_tokens_total"] -= request.num_computed_tokens
+        self.counters["cached_tokens_total"] -= request.num_cached_tokens
+        self.pages.take_back(request)
+        self.requests.move(request, PrefillState.QUEUED, now_secs)
 
     def send_scores(self, request: PrefillRequest, pieces: Sequence[RoomScores], now_secs: float) -> bool:
         """Send the decode node the scores that a forward computed. Return False when not all are on their

@@ -36,7 +36,8 @@ class PrefillState(Enum):
     """It waits for a step with tokens, pages and an aux slot to spare. It fails at its deadline."""
     COMPUTING = auto()
     """It owns an aux slot and pages for the prompt after its cached prefix, which it uses. Writes of finished
-    layers may be in flight."""
+    layers may be in flight. If a prefix that was arriving turns out wrong, nothing has been sent, and the
+    request is QUEUED again."""
     SENDING = auto()
     """All of its KV is computed. It owns the same until its last write, the aux record, is complete."""
     DRAINING = auto()
@@ -50,7 +51,9 @@ class PrefillState(Enum):
 
 MOVES: dict[PrefillState, frozenset[PrefillState]] = {
     PrefillState.QUEUED: frozenset({PrefillState.COMPUTING, PrefillState.FAILED}),
-    PrefillState.COMPUTING: frozenset({PrefillState.SENDING, PrefillState.DRAINING, PrefillState.FAILED}),
+    PrefillState.COMPUTING: frozenset(
+        {PrefillState.QUEUED, PrefillState.SENDING, PrefillState.DRAINING, PrefillState.FAILED}
+    ),
     PrefillState.SENDING: frozenset({PrefillState.DONE, PrefillState.DRAINING, PrefillState.FAILED}),
     PrefillState.DRAINING: frozenset({PrefillState.FAILED}),
     PrefillState.DONE: frozenset(),
@@ -124,6 +127,16 @@ class PrefillRequest:
     def own_page_ids(self) -> list[int]:
         """Its pages after the cached prefix."""
         return self.page_ids[0 if self.prefix is None else self.prefix.end_page :]
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether some of its cached prefix is on its way to the device, and not verified yet."""
+        return self.prefix is not None and any(run.is_arriving for run in self.prefix.chain())
+
+    @property
+    def has_lost_prefix(self) -> bool:
+        """Whether a row of its cached prefix was found wrong."""
+        return self.prefix is not None and self.prefix.is_dropped
 
     @property
     def is_draining(self) -> bool:
@@ -223,7 +236,8 @@ class PrefillRequests:
         """Change a request's state. In DONE and FAILED it is no longer live, but remembered.
 
         A move to a live state ends a phase of its log. ``request_life.py`` ends the last one before DONE,
-        since RoomDone has its length. Raises IllegalPrefillMove.
+        since RoomDone has its length. A request that is QUEUED again goes on with that phase, before all
+        others in this state. Raises IllegalPrefillMove.
         """
         if state not in MOVES[request.state]:
             raise IllegalPrefillMove(
@@ -233,6 +247,12 @@ class PrefillRequests:
         if request.state is PrefillState.QUEUED:
             self.num_queued_tokens -= len(request.token_ids)
         request.state, request.since_secs = state, now_secs
+        if state is PrefillState.QUEUED:
+            queued = self._by_state[state]
+            self._by_state[state] = {request.room: request, **queued}
+            self.num_queued_tokens += len(request.token_ids)
+            request.phases.reopen()
+            return
         if state not in ENDED:
             self._by_state[state][request.room] = request
             request.phases.end(now_secs)

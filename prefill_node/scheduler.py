@@ -79,6 +79,8 @@ class Waiting:
     num_cached_pages: int
     num_unused_pages: int
     """Cached pages that no request uses; they count as available until this one uses them."""
+    is_arriving: bool = False
+    """Whether some of the cached pages are on their way to the device."""
 
 
 @dataclass(frozen=True, slots=True)

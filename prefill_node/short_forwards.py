@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
 from hisparse_pd.core.model.dsa import DsaModel
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.core.model.paged_kv import PagedKv, PagedRows
 from hisparse_pd.prefill_node.memory import PrefillMemory
 from hisparse_pd.prefill_node.sizing import GRAPH_SIZES, MOST_GRAPH_REQUESTS, ONE_CONTEXT_TOKENS, GraphSize
@@ -41,9 +42,16 @@ class ShortForwards:
     There are no graphs before ``capture``."""
 
     def __init__(
-        self, model: DsaModel, memory: PrefillMemory, page_size: int, kernels: AttentionKernels
+        self,
+        model: DsaModel,
+        memory: PrefillMemory,
+        page_size: int,
+        kernels: AttentionKernels,
+        arrivals: LayerArrivals | None = None,
     ) -> None:
+        """``arrivals``: see ``PagedKv``."""
         self._model, self._memory, self._page_size, self._kernels = model, memory, page_size, kernels
+        self._arrivals = arrivals
         self._captured: dict[GraphSize, _Captured] = {}
         """The graphs, smallest first."""
 
@@ -121,5 +129,6 @@ class ShortForwards:
             kernels=self._kernels,
             row_checks=memory.row_checks,
             most_pages=most_pages,
+            arrivals=self._arrivals,
         )
         return torch.zeros(size.num_tokens, dtype=torch.int64, device=self._model.device), kv

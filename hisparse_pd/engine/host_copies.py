@@ -6,6 +6,8 @@ the decode node what held prefixes have beside their KV (``decode_node/key_pages
 direction, behind all work that was enqueued before: a forward that has written the pages, or one that may
 still read what is written to.
 
+Copies up may bring layer after layer, for a forward that begins meanwhile (``layer_arrivals.py``).
+
 However scattered pages are, a copy of a pool on a GPU is at most 512 calls, for long runs, and a launch for
 each 65,536 shorter ranges (``plan.for_gpu``, ``gpu_copies.py``). Small copies of several pools share them.
 """
@@ -22,6 +24,7 @@ from torch import Tensor
 from hisparse_pd.core.memory.gpu_copies import compile_copies, enqueue_copies
 from hisparse_pd.core.memory.host import HostPool, allocate_host
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.paging.extents import SlotRanges, extents_to_slots, slice_extents
 from hisparse_pd.protocol.messages import Extent
@@ -59,7 +62,8 @@ class HostCopies:
     copies.
 
     ``pools``: contiguous, [layers, slots, …] each, of one device. ``name``: for the log and errors.
-    ``placement``: the NUMA node of the memory. Raises HostMemoryError.
+    ``placement``: the NUMA node of the memory. ``by_layers``: copies up bring layer after layer of all
+    pools. Raises HostMemoryError.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class HostCopies:
         *,
         name: str,
         placement: Placement = ANYWHERE,
+        by_layers: bool = False,
     ) -> None:
         self._device = pools[0].device
         self._on_device = tuple(pools)
@@ -90,6 +95,11 @@ class HostCopies:
         self._down, self._up = SideStream(self._device), SideStream(self._device)
         self._beside_copies = SideStream(self._device)
         """For what the host waits for, and which does not wait for copies under way."""
+        self.arrivals: LayerArrivals | None = None
+        """What a forward waits for in each layer if copies up bring layer after layer. None: they do not, or
+        are over when ``copy_up`` returns."""
+        if is_cuda and by_layers:
+            self.arrivals = LayerArrivals(tuple(pool.shape[0] for pool in pools), self._device)
         if is_cuda:
             compile_copies(self._device)
         log.info("%s: %d tokens, %.2f GiB", name, num_slots, sum(each.nbytes for each in here) / (1 << 30))
@@ -112,13 +122,18 @@ class HostCopies:
         """Begin to copy the token slots ``host`` here to as many slots ``device`` of all pools; as
         ``copy_down``. What ``behind`` enqueues comes behind the copies, and is over when they are."""
         pools = tuple(zip(self.tensors, self._on_device, strict=True))
-        return self._copy(self._up, (SlotCopy(pools, host, device), *others), behind)
+        copies = SlotCopy(pools, host, device), *others
+        return self._copy(self._up, copies, behind, self.arrivals)
 
     def _copy(
-        self, stream: SideStream, copies: Sequence[SlotCopy], behind: Callable[[], object] = lambda: None
+        self,
+        stream: SideStream,
+        copies: Sequence[SlotCopy],
+        behind: Callable[[], object] = lambda: None,
+        arrivals: LayerArrivals | None = None,
     ) -> torch.cuda.Event | None:
         with stream.copying():
-            copy_slots(copies, self._device)
+            copy_slots(copies, self._device, arrivals)
             behind()
         return stream.record()
 
@@ -154,18 +169,30 @@ class HostCopies:
             pool.close()
 
 
-def copy_slots(copies: Sequence[SlotCopy], device: torch.device) -> None:
-    """Make the copies; on a GPU, enqueue them on the current stream. Raises PlanError for slots out of
-    bounds, and the driver's error."""
-    parts: list[Descriptors] = []
+def copy_slots(
+    copies: Sequence[SlotCopy], device: torch.device, arrivals: LayerArrivals | None = None
+) -> None:
+    """Make the copies; on a GPU, enqueue them on the current stream. With ``arrivals`` they are in as many
+    parts of layers, each of which is recorded. Raises PlanError for slots out of bounds, and the driver's
+    error."""
+    moves = []
     for pools, src_slots, dst_slots in copies:
         runs = plan_writes(SlotRanges.of_extents(src_slots), SlotRanges.of_extents(dst_slots))
-        for src, dst in pools:
-            parts.append(descriptors(runs, _region(src), _region(dst), range(src.shape[0])))
-            if sum(part.num_bytes for part in parts) >= EARLY_BYTES:  # the link moves them meanwhile
-                _enqueue(parts, device)
-                parts = []
-    _enqueue(parts, device)
+        moves += [(runs, src, dst) for src, dst in pools]
+    for part in range(1 if arrivals is None else arrivals.num_parts):
+        planned: list[Descriptors] = []
+        for runs, src, dst in moves:
+            num_layers = src.shape[0]
+            layers = range(num_layers) if arrivals is None else arrivals.layers(part, num_layers)
+            if not layers:
+                continue
+            planned.append(descriptors(runs, _region(src), _region(dst), layers))
+            if sum(each.num_bytes for each in planned) >= EARLY_BYTES:  # the link moves them meanwhile
+                _enqueue(planned, device)
+                planned = []
+        _enqueue(planned, device)
+        if arrivals is not None:
+            arrivals.record(part)
 
 
 def _enqueue(parts: Sequence[Descriptors], device: torch.device) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import torch
 
 from hisparse_pd.core.model.spec import load_spec
@@ -98,3 +99,41 @@ def test_a_copy_up_waits_for_the_work_in_front(tiny_checkpoint: Callable[[str], 
         up.synchronize()
         assert bool((read == 3).all())
         assert bool((memory.kv[:, slots] == 7).all())
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_layers_wait_for_what_they_read(tiny_checkpoint: Callable[[str], Path], is_graph: bool) -> None:
+    """Each layer is read behind its own copy, again and again, and without a copy under way, too."""
+    spec = load_spec(tiny_checkpoint("glm"))
+    memory = PrefillMemory(spec, num_slots=24 * PAGE, num_aux_slots=1, device=DEVICE)
+    slots = slots_of(UP).to(DEVICE)
+    with closing(HostPages(memory, 10 * PAGE)) as pages:
+        arrivals = pages.arrivals
+        assert arrivals is not None
+        pools = memory.kv, memory.index
+        read = [torch.zeros_like(pool[:, slots]) for pool in pools]
+
+        def forward() -> None:
+            for pool, copies in zip(pools, read, strict=True):
+                for layer in range(len(pool)):
+                    arrivals.wait(layer, len(pool))
+                    torch.index_select(pool[layer], 0, slots, out=copies[layer])
+
+        forward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        for value in range(1, 20):
+            pages.kv.fill_(value)
+            pages.index.fill_(value)
+            torch.cuda.synchronize()
+            with pages._up.use():
+                torch.cuda._sleep(5_000_000)  # some 3 ms, in front of the copies
+            up = pages.copy_up(HOST, UP)
+            assert up is not None
+            for _ in range(2):
+                graph.replay() if is_graph else forward()
+                torch.cuda.current_stream().synchronize()
+                assert all(bool((copies == value).all()) for copies in read)
+            assert up.query()

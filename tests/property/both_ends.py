@@ -208,7 +208,7 @@ class World:
             "hisparse_pd.prefill_node.prompt_steps": {"time": clock},
             "hisparse_pd.prefill_node.engine": {
                 "time": clock,
-                "PromptRunner": lambda model, memory, *_: SimPromptRunner(
+                "PromptRunner": lambda model, memory, *_, arrivals: SimPromptRunner(
                     memory, lambda: self.forward_fails_at
                 ),
                 "Sender": lambda lanes, *_: SimSender(lambda: self.now, reads=isinstance(lanes, LaneReader)),

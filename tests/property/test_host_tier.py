@@ -60,21 +60,26 @@ class Event:
     """The end of a copy, at which it is made; the source may have changed until then if it was not kept."""
 
     def __init__(
-        self,
-        moves: list[tuple[dict[int, bytes], int, dict[int, bytes], int]],
-        behind: Callable[[], object] = lambda: None,
+        self, memory: Memory, moves: list[tuple[dict[int, bytes], int, dict[int, bytes], int]], *, is_up: bool
     ) -> None:
+        self._memory = memory
         self._moves = moves
-        self._behind = behind
+        self.is_up = is_up
         self.is_over = False
+        self.checks: list[tuple[PageRows, torch.Tensor]] = []
+        """Verifications behind the copy, with where their results go."""
 
     def query(self) -> bool:
         return self.is_over
 
+    def synchronize(self) -> None:
+        self._memory.finish_up_to(self)
+
     def finish(self) -> None:
         for source, from_page, target, to_page in self._moves:
             target[to_page] = source[from_page]
-        self._behind()
+        for rows, found in self.checks:
+            found.fill_(len(self._memory.wrong_items(rows, PAGE_SIZE)))
         self.is_over = True
 
 
@@ -87,25 +92,40 @@ class Memory:
         self.device: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
         self.events: list[Event] = []
+        """Copies under way; those in one direction end in this order."""
+        self._checks: list[tuple[PageRows, torch.Tensor]] = []
 
     def copy_down(self, device: Sequence[Extent], host: Sequence[Extent]) -> Event:
         pairs = zip(*(extents_to_pages(extents, PAGE_SIZE) for extents in (device, host)), strict=True)
-        self.events.append(Event([(self.device, from_, self.host, to) for from_, to in pairs]))
+        moves = [(self.device, from_, self.host, to) for from_, to in pairs]
+        self.events.append(Event(self, moves, is_up=False))
         return self.events[-1]
 
     def copy_up(
         self, host: Sequence[Extent], device: Sequence[Extent], behind: Callable[[], object]
     ) -> Event:
         pairs = zip(*(extents_to_pages(extents, PAGE_SIZE) for extents in (host, device)), strict=True)
-        self.events.append(Event([(self.host, from_, self.device, to) for from_, to in pairs], behind))
-        return self.events[-1]
+        event = Event(self, [(self.host, from_, self.device, to) for from_, to in pairs], is_up=True)
+        self.events.append(event)
+        behind()
+        event.checks, self._checks = self._checks, []
+        return event
 
     def settle(self) -> None:
         while self.events:
             self.events.pop(0).finish()
 
+    def finish_up_to(self, last: Event) -> None:
+        """End a copy, and those in front of it in its direction."""
+        for event in [event for event in self.events if event.is_up == last.is_up]:
+            if not last.is_over:
+                self.events.remove(event)
+                event.finish()
+
     def begin_check(self, rows: PageRows, page_size: int) -> torch.Tensor:
-        return torch.tensor([len(self.wrong_items(rows, page_size))])
+        found = torch.zeros(1, dtype=torch.int32)
+        self._checks.append((rows, found))
+        return found
 
     def wrong_items(self, rows: PageRows, page_size: int) -> list[WrongItem]:
         return [
@@ -162,13 +182,18 @@ class Tier(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.waiting)
     def plan(self, data: st.DataObject) -> None:
-        self._begin(data.draw(st.sampled_from(self.waiting), "request"))
+        request = data.draw(st.sampled_from(self.waiting), "request")
+        self._begin(request, may_be_arriving=data.draw(st.booleans(), "while its prefix arrives"))
 
-    def _begin(self, request: Request) -> None:
-        """Begin a waiting request if nothing holds it back."""
+    def _begin(self, request: Request, *, may_be_arriving: bool = True) -> None:
+        """Begin a waiting request if nothing holds it back. If its prefix comes up wrong meanwhile, it waits
+        again."""
         if self.tier.fetch(request.room, request.keys, len(request.keys), request.token_ids):
             return
         found = self.prefixes.find(request.keys, CACHE_POOLS)
+        is_arriving = found is not None and any(prefix.is_arriving for prefix, _ in found.parts())
+        if is_arriving and not may_be_arriving:
+            return
         num_cached = 0 if found is None else found.num_pages
         if found is not None:
             request.prefix = self.prefixes.use(request.keys[:num_cached], CACHE_POOLS)
@@ -186,6 +211,12 @@ class Tier(RuleBasedStateMachine):
         self.fresh.forget(own)
         self.waiting.remove(request)
         self.computing.append(request)
+        if request.prefix is not None and any(prefix.is_arriving for prefix in request.prefix.chain()):
+            self.tier.await_arrivals()
+            if request.prefix.is_dropped:
+                self._end(request)
+                request.prefix = request.holding = None
+                self.waiting.append(request)
 
     @rule(data=st.data())
     @precondition(lambda self: self.computing)
@@ -238,8 +269,8 @@ class Tier(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.memory.events)
     def end_a_copy(self, data: st.DataObject) -> None:
-        event = data.draw(st.sampled_from(range(len(self.memory.events))), "copy")
-        self.memory.events.pop(event).finish()
+        firsts = {event.is_up: event for event in reversed(self.memory.events)}
+        self.memory.finish_up_to(firsts[data.draw(st.sampled_from(sorted(firsts)), "up")])
 
     @rule()
     def poll(self) -> None:
@@ -292,10 +323,19 @@ class Tier(RuleBasedStateMachine):
     def pages_hold_what_their_keys_say(self) -> None:
         for run in self.prefixes:
             kind = run.kinds[0]
+            if kind is PoolKind.DEVICE and (run.is_arriving or run.is_dropped):
+                continue
             memory = self.memory.device if kind is PoolKind.DEVICE else self.memory.host
             held = [memory[page] for page in extents_to_pages(run.holding[kind], PAGE_SIZE)]
             damaged = (WRONG,) if kind is PoolKind.HOST else ()
             assert all(found == key or found in damaged for found, key in zip(held, run.keys, strict=True))
+
+    @invariant()
+    def requests_compute_behind_what_is_right(self) -> None:
+        for request in self.computing:
+            if request.prefix is not None:
+                pages = extents_to_pages(request.prefix.extents(PoolKind.DEVICE), PAGE_SIZE)
+                assert [self.memory.device[page] for page in pages] == request.keys[: len(pages)]
 
     def teardown(self) -> None:
         """All requests come to their end, whatever waits for what."""

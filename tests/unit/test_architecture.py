@@ -30,6 +30,7 @@ LEVELS = (
     ("serving.http",),
     ("serving.api",),
     ("prefill_node", "decode_node", "router", "commands.doctor", "commands.options"),
+    ("commands.mps",),
     ("commands.pair",),
     ("commands.cli", "tools.bench"),
     ("__main__",),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.core.model.attention_kernels import AttentionKernels
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.core.model.unpacked import ContextPages
 from hisparse_pd.kernels.paged_indexer import paged_index_topk
@@ -212,9 +213,11 @@ class PagedKv:
         kernels: AttentionKernels | None = None,
         row_checks: Tensor | None = None,
         most_pages: int | None = None,
+        arrivals: LayerArrivals | None = None,
     ) -> None:
         """``most_pages``: the most pages that a CUDA graph unpacks; by default as many as the memory for
-        unpacked rows holds, and never more."""
+        unpacked rows holds, and never more. ``arrivals``: what layers wait for before they read the pools,
+        if copies into them may be under way."""
         device = device_pool.device
         self.rows = requests if isinstance(requests, PagedRows) else PagedRows.of(requests, page_size, device)
         self._spec = spec
@@ -224,6 +227,7 @@ class PagedKv:
         self._row_checks = row_checks
         self._page_size = page_size
         self._on_written = on_written
+        self._arrivals = arrivals
         self._selected: Tensor | None = None
         """The positions that the layers of the present index group attend to."""
         self._slots: dict[int, Tensor] = {}
@@ -284,6 +288,8 @@ class PagedKv:
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         """Do ``KvAccess.select``, and keep what each request's last token selects."""
+        if self._arrivals is not None:
+            self._arrivals.wait(group, len(self._index_pool))
         selected = paged_index_topk(
             q_index,
             weights,
@@ -304,7 +310,10 @@ class PagedKv:
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         """Do ``KvAccess.attend``: as a prompt, and then again as steps do for the tokens that are stepped."""
-        items = self._device_pool[self._spec.kv_layer_of_layer[layer]]
+        kv_layer = self._spec.kv_layer_of_layer[layer]
+        if self._arrivals is not None:
+            self._arrivals.wait(kv_layer, len(self._device_pool))
+        items = self._device_pool[kv_layer]
         if self._stepped_pieces and self.rows.is_stepped.all():  # steps' attention fills all of ``out``
             out = q.new_empty((*q.shape[:2], self._spec.kv_lora_rank))
         else:

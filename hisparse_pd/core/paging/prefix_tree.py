@@ -198,7 +198,7 @@ class PrefixTree:
         get too many runs. Raises PoolIntegrityError."""
         if len(keys) <= num_before:
             return len(keys)
-        if not is_arriving and not self._fit_one_more_run(keys, kinds):
+        if not is_arriving and not self.fit_one_more_run(keys, kinds):
             return num_before
         found = self.find(keys, kinds)
         num_found = 0 if found is None else found.num_pages
@@ -235,6 +235,24 @@ class PrefixTree:
             self._runs.touch_chain(last)
             self._runs.merge_chain(last)
         return len(keys)
+
+    def fit_one_more_run(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
+        """Evict side branches of the chain that holds ``keys`` until it can get one more run within MAX_RUNS.
+
+        Without its side branches a run is merged with its parent. The branches used longest ago go first.
+        Returns whether the run fits.
+        """
+        while (found := self.find(keys, kinds)) is not None:
+            chain = list(found.prefix.chain())
+            is_split = found.num_pages < found.prefix.end_page
+            if len(chain) + is_split < MAX_RUNS:
+                return True
+            branches = [siblings for part in chain if (siblings := self._evictable_siblings(part))]
+            if not branches:
+                return False
+            for sibling in min(branches, key=lambda siblings: max(run.last_used for run in siblings)):
+                self._runs.evict(sibling, len(sibling.keys))
+        return True
 
     def make_room(self, need: SlotCounts) -> None:
         """Make ``need`` free: move unused runs down, or evict as few unused pages as that takes where moving
@@ -344,24 +362,6 @@ class PrefixTree:
         """Give up the slots of an idle, stored prefix in all pools but the host pool."""
         self._runs.keep_host_slots(prefix)
         self.num_moved_down_tokens += len(prefix.keys) * self._pools.page_size
-
-    def _fit_one_more_run(self, keys: Sequence[PageKey], kinds: Kinds) -> bool:
-        """Evict side branches of the chain that holds ``keys`` until it can get one more run within MAX_RUNS.
-
-        Without its side branches a run is merged with its parent. The branches used longest ago go first.
-        Returns whether the run fits.
-        """
-        while (found := self.find(keys, kinds)) is not None:
-            chain = list(found.prefix.chain())
-            is_split = found.num_pages < found.prefix.end_page
-            if len(chain) + is_split < MAX_RUNS:
-                return True
-            branches = [siblings for part in chain if (siblings := self._evictable_siblings(part))]
-            if not branches:
-                return False
-            for sibling in min(branches, key=lambda siblings: max(run.last_used for run in siblings)):
-                self._runs.evict(sibling, len(sibling.keys))
-        return True
 
     def _evictable_siblings(self, part: Prefix) -> list[Prefix]:
         """Return the siblings of ``part`` if all can be evicted, so that ``part`` and its parent are merged;

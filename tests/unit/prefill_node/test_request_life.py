@@ -13,7 +13,7 @@ import pytest
 from hisparse_pd.prefill_node import arrivals
 from hisparse_pd.prefill_node.arrivals import Arrivals
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
-from hisparse_pd.prefill_node.host_tier import RowChecks
+from hisparse_pd.prefill_node.copies_up import RowChecks
 from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.push import PENDING_DIVISOR, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
@@ -121,7 +121,7 @@ class Node:
         self.life.start_sending(request, 0.0)
 
     def candidates(self) -> list[int]:
-        return [waiting.room for waiting in self.life.candidates()]
+        return [waiting.room for waiting in self.life.candidates(may_be_arriving=True)]
 
 
 @pytest.fixture
