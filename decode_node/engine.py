@@ -260,7 +260,9 @@ class DecodeEngine(EngineLoop[DecodeSettings]):
         """Take in all samples of a prompt; they share its keys."""
         prompt_keys = None
         if not self._settings.disable_prefix_cache:
-            prompt_keys = PromptKeys.of(message.root, message.prompt, self.limits.page_size)
+            prompt_keys = PromptKeys.with_keys(
+                message.root, message.page_keys, message.prompt, self.limits.page_size
+            )
 
         prompt_token_ids = None  # the distinct ids, then the resumed ones: see ``Request``
         if any(sample.sampling.needs_prompt for sample in message.samples):

@@ -125,6 +125,9 @@ class QueueMoves:
             return f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
         if num_prompt_tokens != num_packed:
             return f"{num_packed} of the prompt's {num_prompt_tokens} tokens have come"
+        keys, num_pages = request.prompt_keys, num_prompt_tokens // self.limits.page_size
+        if keys is not None and len(keys.keys) != num_pages:
+            return f"{len(keys.keys)} keys have come for the prompt's {num_pages} pages"
         if request.sampling.max_new_tokens < 1:
             return f"max_new_tokens is {request.sampling.max_new_tokens}; it must be at least 1"
         return ""

@@ -63,11 +63,13 @@ class GenerateGroup(Struct, frozen=True, tag="generate"):
     ``root``: the first key of the prompt's pages, which depends on the request's isolation
     (``prompt_keys.py``).
     ``prompt``: all token ids, packed by ``pack_token_ids``.
+    ``page_keys``: the keys of the prompt's whole pages.
     """
 
     samples: tuple[Generate, ...]
     root: PageKey
     prompt: bytes
+    page_keys: tuple[PageKey, ...] = ()
 
 
 class Abort(Struct, frozen=True, tag="abort"):

@@ -22,7 +22,7 @@ from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.prefill_settings import PrefillSettings
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Stage
-from hisparse_pd.core.paging.prompt_keys import PageKey, root_of
+from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.memory import DecodeMemory
@@ -446,4 +446,5 @@ class World:
         root = root_of(salt or None)
         for sample in samples:
             self.prompts[sample.request_id], self.roots[sample.request_id] = prompt, root
-        return GenerateGroup(samples, root, pack_token_ids(prompt))
+        packed = pack_token_ids(prompt)
+        return GenerateGroup(samples, root, packed, tuple(page_keys(root, packed, PAGE_SIZE)))

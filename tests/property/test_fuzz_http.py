@@ -157,7 +157,7 @@ def check_error(error: ApiError) -> None:
 def check_body(endpoint: Endpoint, loop: asyncio.AbstractEventLoop, body: bytes) -> None:
     try:
         request = parse_request(endpoint, body, "tiny")
-        samples = loop.run_until_complete(plan_samples(request, CODEC, LIMITS))
+        samples = loop.run_until_complete(plan_samples(request, CODEC, LIMITS, 16))
     except ApiError as error:
         check_error(error)
         return
@@ -226,7 +226,7 @@ def test_what_is_asked_about_tokens_is_answered_or_refused_with_client_errors(
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_the_corpus_is_valid(endpoint: Endpoint) -> None:
     for body in CORPUS[endpoint]:
-        assert asyncio.run(plan_samples(parse_request(endpoint, body, "tiny"), CODEC, LIMITS))
+        assert asyncio.run(plan_samples(parse_request(endpoint, body, "tiny"), CODEC, LIMITS, 16))
 
 
 @pytest.mark.I8

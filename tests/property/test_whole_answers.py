@@ -84,7 +84,7 @@ Said = list[tuple[int, PromptScores | Tokens]]
 def work_of(context: DecodeContext, endpoint: Endpoint, body: dict[str, Any]) -> Work:
     """The same names and times whenever it is made."""
     request = parse_request(endpoint, msgspec.json.encode(body), "tiny")
-    samples = asyncio.run(plan_samples(request, context.codec, LIMITS))
+    samples = asyncio.run(plan_samples(request, context.codec, LIMITS, 64))
     work = Work(request, samples, 0.0, Timeline(context.metrics, 0.0, (), None))
     vars(work)["identity"] = Identity(b"k" * 16, 1234)
     return work

@@ -1,7 +1,8 @@
 """Hashes of prompts: the one place that decides which tokens of two prompts may share KV.
 
-A decode node's front computes the root for a request (``root_of``). Both nodes' engines compute the keys of
-the prompt's pages from it and look them up in their prefixes (``prefix_tree.py``).
+A decode node's front computes the root for a request (``root_of``), and the keys of the prompt's pages. Its
+engine gets both, because its steps would wait while it hashes. A prefill node's engine gets the root, and
+computes the keys itself. Both engines look the keys up in their prefixes (``prefix_tree.py``).
 
 A chain of keys begins at a root; each key is a hash of the key before it and of its own block of tokens,
 which for an engine is a page, and in ``serving/http/prefixes.py`` a number of bytes. Equal keys therefore
@@ -71,8 +72,13 @@ class PromptKeys:
     @classmethod
     def of(cls, root: PageKey, prompt: bytes, page_size: int) -> PromptKeys:
         """Return the keys of ``prompt``, token ids as ``pack_token_ids`` packs them."""
-        keys = page_keys(root, prompt, page_size)
-        return cls(page_size, root, tuple(keys), prompt[len(keys) * page_size * TOKEN_BYTES :])
+        return cls.with_keys(root, tuple(page_keys(root, prompt, page_size)), prompt, page_size)
+
+    @classmethod
+    def with_keys(cls, root: PageKey, keys: tuple[PageKey, ...], prompt: bytes, page_size: int) -> PromptKeys:
+        """Return what ``of`` returns, if ``keys`` are the keys of the prompt's pages."""
+        num_in_pages = len(prompt) // (page_size * TOKEN_BYTES) * page_size * TOKEN_BYTES
+        return cls(page_size, root, keys, prompt[num_in_pages:])
 
     def with_output(self, output: bytes) -> list[PageKey]:
         """Return the keys of the whole pages of the prompt and the packed ``output`` behind it."""

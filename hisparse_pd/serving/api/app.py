@@ -20,7 +20,8 @@ from starlette.responses import Response
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.traces import open_tracer
-from hisparse_pd.protocol.messages import TOKEN_BYTES, first_stepped
+from hisparse_pd.engine.messages import num_packed_tokens
+from hisparse_pd.protocol.messages import first_stepped
 from hisparse_pd.serving.api.bodies import Endpoint, TokenPath
 from hisparse_pd.serving.api.frame import FramedEndpoint, HttpAnswer, Reply, Respond
 from hisparse_pd.serving.api.models import json_response
@@ -172,7 +173,9 @@ async def _check(
         ready.max_total_tokens_dense,
         settings.default_max_tokens,
     )
-    samples = await plan_samples(request, context.codec, limits, context.link.front_number)
+    samples = await plan_samples(
+        request, context.codec, limits, settings.page_size, context.link.front_number
+    )
     timeline.note_checked(request, samples, settings.model_name)
     return Work(request, samples, arrived_at, timeline)
 
@@ -190,11 +193,10 @@ def _page_names(context: DecodeContext, work: Work, reply: Reply) -> list[tuple[
     """Return the header that names pages of the first prompt, if a router asks for it."""
     if (PAGES_HEADER, b"1") not in reply.request_headers:
         return []
-    sample, page_size = work.samples[0], context.settings.page_size
-    num_tokens = len(sample.prompt) // TOKEN_BYTES
+    sample = work.samples[0]
+    num_tokens = num_packed_tokens(sample.prompt)
     # Further pages are shared only when the request has ended.
-    num_shared = first_stepped(num_tokens, 0, page_size)
-    names = encode_names(sample.prompt, sample.root, num_shared, page_size)
+    names = encode_names(sample.keys, num_tokens, first_stepped(num_tokens, 0, sample.keys.page_size))
     return [(PAGES_HEADER, names)] if names else []
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
+from hisparse_pd.core.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.engine.messages import (
     Generate,
     GenerateGroup,
@@ -46,6 +46,9 @@ MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 _NO_OUTPUT_SAMPLING = SamplingParams(max_new_tokens=1, temperature=0.0)
 """Sampling of a request for the prompt's logprobs alone: an engine draws at least one token, which is not
 shown."""
+
+_MAX_INLINE_PAGES = 16
+"""Pages up to which a prompt's keys are made on the event loop."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
 """Samples that are planned before other tasks of the event loop get a turn."""
@@ -87,8 +90,7 @@ class SampleRequest:
     """Token ids as ``pack_token_ids`` packs them; the samples of a prompt share them."""
     prompt_index: int
     options: SampleOptions
-    root: PageKey = NO_ISOLATION
-    """Root of the prompt's page keys."""
+    keys: PromptKeys
     wanted_scores: WantedScores | None = None
     """Logprobs of the prompt's tokens that the sample shows. One of the prompt's samples asks the engine for
     them, for all (``generate.scores``)."""
@@ -115,10 +117,11 @@ class SampleRequest:
 
 
 async def plan_samples(
-    request: ApiRequest, codec: TextCodec, limits: RequestLimits, front_number: int = 0
+    request: ApiRequest, codec: TextCodec, limits: RequestLimits, page_size: int, front_number: int = 0
 ) -> tuple[SampleRequest, ...]:
     """Return the samples of ``request``, prompt by prompt. Raises ApiError 400 for a prompt or a grammar that
-    cannot be served. ``front_number``: the front that gets the engines' answers; request ids begin with it.
+    cannot be served. ``page_size``: that of the engines, to which prompts go with the keys of their pages.
+    ``front_number``: the front that gets the engines' answers; request ids begin with it.
     """
     # Paths of the prompts in the body, for errors.
     names = [
@@ -144,6 +147,7 @@ async def plan_samples(
         prompt = _PlannedPrompt(
             index=index,
             token_ids=token_ids,
+            keys=await _keys(request.roots[index], token_ids, page_size),
             num_tokens=num_tokens,
             options=options,
             max_new_tokens=max_new_tokens,
@@ -160,6 +164,13 @@ async def plan_samples(
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
+
+
+async def _keys(root: PageKey, token_ids: bytes, page_size: int) -> PromptKeys:
+    """Return the keys of a prompt's pages. Each takes a microsecond, so many are made beside the loop."""
+    if num_packed_tokens(token_ids) <= _MAX_INLINE_PAGES * page_size:
+        return PromptKeys.of(root, token_ids, page_size)
+    return await off_loop(PromptKeys.of, root, token_ids, page_size)
 
 
 async def _echo(given: Prompt, token_ids: bytes, codec: TextCodec) -> str:
@@ -321,6 +332,7 @@ class _PlannedPrompt:
     """Place among the request's prompts."""
     token_ids: bytes
     """Packed token ids."""
+    keys: PromptKeys
     num_tokens: int
     options: SampleOptions
     max_new_tokens: int
@@ -362,7 +374,7 @@ def _plan_sample(
         prompt=prompt.token_ids,
         prompt_index=prompt.index,
         options=prompt.options,
-        root=request.roots[prompt.index],
+        keys=prompt.keys,
         wanted_scores=prompt.wanted_scores if shows_scores else None,
         echo=prompt.echo,
         resumed=resumed,
@@ -407,6 +419,8 @@ def engine_groups(samples: Sequence[SampleRequest]) -> list[GenerateGroup]:
     groups = []
     for _, alike in itertools.groupby(live, lambda sample: (sample.prompt_index, sample.resumed.token_ids)):
         group = list(alike)
-        prompt = group[0].prompt + pack_token_ids(group[0].resumed.token_ids)
-        groups.append(GenerateGroup(tuple(sample.generate for sample in group), group[0].root, prompt))
+        resumed, keys = pack_token_ids(group[0].resumed.token_ids), group[0].keys
+        generates = tuple(sample.generate for sample in group)
+        page_keys = tuple(keys.with_output(resumed))
+        groups.append(GenerateGroup(generates, keys.root, group[0].prompt + resumed, page_keys))
     return groups

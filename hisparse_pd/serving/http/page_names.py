@@ -13,15 +13,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, block_hash, page_keys
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys, block_hash
 from hisparse_pd.protocol.decoding import TypedDecoder
-from hisparse_pd.protocol.messages import TOKEN_BYTES
 
 PAGES_HEADER: Final = b"x-hisparse-pd-pages"
 """Header of a router's request, with the value 1, and of the answer, with names; clients never get it."""
-MAX_NAMED_TOKENS: Final = 65_536
-"""Tokens from a prompt's beginning whose pages are hashed for names: 1.2 ms."""
-
 _Count = Annotated[int, Meta(ge=1, lt=1 << 32)]
 
 
@@ -43,21 +39,18 @@ class PageNames(Struct, frozen=True, array_like=True):
 _DECODER: TypedDecoder[PageNames] = TypedDecoder.json(PageNames)
 
 
-def encode_names(prompt: bytes, root: PageKey, num_shared_tokens: int, page_size: int) -> bytes:
+def encode_names(keys: PromptKeys, num_tokens: int, num_shared_tokens: int) -> bytes:
     """Return the header's value, empty if no page has a name.
 
-    ``prompt``: packed token ids, of which the first ``num_shared_tokens`` may be shared. Named are the last
-    page of these and the pages whose number is a power of two.
+    ``num_tokens``: the length of the prompt, of which the first ``num_shared_tokens`` may be shared. Named
+    are the last page of these and the pages whose number is a power of two.
     """
-    if root != NO_ISOLATION:
+    num_pages = num_shared_tokens // keys.page_size
+    if keys.root != NO_ISOLATION or not num_pages:
         return b""
-    num_bytes = min(num_shared_tokens, MAX_NAMED_TOKENS) // page_size * page_size * TOKEN_BYTES
-    keys = page_keys(root, prompt[:num_bytes], page_size)
-    counts = sorted({*(1 << power for power in range(len(keys).bit_length())), len(keys)} - {0})
-    if not keys:
-        return b""
-    names = tuple((count, block_hash(keys[count - 1])) for count in counts)
-    return msgspec.json.encode(PageNames(page_size, len(prompt) // TOKEN_BYTES, names))
+    counts = sorted({*(1 << power for power in range(num_pages.bit_length())), num_pages})
+    names = tuple((count, block_hash(keys.keys[count - 1])) for count in counts)
+    return msgspec.json.encode(PageNames(keys.page_size, num_tokens, names))
 
 
 def decode_names(value: bytes) -> PageNames | None:

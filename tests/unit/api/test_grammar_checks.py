@@ -160,7 +160,7 @@ def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path
 
     def plan(grammar: str) -> Any:
         request = parse(Endpoint.GENERATE, sampling_params={"ebnf": grammar, "max_new_tokens": 5})
-        return asyncio.run(plan_samples(request, codec, limits))
+        return asyncio.run(plan_samples(request, codec, limits, 64))
 
     assert codec.grammar_checks is not None
     with closing(codec.grammar_checks):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.core.paging.prompt_keys import page_keys
 from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api import prompt_scores
@@ -66,7 +67,7 @@ async def test_a_stream_goes_on_behind_its_records(tmp_path: Path, num_records: 
     def script(generate: Any) -> Any:
         return say(TEXT[generate.sampling.num_resumed_tokens :], per_message=3)(generate)
 
-    async with serving(script, tmp_path) as node:
+    async with serving(script, tmp_path, page_size=4) as node:
         whole = units((await node.post("/v1/completions", **asked(min_tokens=7))).text)
         records = [record for _, record in whole if isinstance(record, list)][:num_records]
         body = asked(min_tokens=7, journal_records=[records] if records else None)
@@ -78,6 +79,7 @@ async def test_a_stream_goes_on_behind_its_records(tmp_path: Path, num_records: 
         group, num_tokens = node.engine.groups[-1], 3 * num_records
         sampling = group.samples[0].sampling
         assert unpack_token_ids(group.prompt).tolist() == [*b"xy", *IDS[:num_tokens]]
+        assert group.page_keys == tuple(page_keys(group.root, group.prompt, 4))
         assert group.samples[0].num_prompt_tokens == 2 + num_tokens
         bounds = (sampling.max_new_tokens, sampling.min_new_tokens, sampling.num_resumed_tokens)
         assert bounds == (8 - num_tokens, max(0, 7 - num_tokens), num_tokens)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.base.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, root_of
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.protocol.prompt_scores import WantedScores
 from hisparse_pd.serving.api import wanted_scores
@@ -26,6 +26,7 @@ from tests.unit.api.support import MESSAGES, parse
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 LIMITS = RequestLimits(CONTEXT_LENGTH, 200, 100)
+PAGE = 4
 
 
 def completion(**changes: Any) -> ApiRequest:
@@ -44,7 +45,7 @@ def generate(**changes: Any) -> ApiRequest:
 
 def plan(request: ApiRequest, limits: RequestLimits = LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
     tokens = make_tokenizer(**tokenizer)
-    return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits))
+    return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits, PAGE))
 
 
 # --- prompts ---------------------------------------------------------------------------------------
@@ -250,11 +251,15 @@ def test_both_isolation_fields_count_everywhere(endpoint: Endpoint) -> None:
 
 
 def test_isolation_fields_may_be_lists_of_one_a_prompt() -> None:
-    request = completion(prompt=["x", "y"], n=2, cache_salt="s", extra_key=["a", None])
+    request = completion(prompt=["x" * 9, "y"], n=2, cache_salt="s", extra_key=["a", None])
     assert request.roots == (root_of("s", "a"), root_of("s"))
     samples = plan(request)
     expected = list(zip(request.roots, (samples[0].prompt, samples[2].prompt), strict=True))
-    assert [(group.root, group.prompt) for group in engine_groups(samples)] == expected
+    groups = engine_groups(samples)
+    assert [(group.root, group.prompt) for group in groups] == expected
+    keys = [tuple(page_keys(root, prompt, PAGE)) for root, prompt in expected]
+    assert [group.page_keys for group in groups] == keys
+    assert keys[0]
     assert generate(text=["x", "y"], extra_key=["a", "b"]).roots == (root_of(None, "a"), root_of(None, "b"))
 
 
@@ -369,4 +374,4 @@ def test_a_hopeless_text_is_refused_without_encoding_it() -> None:
     codec = TextCodec(tokenizer, len(tokenizer))
     codec.backend = SimpleNamespace(normalizer=None)  # cannot encode
     with pytest.raises(ApiError, match=r"at least .* tokens; .* maximum context length is 200 tokens"):
-        asyncio.run(plan_samples(completion(prompt="ab c" * 20_000), codec, LIMITS))
+        asyncio.run(plan_samples(completion(prompt="ab c" * 20_000), codec, LIMITS, PAGE))

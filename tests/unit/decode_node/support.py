@@ -27,7 +27,7 @@ from hisparse_pd.core.model.dsa import DsaModel
 from hisparse_pd.core.model.loader import load_model
 from hisparse_pd.core.model.spec import ModelSpec, load_spec
 from hisparse_pd.core.paging.extents import extents_to_slots
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.decode_node import sizing
 from hisparse_pd.decode_node.engine import DecodeEngine
 from hisparse_pd.decode_node.request_states import RequestState
@@ -338,6 +338,7 @@ class EngineHarness:
                 ),
                 root,
                 pack_token_ids(prompt),
+                tuple(page_keys(root, pack_token_ids(prompt), self.settings.page_size)),
             )
         )
         return answer
@@ -363,7 +364,9 @@ class EngineHarness:
                     hisparse=hisparse,
                 )
             )
-        self.send(GenerateGroup(tuple(samples), NO_ISOLATION, pack_token_ids(prompt)))
+        packed = pack_token_ids(prompt)
+        keys = page_keys(NO_ISOLATION, packed, self.settings.page_size)
+        self.send(GenerateGroup(tuple(samples), NO_ISOLATION, packed, tuple(keys)))
         return answers
 
     def leave(self, answer: Answer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
-from hisparse_pd.core.paging.prompt_keys import PromptKeys
+from hisparse_pd.core.paging.prompt_keys import KEY_BYTES, PromptKeys
 from hisparse_pd.decode_node import plan_draft
 from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.limits import Limits
@@ -28,7 +28,7 @@ from hisparse_pd.decode_node.request_tables import RequestTables
 from hisparse_pd.decode_node.reserve import Reserve, order_ends
 from hisparse_pd.decode_node.scheduler import MAX_ADMITTED, MAX_LOOKED_AT, MAX_ORDERS
 from hisparse_pd.decode_node.step_plan import Admission, StepPlan
-from hisparse_pd.engine.messages import Generate, pack_token_ids
+from hisparse_pd.engine.messages import Generate, RequestFailed, pack_token_ids
 from hisparse_pd.protocol.messages import Room
 from tests.books import carry_out, end, enqueue, make_request
 from tests.identities import ROOT
@@ -358,3 +358,15 @@ def test_a_sample_waits_past_its_deadline_while_the_first_one_lands() -> None:
     node.queue_moves.expire(300.0)
     assert node.sent == []
     assert (second.state, second.deadline) == (RequestState.WAITING, 400.0)
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("num_keys", [0, 1, 3])
+def test_a_prompt_comes_with_a_key_for_each_of_its_pages(num_keys: int) -> None:
+    node, prompt = Node(), pack_token_ids(range(40))
+    message = Generate("id-0", 0, 40, SamplingParams(8), *PEERS[0].node, HisparseFlag.TRUE)
+    keys = PromptKeys.with_keys(ROOT, (b"k" * KEY_BYTES,) * num_keys, prompt, LIMITS.page_size)
+    assert node.queue_moves.generate(message, ROOT, prompt, 0.0, keys) is None
+    error = f"{num_keys} keys have come for the prompt's 2 pages"
+    assert node.sent == [RequestFailed("id-0", 400, error)]
+    assert node.queue_moves.generate(message, ROOT, prompt, 0.0, PromptKeys.of(ROOT, prompt, 16)) is not None

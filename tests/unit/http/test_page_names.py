@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, block_hash, page_keys, root_of
+from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys, block_hash, root_of
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.serving.http import page_names
 from hisparse_pd.serving.http.page_names import PageNames, decode_names, encode_names
 
 PAGE = 4
 PROMPT = pack_token_ids(range(100, 150))
-HASHES = list(map(block_hash, page_keys(NO_ISOLATION, PROMPT, PAGE)))
+KEYS = PromptKeys.of(NO_ISOLATION, PROMPT, PAGE)
+HASHES = list(map(block_hash, KEYS.keys))
 
 
 @pytest.mark.parametrize(
@@ -29,29 +29,21 @@ HASHES = list(map(block_hash, page_keys(NO_ISOLATION, PROMPT, PAGE)))
 def test_powers_of_two_and_the_last_shared_page_have_names(
     num_shared_tokens: int, counts: tuple[int, ...]
 ) -> None:
-    value = encode_names(PROMPT, NO_ISOLATION, num_shared_tokens, PAGE)
+    value = encode_names(KEYS, 50, num_shared_tokens)
     expected = PageNames(PAGE, 50, tuple((count, HASHES[count - 1]) for count in counts)) if counts else None
     assert decode_names(value) == expected
     assert bool(value) == bool(counts)
 
 
 def test_a_prompt_with_an_isolation_key_has_no_names() -> None:
-    assert encode_names(PROMPT, root_of("salt"), 48, PAGE) == b""
-
-
-@pytest.mark.I8
-def test_a_bounded_beginning_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_names, "MAX_NAMED_TOKENS", 3 * PAGE)
-    names = decode_names(encode_names(PROMPT, NO_ISOLATION, 48, PAGE))
-    assert names is not None
-    assert [count for count, _ in names.names] == [1, 2, 3]
+    assert encode_names(PromptKeys.of(root_of("salt"), PROMPT, PAGE), 50, 48) == b""
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "count"), [(0, None), (3.9, None), (4, 1), (11, 2), (27, 4), (28, 4), (48, 12), (100, 12)]
 )
 def test_the_last_name_within_a_beginning(num_tokens: float, count: int | None) -> None:
-    names = decode_names(encode_names(PROMPT, NO_ISOLATION, 48, PAGE))
+    names = decode_names(encode_names(KEYS, 50, 48))
     assert names is not None
     assert names.after(num_tokens) == (None if count is None else HASHES[count - 1])
 
