@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from hisparse_pd.base.decode_settings import HisparsePolicy
@@ -205,7 +205,7 @@ class Node:
         self, spec: ModelSpec, seed: int, *, is_behind: bool, num_index_slots: int | None = None
     ) -> None:
         """``num_index_slots``: of an index pool that is short, with main memory below it."""
-        totals = TOTALS if num_index_slots is None else replace(TOTALS, index=num_index_slots)
+        totals = TOTALS if num_index_slots is None else structs.replace(TOTALS, index=num_index_slots)
         max_drafts = MAX_DRAFTS * spec.num_draft_layers
         self.spec, self.model, self.peers = spec, RowReader(spec, seed), FakePeers(PAGE_SIZE)
         self.sent: list[FromEngine] = []

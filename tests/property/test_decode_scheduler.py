@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
@@ -56,7 +57,7 @@ PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0
 INDEX_TOPK = 6
 TOTALS = SlotCounts(host=90, device=48, index=112, lookup=132, aux=12, req_row=6)
-ROOMY = replace(TOTALS, host=240, device=128, index=300, lookup=360)
+ROOMY = structs.replace(TOTALS, host=240, device=128, index=300, lookup=360)
 """Pools in which several requests become resident beside others."""
 LIMITS = Limits(
     totals=TOTALS,
@@ -162,7 +163,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         """With drafts, the steps of requests verify some, where these have slots. Requests may get more of
         what is free than hot buffers of the full size. ``num_index_slots``: of an index pool that is short,
         with main memory below it; 0: it is not, and has none below."""
-        totals = replace(totals, index=num_index_slots or totals.index)
+        totals = structs.replace(totals, index=num_index_slots or totals.index)
         copies = self.copies if num_index_slots else None
         self.rooms = LiveRequests(Pools(totals, PAGE_SIZE), QUARANTINE_SECS, copies)
         self.limits = replace(
@@ -756,7 +757,7 @@ SOME_HISTORIES = settings(
 @given(
     max_drafts=st.sampled_from([0, 3]),
     fill_tokens=st.sampled_from([0, 40]),
-    totals=st.sampled_from([ROOMY, replace(ROOMY, device=72)]),
+    totals=st.sampled_from([ROOMY, structs.replace(ROOMY, device=72)]),
     turns=st.lists(
         st.tuples(
             st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=3),
@@ -791,7 +792,7 @@ def test_pages_that_are_filled_while_others_come_and_go(
 @given(
     max_drafts=st.sampled_from([0, 3]),
     keeps_residents=st.booleans(),
-    totals=st.sampled_from([TOTALS, replace(ROOMY, device=64)]),
+    totals=st.sampled_from([TOTALS, structs.replace(ROOMY, device=64)]),
     num_index_slots=st.sampled_from([80, 100, 110]),
     miss_cost=st.sampled_from([CHEAP, PRESENT_COST, STEPS_COST]),
     turns=st.lists(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from msgspec import structs
+
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts
@@ -39,7 +41,7 @@ TRUE, FALSE, AUTO = HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO
 
 RESIDENTS = replace(
     STEP_BY_STEP,
-    totals=replace(LIMITS.totals, host=2000, device=512, index=2512, lookup=4000),
+    totals=structs.replace(LIMITS.totals, host=2000, device=512, index=2512, lookup=4000),
     keeps_residents=True,
 )
 """Limits under which four hisparse requests of some 80 tokens can be resident."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.decode_node.miss_cost import MissCost
@@ -101,7 +102,7 @@ def test_hot_buffers_give_way_to_dense_requests_of_auto_where_these_make_more_to
 
 def test_a_short_request_of_auto_begins_with_a_hot_buffer_of_half_of_its_tokens() -> None:
     """A hot buffer of the full size would take nearly as many slots as its pages."""
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=8 * 64), device_buffer_size=96))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=8 * 64), device_buffer_size=96))
     requests = [node.arrive(AUTO, 100, max_new_tokens=20) for _ in range(8)]
     node.step()
     assert [request.hot_capacity for request in requests] == [64] * 8
@@ -134,7 +135,7 @@ def test_how_many_fit_as_dense_is_told_by_the_lengths_of_all() -> None:
 
 def test_auto_waits_where_one_more_hot_buffer_makes_all_of_them_too_small() -> None:
     """With few hot buffers hisparse requests make more tokens than dense ones, and with 60 fewer."""
-    node = Node(replace(MANY, totals=replace(MANY.totals, req_row=72, aux=288)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, req_row=72, aux=288)))
     node.miss_cost = replace(STEPS, missed_entries=5000.0)
     requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(60)]
     node.step()
@@ -165,12 +166,12 @@ def test_nobody_waits_for_pages_behind_requests_that_cannot_be_dense() -> None:
 
 def test_auto_waits_for_the_end_of_a_dense_request_alone() -> None:
     """None runs here, and pages would make the hot buffers of the others as small as a hot buffer would."""
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=160)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=160)))
     node.miss_cost = cost_of(1.0)
     requests = [node.arrive(AUTO, num_tokens, 10) for num_tokens in (200, 200, 140)]
     node.step()
     assert [request.mode for request in requests] == [Mode.HISPARSE] * 3
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=160)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=160)))
     node.miss_cost = cost_of(1.0)
     lost = lose(node, FALSE, 100)
     alone = node.arrive(AUTO, 100, 10)
@@ -232,7 +233,7 @@ def test_who_has_waited_for_long_gets_room_that_others_can_make_though_it_does_n
 )
 def test_auto_waits_for_what_is_faster_for_half_of_its_time(cost: MissCost, fastest: Mode) -> None:
     """For pages, where dense requests alone make more tokens, or for the end of others."""
-    node = Node(replace(MANY, totals=replace(MANY.totals, req_row=72, aux=288)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, req_row=72, aux=288)))
     node.miss_cost = cost
     requests = [node.arrive(AUTO, 260, max_new_tokens=10) for _ in range(60)]
     node.step()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.decode_node.request import Request
@@ -25,7 +26,7 @@ from tests.unit.decode_node.plan_node import (
 
 
 def test_auto_takes_what_is_possible_at_all() -> None:
-    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=100)))
+    node = Node(replace(LIMITS, totals=structs.replace(LIMITS.totals, host=100)))
     node.arrive(AUTO, 150)  # Beyond the host pool.
     node.arrive(AUTO, 20)  # It would have too small a hot buffer.
     assert node.plan().admissions[0].mode is Mode.DENSE
@@ -76,7 +77,7 @@ def test_hot_buffers_do_not_become_small_while_dense_requests_of_auto_may_leave(
 
 
 def test_who_must_be_dense_or_lacks_host_slots_keeps_its_pages() -> None:
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=2 * 272, host=400)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=2 * 272, host=400)))
     of_auto, must_be_dense = node.arrive(AUTO, 250, 10), node.arrive(FALSE, 250, 10)
     node.step()
     assert [r.mode for r in (must_be_dense, of_auto)] == [Mode.DENSE] * 2
@@ -91,7 +92,7 @@ def test_who_must_be_dense_or_lacks_host_slots_keeps_its_pages() -> None:
 def behind_a_prefix(num_sharing: int) -> tuple[Node, list[Request]]:
     """Return a node with requests of ``auto`` behind a held prefix of 240 tokens, and 16 free slots."""
     num_slots = 240 + 32 * num_sharing + 16
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=num_slots)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=num_slots)))
     first = node.arrive(AUTO, 250, 10, family=1)
     node.step()
     end(node.rooms, first, is_sound=True)
@@ -134,14 +135,14 @@ def test_pages_that_one_leaves_are_not_free_for_who_shares_them_next() -> None:
 
 def test_a_request_of_auto_does_not_leave_its_pages_for_another_that_could_be_dense() -> None:
     """Without slots in the host pool both could only be dense."""
-    node, _ = filled_by_auto(replace(MANY, totals=replace(MANY.totals, host=0)))
+    node, _ = filled_by_auto(replace(MANY, totals=structs.replace(MANY.totals, host=0)))
     node.arrive(AUTO, 260, max_new_tokens=10)
     assert node.plan() == StepPlan()
 
 
 @pytest.mark.parametrize("has_further_samples", [False, True])
 def test_first_samples_of_auto_keep_the_pages_that_further_ones_copy(has_further_samples: bool) -> None:
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=288)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=288)))
     first = node.arrive(AUTO, 250, 10, family=1)
     first.has_further_samples = has_further_samples
     node.step()
@@ -166,7 +167,7 @@ def test_auto_counts_what_others_have_once_the_plan_is_carried_out() -> None:
 
 def test_what_hot_buffers_have_beyond_their_use_is_room_for_auto() -> None:
     """A request of 64 tokens leaves its pages only for hot buffers of less than half as many entries."""
-    node = Node(replace(MANY, totals=replace(MANY.totals, device=320)))
+    node = Node(replace(MANY, totals=structs.replace(MANY.totals, device=320)))
     large = [node.arrive(TRUE, 200, max_new_tokens=40) for _ in range(3)]
     node.step()
     settled(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots
@@ -281,7 +282,7 @@ def test_a_dense_request_can_end_in_a_hot_buffer_with_copies_of_the_pages_that_i
 @pytest.mark.I2
 def test_a_dense_request_that_shares_pages_leaves_them_when_it_cannot_grow() -> None:
     """It gets host slots for all of its tokens, and keeps its index slots behind those for the copies."""
-    node = Node(replace(STEP_BY_STEP, totals=replace(STEP_BY_STEP.totals, device=128)))
+    node = Node(replace(STEP_BY_STEP, totals=structs.replace(STEP_BY_STEP.totals, device=128)))
     first = node.arrive(FALSE, 64, 1, family=1)
     node.step()
     end(node.rooms, first, is_sound=True)
@@ -312,7 +313,9 @@ def test_a_dense_request_that_shares_pages_leaves_them_when_it_cannot_grow() -> 
 @pytest.mark.I2
 def test_a_hot_buffer_may_take_the_shared_pages_that_its_request_leaves() -> None:
     """Its own page has 16 of the 32 slots, and none is free."""
-    node = Node(replace(STEP_BY_STEP, growth_tokens=1, totals=replace(STEP_BY_STEP.totals, device=96)))
+    node = Node(
+        replace(STEP_BY_STEP, growth_tokens=1, totals=structs.replace(STEP_BY_STEP.totals, device=96))
+    )
     first = node.arrive(FALSE, 64, 1, family=1)
     node.step()
     end(node.rooms, first, is_sound=True)
@@ -332,7 +335,7 @@ def test_a_hot_buffer_may_take_the_shared_pages_that_its_request_leaves() -> Non
 def _leaver_and_late(num_index_slots: int) -> tuple[Node, Request, Request]:
     """Return a node whose device pool has one page free, a dense request of ``auto`` that alone uses the 4
     pages that it shares, and a hisparse one that waits, and shares 4 pages that nobody uses."""
-    totals = replace(STEP_BY_STEP.totals, device=96, index=num_index_slots)
+    totals = structs.replace(STEP_BY_STEP.totals, device=96, index=num_index_slots)
     node = Node(replace(STEP_BY_STEP, totals=totals))
     for flag, family in ((FALSE, 1), (TRUE, 2)):
         held = node.arrive(flag, 64, 1, family=family)

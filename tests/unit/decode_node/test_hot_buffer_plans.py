@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import StepPlan
@@ -163,7 +164,7 @@ def test_hot_buffers_grow_into_held_pages_where_that_saves_more_copies(
     """A dense request's 160 slots are held of 240. In 40 steps 160 of 800 selected positions are missed, of
     which a hot buffer twice as large saves 80, or 560, of which it saves 280. What is held in the 64 slots
     that it takes counts for 256."""
-    node = Node(replace(AUTOMATIC, totals=replace(AUTOMATIC.totals, device=240)))
+    node = Node(replace(AUTOMATIC, totals=structs.replace(AUTOMATIC.totals, device=240)))
     dense = node.arrive(FALSE, 160, max_new_tokens=10, family=1)
     node.step()
     end(node.rooms, dense, is_sound=True)

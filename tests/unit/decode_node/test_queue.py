@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.base.decode_settings import HisparsePolicy
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
@@ -138,7 +139,7 @@ def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_change
             super().__init__(*args)
 
     monkeypatch.setattr(plan_draft, "Reserve", CountedReserve)
-    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=256)))
+    node = Node(replace(LIMITS, totals=structs.replace(LIMITS.totals, host=256)))
     node.arrive(0)
     node.arrive(1)
     node.turn(0.0)
@@ -246,7 +247,7 @@ def test_a_plan_puts_all_requests_in_order_a_few_times_and_the_next_one_goes_on(
         return order_ends(*args)
 
     monkeypatch.setattr(plan_draft, "order_ends", counted)
-    limits = replace(CROWD, totals=replace(CROWD.totals, device=200 * 256 + 1024))
+    limits = replace(CROWD, totals=structs.replace(CROWD.totals, device=200 * 256 + 1024))
     rooms, plans = _waiting_behind(200, 100, HisparseFlag.FALSE, limits)
     most_orders, made = 0, list[StepPlan]()
     while not made or made[-1].admissions:

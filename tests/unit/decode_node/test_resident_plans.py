@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.core.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.decode_node.request import Request
@@ -28,7 +29,7 @@ from tests.unit.decode_node.plan_node import (
 
 def node_with_device(num_slots: int, **limits: Any) -> Node:
     """Return a node with ``num_slots`` device slots. ``limits``: others than those of RESIDENTS."""
-    return Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=num_slots), **limits))
+    return Node(replace(RESIDENTS, totals=structs.replace(RESIDENTS.totals, device=num_slots), **limits))
 
 
 def filling(node: Node) -> list[Request]:
@@ -321,7 +322,7 @@ def test_residents_make_room_for_dense_requests_but_hot_buffers_do_not_shrink_fo
 
 
 def test_a_resident_stays_where_other_slots_than_its_pages_are_missing() -> None:
-    node = Node(replace(RESIDENTS, totals=replace(RESIDENTS.totals, device=192, index=192)))
+    node = Node(replace(RESIDENTS, totals=structs.replace(RESIDENTS.totals, device=192, index=192)))
     resident = node.arrive(TRUE, 100, max_new_tokens=12)
     node.step()
     settled(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from hisparse_pd.base.decode_settings import DecodeSettings
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
@@ -160,7 +161,7 @@ def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
 
 
 def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
-    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=112)))
+    node = Node(replace(STEP_BY_STEP, totals=structs.replace(LIMITS.totals, device=112)))
     other = node.arrive(FALSE, 47, max_new_tokens=2)
     grower = node.arrive(FALSE, 30, max_new_tokens=70)
     node.step()

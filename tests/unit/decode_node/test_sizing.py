@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 from pydantic import ValidationError
 
 from hisparse_pd.base.decode_settings import DecodeSettings
@@ -116,7 +117,7 @@ def test_what_is_allocated_is_what_was_counted(
     num_tokens = size_device_pool(settings, spec, memory)
     totals = make_limits(settings, spec, num_tokens).totals
     assert totals.device == num_tokens
-    pools = DecodeMemory(spec, dataclasses.replace(totals, host=1, aux=1), page_size, GPU)
+    pools = DecodeMemory(spec, structs.replace(totals, host=1, aux=1), page_size, GPU)
     taken = pools.k_dev.nbytes + pools.index.nbytes + sizing.reserve_bytes(settings, spec)
     counts = TokenCounts.create(num_rows, spec.vocab_size, GPU)
     taken += table_bytes(settings, spec, num_tokens) + sum(table.nbytes for table in vars(counts).values())
