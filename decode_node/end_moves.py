@@ -1,8 +1,8 @@
 """Gives requests' tokens and errors to their clients, and ends requests: the one way out of every state.
 
 ``StepLine`` brings the tokens of steps to ``emit``. Whoever finds a fault calls ``fail``, and the engine
-calls ``abort`` when a client leaves. A request that ends in the middle of a step stays ENDING until that step
-is over; the next ``release_ended`` frees what it owns. No method waits for a step.
+calls ``abort`` when a client leaves. A running request that ends stays ENDING until the step that it is in is
+over; the next ``release_ended`` frees what it owns. No method waits for a step.
 """
 
 from __future__ import annotations
@@ -171,20 +171,19 @@ class EndMoves:
             return
         self.tables.stop_filling(request)
         self.requests.start_ending(request, is_sound=is_sound)
-        self._release_if_unused(request, now)
-
-    def _release_if_unused(self, request: Request, now: float, *, waits: bool = False) -> None:
-        """Release what an ENDING request owns, unless a step in flight or the filling of its row uses any of
-        it (I1). ``waits``: wait for the filling to end; a step is never waited for."""
-        if not request.num_in_flight and (waits or self.tables.is_ready(request)):
-            self.tables.release(request)
-            self.requests.release(request, now)
 
     def release_ended(self, now: float, *, waits: bool = False) -> None:
-        """Release what ENDING requests own, where nothing uses it any more. ``waits``: see
-        ``_release_if_unused``."""
-        for request in self.requests.select(RequestState.ENDING):
-            self._release_if_unused(request, now, waits=waits)
+        """Release what ENDING requests own, unless a step in flight or the filling of a row uses any of it
+        (I1). ``waits``: wait for the filling to end; a step is never waited for."""
+        unused = [
+            request
+            for request in self.requests.select(RequestState.ENDING)
+            if not request.num_in_flight and (waits or self.tables.is_ready(request))
+        ]
+        if unused:
+            self.tables.release(*unused)
+        for request in unused:
+            self.requests.release(request, now)
 
 
 def wrong_row_kind(wrong: WrongRow, first_own_position: int) -> str:

@@ -264,13 +264,15 @@ class RequestTables:
                 state, row, items, slots, positions, is_there, read_at=ReadAt.SCRUB, first_layer=layer
             )
 
-    def release(self, request: Request) -> None:
-        """Empty the row, and add its counters, as of the last step that was read, to the request's."""
-        row = request.req_row
-        self.fills.stop(row)
-        self.fills.wait(row)  # filling reads host slots that are about to be given up
-        self._close_counts(request)
-        self.state.reset_row(row)
+    def release(self, *requests: Request) -> None:
+        """Empty the rows of ``requests``, and add their counters, as of the last step that was read, to those
+        of the requests."""
+        rows = [request.req_row for request in requests]
+        for request, row in zip(requests, rows, strict=True):
+            self.fills.stop(row)
+            self.fills.wait(row)  # filling reads host slots that are about to be given up
+            self._close_counts(request)
+        self.state.reset_rows(*rows)
 
     # --- what steps and metrics read ------------------------------------------------------------------------
 
@@ -304,9 +306,6 @@ class RequestTables:
 
     def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None
-        if hints is None:
-            # One list serves every hot group: the latest positions, as many as leave an entry for the newest.
-            hints = [np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]]
         return RowStart(
             self.state,
             request.req_row,

@@ -183,7 +183,7 @@ class TrialRequests:
             return
         self._inputs.num_real.zero_()
         for row in range(self._num_reqs):
-            self._tables.state.reset_row(row)
+            self._tables.state.reset_rows(row)
 
 
 def time_by_turns(

@@ -53,5 +53,6 @@ def check_at_least(name: str, value: int, bound: int) -> None:
 def check_page_ids(name: str, page_ids: Tensor, num_pages: int) -> None:
     """Raise KernelArgumentError if ``page_ids`` are on the CPU and not all in [0, num_pages)."""
     if page_ids.device.type == "cpu" and page_ids.numel():
-        check_range(f"{name} lowest", int(page_ids.min()), 0, num_pages)
-        check_range(f"{name} highest", int(page_ids.max()), 0, num_pages)
+        lowest, highest = page_ids.aminmax()
+        check_range(f"{name} lowest", int(lowest), 0, num_pages)
+        check_range(f"{name} highest", int(highest), 0, num_pages)

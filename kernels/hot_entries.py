@@ -95,7 +95,7 @@ def resize_hot_buffer(
         most_moved = min(ring_start, max(0, num_before - ring_start))
 
     # The row has the pages of the larger size until its entries are in their places: should anything fail
-    # before, ``reset_row`` finds all of them.
+    # before, ``reset_rows`` finds all of them.
     if capacity >= num_before:
         state.set_hot_pages(row, capacity, hot_pages)
     slots = state.entry_slots(row)  # a smaller hot buffer has the first of them

@@ -29,6 +29,7 @@ reference works on the same layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,6 +53,10 @@ ABSENT = -1
 HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``HotBufferState.counters``."""
 
+MAX_DROPPED_ENTRIES = 1 << 21
+"""Most entries, those of all groups together, that are emptied at once. Temporary tensors take 17 bytes of
+each."""
+
 MAX_TABLE_SLOTS = 2**31 - 1
 """Most slots of a pool that a table has, with those that stay unused: slots are int32 on the device."""
 MAX_LOOKUP_SLOTS = MAX_TABLE_SLOTS - 1
@@ -62,7 +67,7 @@ MAX_LOOKUP_SLOTS = MAX_TABLE_SLOTS - 1
 class HotBufferState:
     """Per-request tables on one device; all int32 unless said otherwise, ABSENT where empty.
 
-    A request's row is its req_row. Counters and flags accumulate until ``reset_row``.
+    A request's row is its req_row. Counters and flags accumulate until ``reset_rows``.
     """
 
     ENTRY_BYTES: ClassVar = 8
@@ -217,36 +222,46 @@ class HotBufferState:
 
     # The methods below only launch work on the current stream of the tables' device, and never wait for it.
 
-    def reset_row(self, row: int) -> None:
-        """Empty ``row``; afterwards it is dense and has no pages."""
-        self.drop_hot_buffer(row)
-        self.drop_pages(row)
-        self.host_pages[row].fill_(ABSENT)
-        self.lookup_pages[row].fill_(ABSENT)
-        self.index_pages[row].fill_(0)
-        self.counters[row].fill_(0)
-        self.error_flags[row].fill_(0)
+    def reset_rows(self, *rows: int) -> None:
+        """Empty ``rows``; afterwards they are dense and have no pages. Many rows take as many launches as
+        one."""
+        most = max(1, MAX_DROPPED_ENTRIES // (self.num_groups * self.max_capacity))
+        for first in range(0, len(rows), most):
+            some = self._drop_hot_buffers(rows[first : first + most])
+            for table in (self.page_table, self.host_pages, self.lookup_pages):
+                table.index_fill_(0, some, ABSENT)
+            for table in (self.index_pages, self.counters, self.error_flags):
+                table.index_fill_(0, some, 0)
 
     def drop_hot_buffer(self, row: int) -> None:
         """Take the hot buffer of ``row`` away: steps find its positions in ``page_table`` from then on. It
         keeps its counters and flags."""
-        check_range("row", row, 0, self.num_rows)
-        slots = self.entry_slots(row)
+        self._drop_hot_buffers((row,))
+
+    def _drop_hot_buffers(self, row_numbers: Sequence[int]) -> Tensor:
+        """Take the hot buffers of some rows away. Returns the rows, int64 [n], on the tables' device."""
+        for row in row_numbers:
+            check_range("row", row, 0, self.num_rows)
+        rows = torch.empty(len(row_numbers), dtype=torch.int64, device=self.device)
+        _write(rows, torch.tensor(row_numbers))
+        slots = self.entry_slots(rows).flatten()
         self._clear_lookups(self.hot_to_lookup[:, slots])
         self.hot_to_lookup.index_fill_(1, slots, ABSENT)
         self.stamps.index_fill_(1, slots, ABSENT)
-        self.step[:, row].fill_(0)
-        self.hot_pages[row].fill_(ABSENT)
-        self.capacity[row].fill_(0)
+        self.step.index_fill_(1, rows, 0)
+        self.hot_pages.index_fill_(0, rows, ABSENT)
+        self.capacity.index_fill_(0, rows, 0)
+        return rows
 
-    def entry_slots(self, row: int) -> Tensor:
+    def entry_slots(self, row: int | Tensor) -> Tensor:
         """Return the device slot of each hot_index of ``row``, int64 [max_capacity], on the tables' device.
-        An entry without a page has a slot of the unused page, whose words are ABSENT."""
+        An entry without a page has a slot of the unused page, whose words are ABSENT. Of several rows, int64
+        [n] on that device, the result is [n, max_capacity]."""
         pages = self.hot_pages[row].long()
         unused_page = self.num_device_slots // self.page_size
         pages = torch.where(pages == ABSENT, unused_page, pages)
         in_page = torch.arange(self.page_size, device=self.device)
-        return (pages[:, None] * self.page_size + in_page).flatten()[: self.max_capacity]
+        return (pages[..., None] * self.page_size + in_page).flatten(-2)[..., : self.max_capacity]
 
     def drop_pages(self, row: int) -> None:
         """Empty the row's ``page_table``, which steps do not read while it has a hot buffer."""
@@ -264,7 +279,7 @@ class HotBufferState:
         pages; ``set_host_pages`` adds more.
         """
         self.check_hisparse(row, capacity, hot_pages, host_pages, lookup_pages)
-        self.reset_row(row)
+        self.reset_rows(row)
         self.set_hot_pages(row, capacity, hot_pages)
         self.set_host_pages(row, 0, host_pages, lookup_pages)
 

@@ -40,7 +40,7 @@ class PageFill:
     """Fills the pages of ``row`` in slices, so that steps do not compete for PCIe with all of it at once.
 
     The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None, and may use the pages
-    when the last launch is over. There are two kinds of rows: an empty one, as ``create`` and ``reset_row``
+    when the last launch is over. There are two kinds of rows: an empty one, as ``create`` and ``reset_rows``
     leave it, which becomes resident; and one that has a hot buffer and the same host, lookup and index pages
     already, and keeps them. Copies are verified by the row checks, as copies of misses are.
 

@@ -170,7 +170,7 @@ class RowStart:
     The caller calls ``launch_slice`` between steps until ``num_left_bytes`` is None. The row may be used when
     the last launch is over.
 
-    The row must be empty, as ``create`` and ``reset_row`` leave it. On a GPU a slice is one copy to the
+    The row must be empty, as ``create`` and ``reset_rows`` leave it. On a GPU a slice is one copy to the
     device and one launch, on the current stream, which may be a side stream: no other row is touched. Nothing
     waits for the device; pages may be added to the row meanwhile. Raises KernelArgumentError before it
     changes anything.
@@ -187,7 +187,7 @@ class RowStart:
         lookup_pages: Tensor,
         index_pages: Tensor,
         num_tokens: int,
-        hints: Sequence[NDArray[np.int32]],
+        hints: Sequence[NDArray[np.int32]] | None,
         layers_of_group: Sequence[Sequence[int]],
         k_host: Tensor,
         k_dev: Tensor,
@@ -199,9 +199,9 @@ class RowStart:
         ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next
         positions (``num_tokens + max_new <= capacity``), all of them go to their own hot_index, and such a
         request misses nothing until it outgrows the buffer.
-        ``hints``: one for each group, or one for all, int32 [n]; -1 and duplicates allowed. When there is no
-        such room, the first ``capacity - max_new`` distinct positions of a group's hint fill the buffer from
-        hot_index 0 on.
+        ``hints``: one for each group, or one for all, int32 [n]; -1 and duplicates allowed. None: the latest
+        positions, the last one first. When there is no such room, the first ``capacity - max_new`` distinct
+        positions of a group's hint fill the buffer from hot_index 0 on.
         ``layers_of_group``: the layers of each group, at least one, all of which are copied.
         """
         # Check everything, before anything is changed.

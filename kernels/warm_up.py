@@ -49,7 +49,11 @@ class WarmUp:
 
 
 def plan_warm_up(
-    num_groups: int, capacity: int, max_new: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
+    num_groups: int,
+    capacity: int,
+    max_new: int,
+    num_tokens: int,
+    hints: Sequence[npt.NDArray[np.int32]] | None,
 ) -> WarmUp:
     """Return the positions to warm up; see ``kernels.swap_in.RowStart``. Raises KernelArgumentError.
 
@@ -58,14 +62,18 @@ def plan_warm_up(
     if num_tokens + max_new <= capacity:
         everything = np.arange(num_tokens, dtype=np.int32)
         return WarmUp(np.full(num_groups, num_tokens, np.int32), everything[None])
+    if hints is None:
+        num_warm = capacity - max_new
+        latest = np.arange(num_tokens - 1, num_tokens - 1 - num_warm, -1, dtype=np.int32)
+        return WarmUp(np.full(num_groups, num_warm, np.int32), latest[None])
     if len(hints) not in (1, num_groups):
         raise KernelArgumentError(f"hints: expected one, or one for each of {num_groups}, got {len(hints)}")
     chosen = [_first_distinct(hint, num_tokens)[: capacity - max_new] for hint in hints]
-    num_warm = np.array([len(of_group) for of_group in chosen], np.int32)
-    positions = np.zeros((len(chosen), max(num_warm)), np.int32)
+    nums_warm = np.array([len(of_group) for of_group in chosen], np.int32)
+    positions = np.zeros((len(chosen), max(nums_warm)), np.int32)
     for padded, of_group in zip(positions, chosen, strict=True):
         padded[: len(of_group)] = of_group
-    return WarmUp(np.broadcast_to(num_warm, (num_groups,)).copy(), positions)
+    return WarmUp(np.broadcast_to(nums_warm, (num_groups,)).copy(), positions)
 
 
 def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:

@@ -345,7 +345,7 @@ class History:
             return
         row = self.random.choice(list(self.requests)) if row is None else row
         request = self.requests.pop(row)
-        self.state.reset_row(row)
+        self.state.reset_rows(row)
         self.free_rows.append(row)
         self.num_users[request.host_pages] -= 1
         unused = request.host_pages[self.num_users[request.host_pages] == 0]

@@ -72,7 +72,7 @@ def test_a_row_is_filled_in_slices_without_a_wait(num_tokens: int, item_bytes: i
     pools = Pools(item_bytes, num_tokens)
     pools.start(0).launch_slice(None)  # compiles, and fills the caches of memory
     torch.cuda.synchronize()
-    pools.states[0].reset_row(1)
+    pools.states[0].reset_rows(1)
     pools.devs[0].zero_()
     start = pools.start(0)
     with no_waiting():

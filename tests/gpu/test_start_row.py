@@ -70,16 +70,16 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
         state.set_pages(2, 10, page_ids[50:51])
 
     live(both[0], devs[0])  # compiles, and fills the caches of memory
-    both[0].reset_row(1)
-    both[0].reset_row(2)
+    both[0].reset_rows(1)
+    both[0].reset_rows(2)
     with no_waiting():
         live(both[0], devs[0])
     live(both[1], devs[1])
     assert_same_tables(*both)
     assert torch.equal(devs[0].cpu(), devs[1])
     with no_waiting():
-        both[0].reset_row(1)
-        both[0].reset_row(2)
+        both[0].reset_rows(1)
+        both[0].reset_rows(2)
     assert_same_tables(both[0], states()[1])
 
 

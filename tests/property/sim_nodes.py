@@ -206,7 +206,7 @@ class SimRequestTables:
     def resize(self, request: Request, num_before: int, capacity: int) -> None:
         self.check(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, *requests: Request) -> None:
         pass
 
     def is_ready(self, request: Request) -> bool:

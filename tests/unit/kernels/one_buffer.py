@@ -63,9 +63,11 @@ class Buffer:
         result: list[int] = slots[0].tolist()
         return result
 
-    def row_start(self, num_tokens: int, hint: list[int], num_pages: int = len(HOST_PAGES)) -> RowStart:
+    def row_start(
+        self, num_tokens: int, hint: list[int] | None, num_pages: int = len(HOST_PAGES)
+    ) -> RowStart:
         """Empty the row, and return a start of it with the first ``num_pages`` of its pages."""
-        self.state.reset_row(ROW)
+        self.state.reset_rows(ROW)
         return RowStart(
             self.state,
             ROW,
@@ -75,12 +77,12 @@ class Buffer:
             lookup_pages=torch.tensor(LOOKUP_PAGES[:num_pages]),
             index_pages=torch.tensor([4, 1]),
             num_tokens=num_tokens,
-            hints=[np.array(hint, np.int32)],
+            hints=None if hint is None else [np.array(hint, np.int32)],
             layers_of_group=((0, 1),),
             **self.pools,
         )
 
-    def start(self, num_tokens: int, hint: list[int]) -> int:
+    def start(self, num_tokens: int, hint: list[int] | None) -> int:
         row_start = self.row_start(num_tokens, hint)
         row_start.launch_slice(None)
         (num_warm,) = row_start.num_warm

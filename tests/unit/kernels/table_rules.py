@@ -18,12 +18,8 @@ def by_row(state: HotBufferState, table: Tensor) -> Tensor:
 
 
 def _entry_slots(state: HotBufferState) -> Tensor:
-    """Return what ``state.entry_slots`` returns of each row: int64 [num_rows, max_capacity]. One call takes
-    as long as one of those, and the tests of a node check its tables after every turn."""
-    pages = state.hot_pages.long()
-    pages = pages.where(pages != ABSENT, state.num_device_slots // state.page_size)
-    in_page = torch.arange(state.page_size, device=state.device)
-    return (pages[:, :, None] * state.page_size + in_page).flatten(1)[:, : state.max_capacity]
+    """Return the slots of all rows' entries: int64 [num_rows, max_capacity]."""
+    return state.entry_slots(torch.arange(state.num_rows, device=state.device))
 
 
 def check_consistency(

@@ -96,7 +96,7 @@ def test_a_row_whose_items_cannot_be_moved_can_be_emptied(
     monkeypatch.setattr(hot_entries, "_move_items", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         resized(buffer, num_before, capacity, 4)
-    buffer.state.reset_row(ROW)
+    buffer.state.reset_rows(ROW)
     check_consistency(buffer.state)
     for table in (buffer.state.lookup_to_hot, buffer.state.hot_to_lookup, buffer.state.stamps):
         assert (table == ABSENT).all()

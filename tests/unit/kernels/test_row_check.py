@@ -171,7 +171,7 @@ def test_rows_in_place() -> None:
     assert dense.go_through() == HotBufferError.WRONG_ROW
     assert wrong_row(dense.state, ROW) == found, "the first one stays"
     assert dense.state.error_flags.tolist() == [0, HotBufferError.WRONG_ROW, 0]
-    dense.state.reset_row(ROW)
+    dense.state.reset_rows(ROW)
     assert int(dense.state.error_flags[ROW]) == 0
 
 

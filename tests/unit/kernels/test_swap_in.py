@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse_pd.kernels import hot_state
 from hisparse_pd.kernels.checks import KernelArgumentError
 from hisparse_pd.kernels.hot_state import HITS, HotBufferState
 from hisparse_pd.kernels.indexer import gather_pages, index_topk
@@ -30,6 +31,11 @@ from tests.unit.kernels.one_buffer import (
     PAGE_SIZE,
     ROW,
     Buffer,
+)
+
+TABLES = (
+    *("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_pages", "capacity", "page_table"),
+    *("host_pages", "lookup_pages", "index_pages", "counters", "error_flags"),
 )
 
 
@@ -107,15 +113,47 @@ def test_a_started_row_has_all_its_tables() -> None:
         buffer.start(21, [])
 
 
+@pytest.mark.I3
+def test_without_a_hint_the_latest_positions_are_warm() -> None:
+    buffer = Buffer()
+    assert buffer.start(10, None) == CAPACITY - 1
+    assert buffer.hot_positions() == [9, 8, 7, -1, -1, -1]
+    assert buffer.start(3, None) == 3
+    assert buffer.hot_positions() == [0, 1, 2, -1, -1, -1]
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize("most_entries", [1, 24, 100])
+def test_rows_that_are_emptied_together_leave_others_as_they_are(
+    most_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_state, "MAX_DROPPED_ENTRIES", most_entries)
+    state, expected = (HotBufferState.create(2, 4, 20, 6, PAGE_SIZE, 80, 32) for _ in range(2))
+    for row in range(4):
+        pages = torch.arange(2) + 2 * row
+        lookup_slots = 2 * PAGE_SIZE * row + torch.arange(6)
+        for tables in (state, expected) if row == 2 else (state,):
+            tables.assign_row(row, 6, pages, pages, pages)
+            tables.set_index_pages(row, 0, pages)
+            tables.set_pages(row, 0, pages)
+            tables.counters[row] = tables.error_flags[row] = tables.step[:, row] = 1 + row
+            slots = tables.entry_slots(row)
+            tables.hot_to_lookup[:, slots] = lookup_slots.int()
+            tables.stamps[:, slots] = 7
+            tables.lookup_to_hot[:, lookup_slots] = torch.arange(6, dtype=torch.int32)
+    state.reset_rows(0, 3, 1)
+    for name in TABLES:
+        assert torch.equal(getattr(state, name), getattr(expected, name)), name
+
+
 @pytest.mark.I2
 def test_reset_row_forgets_everything() -> None:
     buffer = Buffer()
     empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS, NUM_SLOTS)
     buffer.start(10, [7, 3, 1])
     buffer.swap_in(11, [1, 2, 3, 4])
-    buffer.state.reset_row(ROW)
-    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_pages", "capacity", "page_table",
-                 "host_pages", "lookup_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
+    buffer.state.reset_rows(ROW)
+    for name in TABLES:
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
 
 

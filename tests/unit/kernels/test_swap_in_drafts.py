@@ -36,7 +36,7 @@ class Drafting(Buffer):
         self.state.assign_row(ROW, CAPACITY, torch.tensor(HOT_PAGES), *pages)
 
     def make_dense(self, pages: Tensor) -> None:
-        self.state.reset_row(ROW)
+        self.state.reset_rows(ROW)
         self.state.set_pages(ROW, 0, pages)
 
     def new_slots(self, first_new: int, num_new: int) -> list[int]:
