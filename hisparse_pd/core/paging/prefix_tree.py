@@ -263,9 +263,9 @@ class PrefixTree:
         page_size = self._pools.page_size
         while True:  # each round evicts from one run, and so may change which pools lack pages
             free = self._pools.free
-            missing_pages = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
-            if max(missing_pages.values()) <= 0:
+            if need.fits_in(free):
                 return
+            missing_pages = {kind: -(-(need[kind] - free[kind]) // page_size) for kind in PoolKind}
             helpful = {kind for kind, num_pages in missing_pages.items() if num_pages > 0}
             movable = [run for run in self._runs.idle.firsts() if run.is_stored and not run.is_down]
             gained = helpful & {kind for run in movable for kind in run.pools if kind is not PoolKind.HOST}
