@@ -81,7 +81,7 @@ class DeviceUse:
         the same size."""
         full_size = limits.hot_slots(limits.device_buffer_size)
         for request in sorted(running, key=_admission_order, reverse=True):
-            num_slots = request.num_device_slots
+            num_slots = request.owned_slots.device
             if (exchange := exchanges.get(request)) is not None:
                 self._note_exchange(exchange)
             elif request.mode is Mode.HISPARSE:
@@ -94,20 +94,20 @@ class DeviceUse:
                 if (slots := num_left(request)) > min(limits.life_slots(request), full_size):
                     self.leaving[request] = slots
         for request in landing:
-            self._note_coming(request, request.mode, request.num_device_slots)
+            self._note_coming(request, request.mode, request.owned_slots.device)
 
     def _note_hisparse(self, request: Request, hot: HotSlots) -> None:
         self.hisparse[request] = hot
         self._beyond.clear()
-        self._count_hisparse(request)
+        self._count_hisparse(request, hot)
 
     def _note_exchange(self, exchange: Exchange) -> None:
         request, num_slots = exchange.request, self._limits.in_pages(exchange.hot_capacity)
         self._note_hisparse(request, HotSlots(num_slots, self._limits.life_slots(request)))
 
-    def _count_hisparse(self, request: Request) -> None:
+    def _count_hisparse(self, request: Request, hot: HotSlots) -> None:
         self.num_hisparse += 1
-        self.hisparse_slots += self._limits.life_slots(request)
+        self.hisparse_slots += hot.life_slots
         self.num_never_dense += not self._limits.may_be_dense(request)
 
     def _note_dense(self, request: Request, num_slots: int) -> None:
@@ -123,8 +123,9 @@ class DeviceUse:
         if mode is Mode.DENSE:
             self._note_dense(request, num_slots)
             return
-        self._coming.append(HotSlots(num_slots, self._limits.life_slots(request)))
-        self._count_hisparse(request)
+        hot = HotSlots(num_slots, self._limits.life_slots(request))
+        self._coming.append(hot)
+        self._count_hisparse(request, hot)
 
     def admit(self, admission: Admission) -> None:
         """Note that the plan admits a request."""
@@ -134,9 +135,9 @@ class DeviceUse:
     def exchange(self, exchange: Exchange) -> None:
         """Note that a running request gets a hot buffer for its device slots."""
         request = exchange.request
-        if request in self.hisparse:
+        if (hot := self.hisparse.get(request)) is not None:
             self.num_hisparse -= 1
-            self.hisparse_slots -= self._limits.life_slots(request)
+            self.hisparse_slots -= hot.life_slots
             self.num_never_dense -= not self._limits.may_be_dense(request)
         else:
             self.num_dense -= 1

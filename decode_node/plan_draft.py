@@ -77,6 +77,14 @@ class _Changed(NamedTuple):
     owned: SlotCounts
 
 
+class _Landing(NamedTuple):
+    """The slots of a plan with one more admission, the reserve that allows it, and its request's claim."""
+
+    slots: PlanSlots
+    reserve: Reserve
+    claim: Claim
+
+
 class Mark(NamedTuple):
     """The parts of a draft that change when running requests make room for others."""
 
@@ -329,19 +337,17 @@ class PlanDraft:
     def may_land(self, admission: Admission, held: HeldMatch) -> bool:
         """Return whether the request may have what ``admission`` reserves. ``held``: the held pages that it
         is to share."""
-        return self._reserve_for(admission, held) is not None
+        return self._landing(admission, held) is not None
 
     def land(self, admission: Admission, held: HeldMatch) -> bool:
         """Add the admission to the plan if the request ``may_land``. Returns whether it may."""
-        reserve = self._reserve_for(admission, held)
-        if reserve is None:
+        landing = self._landing(admission, held)
+        if landing is None:
             return False
-        claim = self._landing_claim(admission, held)
-        reserve.give_landing(claim)
-        self._reserve = reserve
+        self.slots, self._reserve, claim = landing
+        self._reserve.give_landing(claim)
         self._admitted_claims.append(claim)
         request, need = admission.request, admission.need
-        self.slots = self._slots_with(admission, held)
         self.matches.take(held)
         self.admissions[request] = replace(admission, num_shared_pages=held.num_pages)
         if self._use is not None:
@@ -352,9 +358,9 @@ class PlanDraft:
             self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)
         return True
 
-    def _reserve_for(self, admission: Admission, held: HeldMatch) -> Reserve | None:
-        """Return the reserve that allows the admission; None if none does."""
-        slots = self._slots_with(admission, held)
+    def _landing(self, admission: Admission, held: HeldMatch) -> _Landing | None:
+        """Return what the plan has with the admission; None if no reserve allows it."""
+        slots = self.slots.with_used(held.idle).with_given(admission.need + held.given)
         # Most requests that do not fit fail here, before the reserve and the pages for growth are worked out.
         if not (slots.suffice and self._kept_for_growth.fits_in(slots.at_end)):
             return None
@@ -363,17 +369,12 @@ class PlanDraft:
             # The present order counts on these pages to be free when their users have ended, which is no
             # longer so if they are shared: another order is needed.
             reserve = self._new_reserve(self.matches.pinned_with(held))
-            return reserve if reserve.allows_landing(claim) else None
-        if self.reserve.allows_landing(claim):
-            return self.reserve
-        if not self._reserve_is_strict:
-            return None
-        self._reserve = None
-        return self.reserve if self.reserve.allows_landing(claim) else None
-
-    def _slots_with(self, admission: Admission, held: HeldMatch) -> PlanSlots:
-        """Return the slots of the plan if it admits one more request."""
-        return self.slots.with_used(held.idle).with_given(admission.need + held.given)
+        else:
+            reserve = self.reserve
+            if self._reserve_is_strict and not reserve.allows_landing(claim):
+                self._reserve = None
+                reserve = self.reserve
+        return _Landing(slots, reserve, claim) if reserve.allows_landing(claim) else None
 
     def _landing_claim(self, admission: Admission, held: HeldMatch) -> Claim:
         """Return the request's claim. Held pages that were free count as its own: like its slots, they are

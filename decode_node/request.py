@@ -274,7 +274,7 @@ class Request:
             return np.empty(0, np.int32)
         return self.prompt_token_ids[-num_resumed:]
 
-    @property
+    @cached_property
     def life_tokens(self) -> int:
         """Token slots that its whole life takes; the last output token's KV is never computed."""
         return self.num_prompt_tokens + self.sampling.max_new_tokens - 1
