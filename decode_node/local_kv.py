@@ -13,8 +13,8 @@ prefill node rounds as steps do. All positions before must be held.
 
 The KV of a prompt is computed and sent for the first of its samples alone. The others wait until it has
 landed. Then each shares the whole pages that the first one lets others use, and gets the rest of the prompt's
-rows by a copy from the first one's slots (``PlanMoves.admit``), bit for bit: KV, indexer keys and row
-checks. A sample asks a prefill node for what it lacks, as a request without further samples does:
+rows by a copy from the first one's slots (``PlanMoves``), bit for bit: KV, indexer keys and row checks. A
+sample asks a prefill node for what it lacks, as a request without further samples does:
 
 - when the first one has ended or failed, or is in another mode;
 - when a hisparse sample would have to copy a page or more, as where no pages are shared. The engine's thread

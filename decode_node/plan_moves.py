@@ -9,9 +9,10 @@ the engine ``go_on_with_fetched`` in each turn.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,15 @@ from hisparse_pd.protocol.messages import TOKEN_BYTES, Bootstrap, HeldKv
 log = logging.getLogger(__name__)
 
 
+class _Landing(NamedTuple):
+    """An admitted request. Its landing zone is not prepared yet, and nobody knows of it."""
+
+    request: Request
+    source: Request | None
+    """The sample from which it copies what is missing behind its first ``num_held`` tokens, if any."""
+    num_held: int
+
+
 @dataclass
 class PlanMoves:
     """The moves that the scheduler decides. Times are those of ``time.monotonic``."""
@@ -51,6 +61,7 @@ class PlanMoves:
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
         """Do what the scheduler has planned."""
+        landings: list[_Landing | None] = []
         plan.carry_out(
             wait_for_node=lambda request: self.queue.wait_for_node(request, now),
             use_held=self.requests.use_held,
@@ -58,11 +69,12 @@ class PlanMoves:
             exchange_slots=lambda exchange: self._exchange(exchange, now),
             begin_fill=lambda fill: self._begin_fill(fill, now),
             grow=lambda growth: self._grow(growth, now),
-            admit=lambda admission: self.admit(admission, now),
+            admit=lambda admission: landings.append(self.reserve(admission, now)),
         )
+        self._begin_landings([landing for landing in landings if landing is not None], now)
 
-    def admit(self, admission: Admission, now: float) -> None:
-        """Reserve slots for a waiting request, and send its Bootstrap. Without a prefill node, start it.
+    def reserve(self, admission: Admission, now: float) -> _Landing | None:
+        """Reserve slots for a waiting request. Returns None if it is not admitted after all.
 
         What is missing behind its held pages, which ``use_held`` has noted in it, may be copied from the
         first sample, or computed by its steps.
@@ -78,7 +90,7 @@ class PlanMoves:
             # made hisparse.
             self.requests.give_back_held(request)
             self.queue.wait_for_node(request, now)
-            return
+            return None
         instance_id = self.peers.instance_id(request.peer) if request.needs_prefill_node else ""
         try:
             self.requests.reserve(admission, instance_id, now + self.queue.room_timeout_secs)
@@ -86,24 +98,34 @@ class PlanMoves:
             log.error("the held prefix of room %d cannot be brought to the device", request.room)
             self.requests.give_back_held(request)
             self.ends.fail(request, 500, f"the request cannot be admitted: {error}", now)
-            return
-        prepare = partial(self._prepare_landing, source=source, num_held=num_held)
-        if not self._do_or_fail(prepare, request, "admitted", now):
-            self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)  # no peer knows of it
-            return
-        request.phases.end(now)
-        self.metrics.add("requests_total", mode=admission.mode)
-        if not request.needs_prefill_node:
-            self.start(request, now)
-        elif self.requests.held_tier.is_arriving(request.prefix):
-            self._unsent.append(request)
-        else:
-            self._send_bootstrap(request, now)
+            return None
+        return _Landing(request, source, num_held)
 
-    def _prepare_landing(self, request: Request, source: Request | None, num_held: int) -> None:
-        """Prepare a landing zone. If there is a ``source``, copy from that sample what is missing behind the
-        first ``num_held`` tokens."""
-        self.tables.prepare_landing(request)
+    def _begin_landings(self, landings: Sequence[_Landing], now: float) -> None:
+        """Prepare the landing zones of admitted requests, all at once because the host waits for that, and
+        send their Bootstraps. Those that need no prefill node start."""
+        if not landings:
+            return
+        requests = [landing.request for landing in landings]
+        is_prepared = self._do_or_fail(self.tables.prepare_landing, "admitted", now, *requests)
+        for request, source, num_held in landings:
+            copy = partial(self._copy_prompt, source=source, num_held=num_held)
+            if not (is_prepared and self._do_or_fail(copy, "admitted", now, request)):
+                # No peer knows of it.
+                self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)
+                continue
+            request.phases.end(now)
+            self.metrics.add("requests_total", mode=request.mode)
+            if not request.needs_prefill_node:
+                self.start(request, now)
+            elif self.requests.held_tier.is_arriving(request.prefix):
+                self._unsent.append(request)
+            else:
+                self._send_bootstrap(request, now)
+
+    def _copy_prompt(self, request: Request, source: Request | None, num_held: int) -> None:
+        """Copy from the sample ``source``, if there is one, what is missing behind the first ``num_held``
+        tokens."""
         if source is not None:
             self.tables.copy_prompt(source, request, num_held)
             request.hot_positions = source.landed_hint
@@ -166,19 +188,19 @@ class PlanMoves:
         num_before = request.hot_capacity
         resize = partial(self.tables.resize, num_before=num_before, capacity=capacity)
         # Slots that it gives up are its own until its items have left them.
-        is_done = capacity >= num_before or self._do_or_fail(resize, request, "retracted", now)
+        is_done = capacity >= num_before or self._do_or_fail(resize, "retracted", now, request)
         if is_done:
             self.requests.replace_device_slots(exchange)
-            is_done = self._do_or_fail(self.tables.grow, request, "given another hot buffer", now)
+            is_done = self._do_or_fail(self.tables.grow, "given another hot buffer", now, request)
         if is_done and capacity > num_before:
-            return self._do_or_fail(resize, request, "given a larger hot buffer", now)
+            return self._do_or_fail(resize, "given a larger hot buffer", now, request)
         return is_done
 
     def _leave_pages(self, exchange: Exchange, now: float) -> bool:
         """Give a dense or resident request a hot buffer for its pages, in which the items of its last
         positions stay where they are. Returns whether that worked; if not, the request fails."""
         request = exchange.request
-        if not self._do_or_fail(self.tables.retract, request, "retracted", now):
+        if not self._do_or_fail(self.tables.retract, "retracted", now, request):
             return False
         first_kept = self.limits.first_kept(request, exchange.hot_capacity)
         if first_kept is None:
@@ -188,23 +210,23 @@ class PlanMoves:
             return True
         self.requests.replace_device_slots(exchange, first_kept)
         enter = partial(self.tables.enter_hot_buffer, first_position=first_kept)
-        return all(self._do_or_fail(move, request, "retracted", now) for move in (self.tables.grow, enter))
+        return all(self._do_or_fail(move, "retracted", now, request) for move in (self.tables.grow, enter))
 
     def _begin_fill(self, fill: Fill, now: float) -> None:
         """Give a request pages to become resident in; ``fill_rows`` goes on with them."""
         self.requests.begin_fill(fill)
-        self._do_or_fail(self.tables.start_pages, fill.request, "made resident", now)
+        self._do_or_fail(self.tables.start_pages, "made resident", now, fill.request)
 
     def _grow(self, growth: Growth, now: float) -> None:
         """Give a running request more slots."""
         if growth.request.state is RequestState.RUNNING:  # an exchange or a fill may have failed it
             self.requests.grow(growth.request, growth.need)
-            self._do_or_fail(self.tables.grow, growth.request, "given more slots", now)
+            self._do_or_fail(self.tables.grow, "given more slots", now, growth.request)
 
     def _fill_row(self, request: Request, now: float) -> None:
         """Begin to fill the request's row of the tables and its hot buffer; ``fill_rows`` goes on with it."""
         request.is_filling = True
-        self._do_or_fail(self.tables.start, request, "started", now)
+        self._do_or_fail(self.tables.start, "started", now, request)
 
     @property
     def has_filled_pages(self) -> bool:
@@ -217,7 +239,7 @@ class PlanMoves:
     def enter_pages(self, now: float) -> None:
         """Make requests resident whose pages are filled. No step may be in flight."""
         for request in filter(self._has_filled_pages, self.requests.select(RequestState.RUNNING)):
-            if self._do_or_fail(self.tables.enter_pages, request, "made resident", now):
+            if self._do_or_fail(self.tables.enter_pages, "made resident", now, request):
                 self.requests.end_fill(request)
 
     def fill_rows(self, now: float, link_share: float = 0.0) -> None:
@@ -237,21 +259,22 @@ class PlanMoves:
                 self.requests.share_resident(request, min_own)
 
     def _do_or_fail(
-        self, action: Callable[[Request], None], request: Request, participle: str, now: float
+        self, action: Callable[..., None], participle: str, now: float, *requests: Request
     ) -> bool:
-        """Apply ``action`` to an admitted request, and return whether that worked.
+        """Apply ``action`` to admitted requests, and return whether that worked.
 
-        If not, the request fails and, if it runs, its slots are freed at once, because the rest of the plan
-        counts on them. ``participle``: the action's name in error texts. Raises torch.AcceleratorError when
-        the device is lost.
+        If not, they fail and, if they run, their slots are freed at once, because the rest of the plan counts
+        on them. ``participle``: the action's name in error texts. Raises torch.AcceleratorError when the
+        device is lost.
         """
         try:
-            action(request)
+            action(*requests)
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            log.exception("room %d cannot be %s", request.room, participle)
-            self.ends.fail(request, 500, f"the request cannot be {participle}: {error}", now)
+            for request in requests:
+                log.exception("room %d cannot be %s", request.room, participle)
+                self.ends.fail(request, 500, f"the request cannot be {participle}: {error}", now)
             self.ends.release_ended(now, waits=True)
             return False
         return True

@@ -2,7 +2,7 @@
 
 ``live_requests.py`` decides who owns which slots. The moves of requests enter that here:
 
-- ``prepare_landing`` when a request is admitted;
+- ``prepare_landing`` when requests are admitted;
 - ``start`` to fill its row and warm its hot buffer up, then ``go_on`` in each turn until ``is_ready``;
 - ``start_pages``, ``go_on`` until ``is_ready``, then ``enter_pages``, to use pages instead of a hot buffer;
 - ``grow`` after it was given slots, and ``resize`` after its hot buffer was given another size;
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -98,15 +99,16 @@ class RequestTables:
 
     # --- before a request runs ------------------------------------------------------------------------------
 
-    def prepare_landing(self, request: Request) -> None:
-        """Void the row checks of a landing zone, which are its last owner's, before anything lands there.
+    def prepare_landing(self, *requests: Request) -> None:
+        """Void the row checks of landing zones, which are their last owners', before anything lands there.
 
         Waits for the device, but not for its steps: none of them uses these pages.
         """
         row_checks = self.state.row_checks
         if row_checks is None:
             return
-        pages = pages_tensor(request.owned[PoolKind.INDEX], self.page_size)
+        extents = chain.from_iterable(request.owned[PoolKind.INDEX] for request in requests)
+        pages = pages_tensor(tuple(extents), self.page_size)
         with self._landing_stream.use():  # in the steps' stream the copy of the ids would wait for one
             void_row_checks(row_checks, pages.to(self.device), self.page_size)
         self._landing_stream.synchronize()

@@ -164,7 +164,7 @@ class SimRequestTables:
         self.memory = memory
         self.bytes_per_miss = 0.0
 
-    def prepare_landing(self, request: Request) -> None:
+    def prepare_landing(self, *requests: Request) -> None:
         """Rows have no checks here."""
 
     def copy_prompt(self, source: Request, request: Request, start: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, HisparseFlag, Mode
 from hisparse_pd.decode_node.request_states import RequestState
+from hisparse_pd.decode_node.step_plan import Admission
 from hisparse_pd.engine.messages import FlushCache
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, PrefillDouble, random_prompt
 
@@ -161,13 +162,13 @@ def test_a_sample_that_was_to_copy_from_one_that_fails_in_the_same_plan_waits_fo
     narrow.ask(PROMPT, NUM_NEW, HISPARSE)
     running, answer = waiting_locally(narrow, narrow.double)
     (request,) = requests.waiting()
-    admit = plan_moves.admit
+    reserve = plan_moves.reserve
 
-    def fails_first(admission: object, now: float) -> None:
+    def fails_first(admission: Admission, now: float) -> object:
         request.held_prefix_tokens = PAGE  # as if the rest were to be copied
-        admit(admission, now)  # type: ignore[arg-type]
+        return reserve(admission, now)
 
-    with patch.object(plan_moves, "admit", fails_first):
+    with patch.object(plan_moves, "reserve", fails_first):
         narrow.turn_until(lambda: not request.is_local)
     requests.check_integrity()
     assert request.prefix is None

@@ -137,6 +137,36 @@ def test_a_landing_zone_that_cannot_be_prepared_ends_its_request_only(
 
 
 @pytest.mark.I7
+@pytest.mark.parametrize("fails", [False, True])
+def test_landing_zones_of_one_plan_are_prepared_at_once(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """If that fails, all of their requests do, and nothing lands for any of them."""
+    check_serves(node)
+    node.double.bootstraps.clear()
+    tables, pools = node.engine.tables, node.engine.requests.pools
+    prepare, prepared = tables.prepare_landing, list[int]()
+
+    def prepare_landing(*requests: Request) -> None:
+        prepared.append(len(requests))
+        if fails:
+            raise torch.OutOfMemoryError("1 MiB wanted")
+        prepare(*requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "prepare_landing", prepare_landing)
+        with monkeypatch.context() as held_back:
+            held_back.setattr(node.engine.steps, "carry_out_plan", lambda now: None)
+            answers = [node.generate(random_prompt(seed, 20), 4, HisparseFlag.TRUE) for seed in range(3)]
+            node.turn_until(lambda: len(list(node.engine.requests.waiting())) == 3)
+        node.turn_until(lambda: all(answer.is_over for answer in answers))
+    assert prepared == [3]
+    assert [answer.failure is not None for answer in answers] == [fails] * 3
+    assert len(node.double.bootstraps) == (0 if fails else 3)
+    node.turn_until(lambda: pools.free == pools.totals)
+
+
+@pytest.mark.I7
 def test_a_hint_that_does_not_fit_ends_its_request_only(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
