@@ -82,6 +82,7 @@ TO_ENGINE = (
         ),
         ROOT,
         pack_token_ids((1, 2, 3)),
+        (ROOT,),
     ),
     Abort("r"),
     FlushCache("f"),

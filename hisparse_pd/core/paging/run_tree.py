@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 from hisparse_pd.core.paging.idle_runs import IdleRuns
 from hisparse_pd.core.paging.pools import PoolKind, Pools
@@ -129,7 +130,7 @@ class RunTree:
         if run.parent is not None:
             run.parent.children.add(run)
         self._runs[run] = None
-        self._by_key.setdefault(run.kinds, {}).update(dict.fromkeys(run.keys, run))
+        self._by_key.setdefault(run.kinds, {}).update(zip(run.keys, repeat(run), strict=False))
         if not run.num_users:
             self.idle.touch(run)
 
@@ -173,7 +174,7 @@ class RunTree:
     def _merge(self, first: Prefix, second: Prefix) -> None:
         """Move the pages of ``first`` into its child ``second``, which is the one that requests refer to."""
         if not first.is_dropped:
-            self._by_key[first.kinds].update(dict.fromkeys(first.keys, second))
+            self._by_key[first.kinds].update(zip(first.keys, repeat(second), strict=False))
         self._pools.join(first.holding, second.holding)
         second.keys = first.keys + second.keys
         second.parent = first.parent
