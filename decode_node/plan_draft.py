@@ -77,7 +77,7 @@ class _Changed(NamedTuple):
     owned: SlotCounts
 
 
-class _Landing(NamedTuple):
+class _Allowed(NamedTuple):
     """The slots of a plan with one more admission, the reserve that allows it, and its request's claim."""
 
     slots: PlanSlots
@@ -337,14 +337,14 @@ class PlanDraft:
     def may_land(self, admission: Admission, held: HeldMatch) -> bool:
         """Return whether the request may have what ``admission`` reserves. ``held``: the held pages that it
         is to share."""
-        return self._landing(admission, held) is not None
+        return self._allowed(admission, held) is not None
 
     def land(self, admission: Admission, held: HeldMatch) -> bool:
         """Add the admission to the plan if the request ``may_land``. Returns whether it may."""
-        landing = self._landing(admission, held)
-        if landing is None:
+        allowed = self._allowed(admission, held)
+        if allowed is None:
             return False
-        self.slots, self._reserve, claim = landing
+        self.slots, self._reserve, claim = allowed
         self._reserve.give_landing(claim)
         self._admitted_claims.append(claim)
         request, need = admission.request, admission.need
@@ -358,7 +358,7 @@ class PlanDraft:
             self._kept_for_growth += self.limits.kv_slots(admission.mode, 1)
         return True
 
-    def _landing(self, admission: Admission, held: HeldMatch) -> _Landing | None:
+    def _allowed(self, admission: Admission, held: HeldMatch) -> _Allowed | None:
         """Return what the plan has with the admission; None if no reserve allows it."""
         slots = self.slots.with_used(held.idle).with_given(admission.need + held.given)
         # Most requests that do not fit fail here, before the reserve and the pages for growth are worked out.
@@ -374,7 +374,7 @@ class PlanDraft:
             if self._reserve_is_strict and not reserve.allows_landing(claim):
                 self._reserve = None
                 reserve = self.reserve
-        return _Landing(slots, reserve, claim) if reserve.allows_landing(claim) else None
+        return _Allowed(slots, reserve, claim) if reserve.allows_landing(claim) else None
 
     def _landing_claim(self, admission: Admission, held: HeldMatch) -> Claim:
         """Return the request's claim. Held pages that were free count as its own: like its slots, they are

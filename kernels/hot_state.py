@@ -223,8 +223,8 @@ class HotBufferState:
     # The methods below only launch work on the current stream of the tables' device, and never wait for it.
 
     def reset_rows(self, *rows: int) -> None:
-        """Empty ``rows``; afterwards they are dense and have no pages. Many rows take as many launches as
-        one."""
+        """Empty ``rows``; afterwards they are dense and have no pages. Rows with MAX_DROPPED_ENTRIES together
+        take as many launches as one."""
         most = max(1, MAX_DROPPED_ENTRIES // (self.num_groups * self.max_capacity))
         for first in range(0, len(rows), most):
             some = self._drop_hot_buffers(rows[first : first + most])
