@@ -349,7 +349,7 @@ class LiveRequests(RequestIndex):
         of life, and pages that are set aside. Pages that such rooms share are not counted: a request that
         begins alike can have them."""
         in_quarantine = self.pools.owned_by(entry.holding for entry in self.quarantine.stuck(now))
-        return in_quarantine + self.pools.used(Stage.SET_ASIDE)
+        return in_quarantine + self.pools.set_aside_slots
 
     def trouble(self, now: float) -> str:
         """Return why nothing can be admitted until stuck slots are freed; empty otherwise."""

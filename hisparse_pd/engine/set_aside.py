@@ -16,7 +16,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from hisparse_pd.core.paging.pools import PoolKind, Pools, Stage
+from hisparse_pd.core.paging.pools import PoolKind, Pools
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.engine.messages import SetAsidePage
 from hisparse_pd.kernels.row_check import WrongItem
@@ -65,7 +65,7 @@ class SetAside:
     @property
     def num_tokens(self) -> int:
         """Token slots of the host pool and the device pool that are set aside."""
-        used = self._pools.used(Stage.SET_ASIDE)
+        used = self._pools.set_aside_slots
         return used.host + used.device
 
     def record_wrong_row(self, kind: str, pool: PoolKind, item: WrongItem) -> str:

@@ -265,6 +265,11 @@ class Pools:
         return self._condemned
 
     @property
+    def set_aside_slots(self) -> SlotCounts:
+        """The slots of free pages that are withdrawn. Each plan asks, so this looks at these pages alone."""
+        return self.owned_by(self._set_aside.values())
+
+    @property
     def num_set_aside(self) -> int:
         """The number of free pages that are withdrawn."""
         return len(self._set_aside)

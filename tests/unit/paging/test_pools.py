@@ -76,6 +76,7 @@ def test_a_page_that_is_set_aside_comes_to_nobody_before_it_is_taken_back() -> N
     assert (pools.free.host, pools.num_set_aside) == (32, 1)
     pools.release(holding)
     assert (pools.free.host, pools.num_set_aside) == (64, 2)
+    assert pools.set_aside_slots == pools.used(Stage.SET_ASIDE) == SlotCounts(host=32)
     pools.check_integrity({Stage.SET_ASIDE: 2})
     rest = pools.reserve(Room(2), SlotCounts(host=64))
     assert sorted(extents_to_pages(rest[PoolKind.HOST], 16)) == [0, 2, 3, 4]
