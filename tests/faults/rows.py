@@ -76,7 +76,7 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
 
     events: Any = hisparse_pd.decode_node.prefill_events.PrefillEvents
     moves: Any = hisparse_pd.decode_node.plan_moves.PlanMoves
-    take_kv, admit = events.take_kv, moves.admit
+    take_kv, reserve = events.take_kv, moves.reserve
 
     def take_damaged_kv(self: Any, request: Any, message: Any, now: float) -> None:
         start, stop = request.held_prefix_tokens, request.num_prompt_tokens
@@ -86,14 +86,15 @@ def _damage_decode_nodes(faults: RowFaults) -> None:
             faults.flip(pool, extents_to_slots(slice_extents(request.extents(kind), start, stop)))
         take_kv(self, request, message, now)
 
-    def admit_beside_damage(self: Any, admission: Any, now: float) -> None:
-        admit(self, admission, now)
+    def reserve_beside_damage(self: Any, admission: Any, now: float) -> Any:
+        landing = reserve(self, admission, now)
         if faults.is_due("neighbours"):
             memory, slots = self.tables.memory, free_slots(self.requests.pools, PoolKind.INDEX)
             faults.flip(memory.index, slots)
             faults.flip(memory.row_checks[:, :, None].view(torch.uint8), slots)
+        return landing
 
-    events.take_kv, moves.admit = take_damaged_kv, admit_beside_damage
+    events.take_kv, moves.reserve = take_damaged_kv, reserve_beside_damage
 
 
 def _damage_prefill_nodes(faults: RowFaults) -> None:
