@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hisparse_pd.engine.messages import ReleasePage
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -30,13 +31,17 @@ def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 @pytest.fixture
 def engine(served: EngineThread) -> Iterator[EngineThread]:
-    """The module's engine with an empty cache; after the test nothing may be in use."""
+    """The module's engine with an empty cache. It takes back the pages that the test set aside; after that
+    nothing may be in use."""
     served.flush()
     served.forget()
     yield served
     served.before_run = lambda batch: None
     served.after_layer = lambda layer: None
     served.wait_until_idle()
+    for page in served.life.set_aside.shown():
+        served.send(ReleasePage(page.pool, page.start))
+    served.wait_until(lambda: not served.life.set_aside, "the pages to be taken back")
     served.assert_whole()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hisparse_pd.core.paging.extents import extents_to_slots
 from hisparse_pd.core.paging.pools import PoolKind
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys
-from hisparse_pd.engine.messages import ReleasePage, pack_token_ids
+from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.kernels.row_check import PageRows
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
@@ -117,16 +117,6 @@ def served(
         host_cache_tokens=60 * PAGE,
     ) as engine:
         yield engine
-
-
-@pytest.fixture
-def engine(engine: EngineThread) -> Iterator[EngineThread]:
-    """The engine, which takes back the pages that a test set aside."""
-    yield engine
-    engine.wait_until_idle()
-    for page in engine.life.set_aside.shown():
-        engine.send(ReleasePage(page.pool, page.start))
-    engine.wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
 
 
 def in_main_memory(engine: EngineThread, peer: DecodePeer, seed: int) -> list[int]:

@@ -5,7 +5,7 @@ A prompt whose cached prefix has such a row is computed anew; one that is partly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hisparse_pd.engine import prefix_scrub
-from hisparse_pd.engine.messages import ReleasePage
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.prefill_node.requests import PrefillRequest
 from hisparse_pd.prefill_node.scheduler import Chunk
@@ -29,18 +28,6 @@ from tests.unit.prefill_node.support import (
 )
 
 PAGE = 16
-
-
-@pytest.fixture
-def engine(engine: EngineThread) -> Iterator[EngineThread]:
-    """The engine, which takes back the pages that a test set aside before it checks that nothing is in
-    use."""
-    yield engine
-    engine.after_layer = lambda layer: None
-    engine.wait_until_idle()
-    for page in engine.life.set_aside.shown():
-        engine.send(ReleasePage(page.pool, page.start))
-    engine.wait_until(lambda: not engine.life.set_aside, "the pages to be taken back")
 
 
 def flip(engine: EngineThread, room: int, position: int, layer: int = 1) -> int:
