@@ -96,6 +96,19 @@ def test_rooms_of_a_state_come_in_order_of_entry() -> None:
     assert [request.room for request in table.in_state(PrefillState.COMPUTING)] == [2, 1, 0]
 
 
+def test_a_room_that_begins_anew_waits_in_front_and_goes_on_with_that_phase() -> None:
+    table = PrefillRequests()
+    first, second = opened(table, 1), opened(table, 2)
+    table.move(first, PrefillState.COMPUTING, 1.0)
+    table.move(first, PrefillState.QUEUED, 2.0)
+    assert list(table.in_state(PrefillState.QUEUED)) == [first, second]
+    assert table.num_queued_tokens == 6
+    table.move(first, PrefillState.COMPUTING, 3.0)
+    assert table.num_queued_tokens == 3
+    table.move(first, PrefillState.SENDING, 5.0)
+    assert (first.phases.secs("queue"), first.phases.secs("prefill")) == (3.0, 2.0)
+
+
 def test_tokens_count_while_their_rooms_wait() -> None:
     table = PrefillRequests()
     first, second = opened(table, 1, 30), opened(table, 2, 500)
