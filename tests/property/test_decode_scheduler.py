@@ -747,7 +747,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
 SOME_HISTORIES = settings(
     derandomize=True,
-    max_examples=num_examples(25, 200),
+    max_examples=num_examples(20, 200),
     suppress_health_check=[HealthCheck.too_slow],
 )
 """How many histories of one kind are tried."""

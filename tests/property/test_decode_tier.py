@@ -441,7 +441,7 @@ class Reads(RuleBasedStateMachine):
 
 
 Reads.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(50, 400), stateful_step_count=50
+    derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=50
 )
 TestReads = Reads.TestCase
 

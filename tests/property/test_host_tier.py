@@ -552,7 +552,7 @@ class TierOnStore(Tier):
 
 
 TierOnStore.TestCase.settings = settings(
-    derandomize=True, max_examples=num_examples(50, 400), stateful_step_count=40
+    derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=40
 )
 TestStoreTier = TierOnStore.TestCase
 
