@@ -113,6 +113,10 @@ class CopiesUp:
     def __len__(self) -> int:
         return len(self._copies)
 
+    def rooms(self) -> Iterator[Room]:
+        """Yield the requests that the copies are for."""
+        return (copy.room for copy in self._copies)
+
     def users(self) -> Iterator[Prefix]:
         """Yield the prefixes that copies use, once for each use."""
         for copy in self._copies:

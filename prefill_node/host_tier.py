@@ -66,6 +66,8 @@ class _Fetch:
     """The first page of its prompt that the copy brings."""
     num_pages: int
     """Pages that the copy brings, without those that were wrong; some may have been evicted since."""
+    num_new_tokens: int
+    """Tokens of its prompt that are computed, in whole pages."""
 
 
 class HostTier:
@@ -73,6 +75,8 @@ class HostTier:
     then nothing is ever stored or fetched.
 
     ``checks``: verify rows. ``fresh``: learns which pages were. ``store``: the tier below, if there is one.
+    ``forward_tokens``: most tokens of a forward. A forward waits for all copies up that are under way, so no
+    more begin once the requests that they are for fill one.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class HostTier:
         set_aside: SetAside,
         checks: RowChecks,
         fresh: FreshPages,
+        forward_tokens: int,
         store: StoreTier | None = None,
     ) -> None:
         self._pages = pages
@@ -90,6 +95,7 @@ class HostTier:
         self._prefixes = prefixes
         self._set_aside = set_aside
         self.store_tier = store
+        self._forward_tokens = forward_tokens
         self._down: list[_CopyDown] = []
         self._up: CopiesUp | None = None
         if pages is not None:
@@ -172,8 +178,9 @@ class HostTier:
         self, room: Room, keys: Sequence[PageKey], num_pages: int, token_ids: bytes | None = None
     ) -> bool:
         """Begin to copy up the pages of ``keys`` that main memory has and the device lacks, after those that
-        the store has were read. Returns whether the request should wait: for the store, or for room beside
-        other requests whose pages are copied. It need not wait for copies: what they bring is found at once.
+        the store has were read. Returns whether the request should wait: for the store, for the copies of as
+        many others as a forward takes, or for room beside them. It need not wait for its own: what that
+        brings is found at once.
 
         ``room``, ``num_pages``: the waiting request's, which needs so many pages on the device in all. For
         one that has no room there nothing is begun: it waits for pages in any case. ``token_ids``: see
@@ -187,6 +194,8 @@ class HostTier:
         num_stored = self._prefixes.num_found(keys, HOST_POOLS)
         if num_stored <= num_cached or not self._prefixes.fit_one_more_run(keys, CACHE_POOLS):
             return False
+        if self._num_arriving_tokens >= self._forward_tokens:
+            return True
         page_size = self._pools.page_size
         if not self.pins.fits(room, num_pages, self._set_aside.num_usable_pages(PoolKind.DEVICE)):
             return bool(self.pins)
@@ -199,11 +208,21 @@ class HostTier:
         self._prefixes.make_room(need)
         has_begun = self._up.begin(room, keys[:num_stored], num_cached, source, token_ids)
         self._prefixes.let_go(before)  # the copy uses it now
-        self._fetches[room] = _Fetch(num_cached, num_stored - num_cached if has_begun else 0)
+        self._fetches[room] = _Fetch(
+            first_page=num_cached,
+            num_pages=num_stored - num_cached if has_begun else 0,
+            num_new_tokens=(num_pages - num_stored) * page_size,
+        )
         if has_begun:
             self.pins.put(room, num_pages, self._prefixes.use(keys[:num_stored], CACHE_POOLS))
             self._end_copies_up()  # without a GPU it is over
         return False
+
+    @property
+    def _num_arriving_tokens(self) -> int:
+        """Tokens that waiting requests compute behind copies up that are under way."""
+        rooms = () if self._up is None else self._up.rooms()
+        return sum(self._fetches[room].num_new_tokens for room in rooms if room in self._fetches)
 
     def fetched(self, room: Room, num_pages: int) -> FetchedTokens:
         """Return how many tokens of the first ``num_pages`` pages of a request's prompt, which are on the

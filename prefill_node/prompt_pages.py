@@ -72,7 +72,16 @@ class PromptPages:
         store = None
         if store_orders is not None:
             store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, clock, self.pace)
-        self.tier = HostTier(host_pages, self.pools, self.prefixes, self.set_aside, checks, self.fresh, store)
+        self.tier = HostTier(
+            host_pages,
+            self.pools,
+            self.prefixes,
+            self.set_aside,
+            checks,
+            self.fresh,
+            limits.chunk_tokens,
+            store,
+        )
         """The tiers below the device, main memory and the store, which keep prompts that were computed."""
         self.decode_tier = DecodeTier(
             held_reads,

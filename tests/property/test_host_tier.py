@@ -163,6 +163,7 @@ class Tier(RuleBasedStateMachine):
             self.set_aside,
             self.memory,
             self.fresh,
+            2 * PAGE_SIZE,
             self._store_tier(),
         )
         self.waiting: list[Request] = []

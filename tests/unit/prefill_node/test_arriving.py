@@ -21,6 +21,8 @@ from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.prefix_scrub import PrefixScrub
 from hisparse_pd.kernels.row_check import PageRows
 from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS
+from hisparse_pd.prefill_node.requests import PrefillRequest
+from hisparse_pd.prefill_node.scheduler import Chunk
 from hisparse_pd.protocol.messages import Extent, RoomDone
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -36,7 +38,7 @@ from tests.unit.prefill_node.support import (
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
 
 PAGE = 16
-NUM_PAGES = 16
+NUM_PAGES = 28
 
 
 class Copy:
@@ -114,7 +116,7 @@ def served(
         tiny_checkpoint("glm"),
         tmp_path_factory.mktemp("prefill") / "front",
         kv_pool_tokens=NUM_PAGES * PAGE,
-        host_cache_tokens=60 * PAGE,
+        host_cache_tokens=200 * PAGE,
     ) as engine:
         yield engine
 
@@ -159,9 +161,9 @@ def test_others_go_ahead_of_a_prefix_that_arrives(
     first, second = next_room(), next_room()
     num_over: dict[int, int] = {}
 
-    def before_run(batch: Sequence[tuple[object, object]]) -> None:
+    def before_run(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> None:
         for request, _ in batch:
-            num_over[request.room] = sum(copy.is_over for copy in copies.copies)  # type: ignore[attr-defined]
+            num_over[request.room] = sum(copy.is_over for copy in copies.copies)
 
     monkeypatch.setattr(engine, "before_run", before_run)
     with engine.admission_paused():
@@ -172,6 +174,33 @@ def test_others_go_ahead_of_a_prefix_that_arrives(
     assert num_over == {second: 0, first: 0}
     assert done[first].fetched.host == 128
     peer.assert_has(messages[first])  # it may have the pages of the other one
+
+
+@pytest.mark.I8
+def test_a_forward_waits_for_no_more_copies_than_its_requests_need(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the prompts fills a forward, so the second one's copy begins behind the first one's forward."""
+    prompts = [in_main_memory(engine, peer, 7), in_main_memory(engine, peer, 8)]
+    num_chunk = engine.settings.chunked_prefill_size
+    copies = SlowCopies(engine, monkeypatch)
+    num_copies: dict[int, list[int]] = {}
+
+    def before_run(batch: Sequence[tuple[PrefillRequest, Chunk]]) -> None:
+        for request, _ in batch:
+            num_copies.setdefault(request.room, []).append(len(copies.copies))
+
+    monkeypatch.setattr(engine, "before_run", before_run)
+    with engine.admission_paused():
+        messages = peer.bootstrap_side_by_side(
+            {next_room(): tokens[:128] + prompt(9, num_chunk + 1) for tokens in prompts}
+        )
+        first, second = messages
+        engine.wait_until(lambda: all(engine.has_room(room) for room in messages), "the rooms to wait")
+    done = all_delivered(peer, 2)
+    assert num_copies == {first: [1], second: [2]}
+    assert [done[room].fetched.host for room in messages] == [128, 128]
+    peer.assert_has(messages[second])
 
 
 @pytest.mark.I9
