@@ -32,7 +32,7 @@ from hisparse_pd.base.vocabulary import Mode
 from hisparse_pd.core.model.side_stream import CopyFailed, is_over
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
-from hisparse_pd.core.paging.prefix import Prefix, end_of
+from hisparse_pd.core.paging.prefix import Prefix, end_of, is_on_its_way
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.decode_node.held_matches import stored_beginning
@@ -260,7 +260,7 @@ class DenseTier:
         if self._copies is None or shared.is_dropped:
             return None
         stored = stored_beginning(self._prefixes, keys, 0, 0)
-        if stored is None or any(run.is_arriving for run in stored.prefix.chain()):
+        if stored is None or is_on_its_way(stored.prefix):
             return None
         page_size = self._pools.page_size
         index, host = (

@@ -124,10 +124,6 @@ class HeldTier:
         self._up.append(_Copy(prefix, runs[-1].start_page, is_behind))
         self.num_fetched_tokens += sum(len(run.keys) for run in runs) * self._page_size
 
-    def is_arriving(self, prefix: Prefix | None) -> bool:
-        """Whether part of a request's prefix is still on its way up."""
-        return prefix is not None and any(part.is_arriving for part in prefix.chain())
-
     def poll(self) -> None:
         """Note which copies are over."""
         for copy in [copy for copy in self._down if is_over(copy.is_behind)]:

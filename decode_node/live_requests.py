@@ -22,7 +22,7 @@ from hisparse_pd.core.paging.pools import (
     Stage,
     round_up,
 )
-from hisparse_pd.core.paging.prefix import end_of
+from hisparse_pd.core.paging.prefix import end_of, is_on_its_way
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.decode_node.dense_tier import DenseTier
@@ -126,7 +126,7 @@ class LiveRequests(RequestIndex):
     def await_fetch(self, request: Request, deadline: float) -> bool:
         """Move a request from LANDING to FETCHING if part of its prefix is still on its way up. Returns
         whether it is. Its own KV is here, and the aux record is read."""
-        if not self.held_tier.is_arriving(request.prefix):
+        if not is_on_its_way(request.prefix):
             return False
         self._move(request, RequestState.FETCHING, deadline)
         return True
@@ -136,7 +136,7 @@ class LiveRequests(RequestIndex):
         self.held_tier.poll()
         self.dense_tier.poll()
         waiting = self.select(RequestState.FETCHING)
-        return [request for request in waiting if not self.held_tier.is_arriving(request.prefix)]
+        return [request for request in waiting if not is_on_its_way(request.prefix)]
 
     @property
     def num_copies(self) -> int:

@@ -20,6 +20,7 @@ from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED, Mode
 from hisparse_pd.core.model.side_stream import CopyFailed
 from hisparse_pd.core.paging.extents import slice_extents
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix import is_on_its_way
 from hisparse_pd.decode_node.end_moves import EndMoves
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
@@ -118,7 +119,7 @@ class PlanMoves:
             self.metrics.add("requests_total", mode=request.mode)
             if not request.needs_prefill_node:
                 self.start(request, now)
-            elif self.requests.held_tier.is_arriving(request.prefix):
+            elif is_on_its_way(request.prefix):
                 self._unsent.append(request)
             else:
                 self._send_bootstrap(request, now)
@@ -151,7 +152,7 @@ class PlanMoves:
         for request in unsent:
             if request.state is not RequestState.LANDING:  # it has ended, and nobody writes to its zone
                 self.requests.quarantine.quiet(request.room, batch_failed=False, now=now)
-            elif self.requests.held_tier.is_arriving(request.prefix):
+            elif is_on_its_way(request.prefix):
                 self._unsent.append(request)
             else:
                 self._send_bootstrap(request, now)

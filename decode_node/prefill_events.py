@@ -14,6 +14,7 @@ from typing import assert_never
 
 from hisparse_pd.base.vocabulary import PREFILL_NODE_FAILED
 from hisparse_pd.core.paging.pools import PoolKind
+from hisparse_pd.core.paging.prefix import is_on_its_way
 from hisparse_pd.decode_node.peer_events import (
     AboutRoom,
     InstanceGone,
@@ -80,7 +81,7 @@ class PrefillEvents:
         registered with it. Repetition is harmless. Bootstraps that were not sent yet are left out: they would
         let the prefill node read keys that are still on their way from main memory."""
         for request in self.requests.of_peer(event.address):
-            was_sent = not self.requests.held_tier.is_arriving(request.prefix)
+            was_sent = not is_on_its_way(request.prefix)
             is_landing = request.state is RequestState.LANDING and request.instance_id == event.instance_id
             if is_landing and was_sent:
                 self.peers.send(event.address, bootstrap_of(request))

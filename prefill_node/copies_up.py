@@ -84,7 +84,7 @@ class EndedCopy(NamedTuple):
 
 
 class CopiesUp:
-    """The copies of one engine from ``pages`` to the pools of its device.
+    """The copies of one engine from main memory to the pools of its device.
 
     ``checks``: verify rows. ``fresh``: learns which pages were. ``store``: may have brought what is in main
     memory.
@@ -92,7 +92,6 @@ class CopiesUp:
 
     def __init__(
         self,
-        pages: HostPages,
         pools: Pools,
         prefixes: PrefixTree,
         set_aside: SetAside,
@@ -100,7 +99,6 @@ class CopiesUp:
         fresh: FreshPages,
         store: StoreTier | None,
     ) -> None:
-        self._pages = pages
         self._pools = pools
         self._prefixes = prefixes
         self._set_aside = set_aside
@@ -124,9 +122,15 @@ class CopiesUp:
             yield copy.landing
 
     def begin(
-        self, room: Room, keys: Sequence[PageKey], first_page: int, source: Prefix, token_ids: bytes | None
+        self,
+        pages: HostPages,
+        room: Room,
+        keys: Sequence[PageKey],
+        first_page: int,
+        source: Prefix,
+        token_ids: bytes | None,
     ) -> bool:
-        """Begin to copy the pages of ``keys`` from ``first_page`` on, and let them be found. The device has
+        """Begin to copy from ``pages`` those of ``keys`` from ``first_page`` on, and let them be found. The device has
         the pages before, and room for these. ``source``: the prefix in main memory that ends with ``keys``,
         of which the caller counts as a user; the copy takes that over. ``token_ids``: see
         ``PrefixTree.hold``. Returns False, and lets go of ``source``, if the copy fails."""
@@ -145,7 +149,7 @@ class CopiesUp:
 
         try:
             src = slice_extents(source.extents(PoolKind.HOST), start, stop)
-            is_behind = self._pages.copy_up(src, dst, behind=verify)
+            is_behind = pages.copy_up(src, dst, behind=verify)
         except CopyFailed as error:
             log.error("pages of room %d are not copied to the device: %s", room, error)
             self._pools.release(holding)

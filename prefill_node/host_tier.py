@@ -97,9 +97,7 @@ class HostTier:
         self.store_tier = store
         self._forward_tokens = forward_tokens
         self._down: list[_CopyDown] = []
-        self._up: CopiesUp | None = None
-        if pages is not None:
-            self._up = CopiesUp(pages, pools, prefixes, set_aside, checks, fresh, store)
+        self._up = CopiesUp(pools, prefixes, set_aside, checks, fresh, store)
         self.pins = Pins(prefixes)
         self._fetches: dict[Room, _Fetch] = {}
         self.num_stored_tokens = 0
@@ -110,7 +108,12 @@ class HostTier:
     @property
     def num_copies(self) -> int:
         """Copies under way."""
-        return len(self._down) + (0 if self._up is None else len(self._up))
+        return len(self._down) + len(self._up)
+
+    @property
+    def has_arriving(self) -> bool:
+        """Whether pages are on their way to the device."""
+        return len(self._up) > 0
 
     @property
     def num_landing(self) -> int:
@@ -128,8 +131,7 @@ class HostTier:
             yield copy_down.source
             if copy_down.before is not None:
                 yield copy_down.before
-        if self._up is not None:
-            yield from self._up.users()
+        yield from self._up.users()
         yield from self.pins.users()
         if self.store_tier is not None:
             yield from self.store_tier.users()
@@ -186,7 +188,7 @@ class HostTier:
         one that has no room there nothing is begun: it waits for pages in any case. ``token_ids``: see
         ``PrefixTree.hold``.
         """
-        if self._up is None or room in self._fetches:
+        if self._pages is None or room in self._fetches:
             return False
         num_cached = self._prefixes.num_found(keys, CACHE_POOLS)
         if self.store_tier is not None and self.store_tier.fetch(room, keys, num_cached, token_ids):
@@ -206,7 +208,7 @@ class HostTier:
             return False
         source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
         self._prefixes.make_room(need)
-        has_begun = self._up.begin(room, keys[:num_stored], num_cached, source, token_ids)
+        has_begun = self._up.begin(self._pages, room, keys[:num_stored], num_cached, source, token_ids)
         self._prefixes.let_go(before)  # the copy uses it now
         self._fetches[room] = _Fetch(
             first_page=num_cached,
@@ -221,8 +223,8 @@ class HostTier:
     @property
     def _num_arriving_tokens(self) -> int:
         """Tokens that waiting requests compute behind copies up that are under way."""
-        rooms = () if self._up is None else self._up.rooms()
-        return sum(self._fetches[room].num_new_tokens for room in rooms if room in self._fetches)
+        fetches = (self._fetches.get(room) for room in self._up.rooms())
+        return sum(fetch.num_new_tokens for fetch in fetches if fetch is not None)
 
     def fetched(self, room: Room, num_pages: int) -> FetchedTokens:
         """Return how many tokens of the first ``num_pages`` pages of a request's prompt, which are on the
@@ -267,9 +269,8 @@ class HostTier:
 
     def await_arrivals(self) -> None:
         """Wait until all copies up are over; see ``CopiesUp.wait``."""
-        if self._up is not None:
-            self._up.wait()
-            self._end_copies_up()
+        self._up.wait()
+        self._end_copies_up()
 
     def settle(self) -> None:
         """Wait until all copies are over, which takes some milliseconds, and do ``poll``: they use nothing
@@ -295,7 +296,7 @@ class HostTier:
         self._prefixes.let_go(copy.before)
 
     def _end_copies_up(self) -> None:
-        for ended in self._up.end() if self._up is not None else ():
+        for ended in self._up.end():
             self.num_fetched_tokens += ended.num_right * self._pools.page_size
             fetch = self._fetches.get(ended.room)
             if fetch is not None and not ended.is_right:

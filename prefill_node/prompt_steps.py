@@ -66,8 +66,10 @@ class PromptSteps:
             # Pages that were set aside make the pool smaller: prompts that no longer fit would wait in vain.
             self._verification.fail_prompts_too_long_for_pool(time.monotonic())
             num_available_pages = pages.num_available_pages
+            chunks = self._chunks(may_be_arriving=False)
             # A forward that reads what is still arriving waits for it, and others would wait with it.
-            chunks = self._chunks(may_be_arriving=False) or self._chunks(may_be_arriving=True)
+            if not chunks and pages.tier.has_arriving:
+                chunks = self._chunks(may_be_arriving=True)
             if pages.num_available_pages != num_available_pages:
                 continue
             if not chunks and pages.unpin():

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hisparse_pd.core.paging.pools import Holding, PoolKind
-from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix import Prefix, is_on_its_way
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
@@ -131,7 +131,7 @@ class PrefillRequest:
     @property
     def is_arriving(self) -> bool:
         """Whether some of its cached prefix is on its way to the device, and not verified yet."""
-        return self.prefix is not None and any(run.is_arriving for run in self.prefix.chain())
+        return is_on_its_way(self.prefix)
 
     @property
     def has_lost_prefix(self) -> bool:

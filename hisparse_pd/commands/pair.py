@@ -140,6 +140,9 @@ def pair_fields() -> dict[str, FieldInfo]:
 
 def run(pair: PairSettings, prefill: PrefillSettings, decode: DecodeSettings, router: RouterSettings) -> int:
     """Run the three services of a pair as child processes. Returns the exit status."""
+    from hisparse_pd.commands.mps import running_mps
+    from hisparse_pd.router.supervisor import Child, Supervisor
+
     setup_logging(router.log_level, "pair")
     log.info(
         "prefill node at %s with bootstrap port %d, decode node at %s",
@@ -152,8 +155,6 @@ def run(pair: PairSettings, prefill: PrefillSettings, decode: DecodeSettings, ro
         "decode": decode,
         "router": router,
     }
-    from hisparse_pd.commands.mps import running_mps
-    from hisparse_pd.router.supervisor import Child, Supervisor
 
     def announce() -> None:
         say(f"hisparse-pd serves {prefill.model_name} at {_node_url(router)}/v1")

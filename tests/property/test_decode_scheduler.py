@@ -29,6 +29,7 @@ from msgspec import structs
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.core.paging.prefix import is_on_its_way
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys
 from hisparse_pd.decode_node import scheduler
 from hisparse_pd.decode_node.held_matches import num_shareable_pages
@@ -694,7 +695,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @invariant()
     def steps_read_what_is_there(self) -> None:
         for request in self.rooms.select(RequestState.RUNNING):
-            assert not self.rooms.held_tier.is_arriving(request.prefix)
+            assert not is_on_its_way(request.prefix)
 
     @invariant()
     def everybody_can_end(self) -> None:

@@ -23,7 +23,6 @@ if sys.argv[1:] == ["-f"]:
     # Blocked first: whoever sees the pipe may send the signal at once.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     open(out, "a").write("started\\n")
-    os.mkfifo(pipes + "/control.pid")
     open(pipes + "/control", "w").write(str(os.getpid()))
     signal.sigwait([signal.SIGUSR1])
     open(out, "a").write("stopped\\n")

@@ -114,3 +114,8 @@ class PageListener(Protocol):
 def end_of(prefix: Prefix | None) -> int:
     """Return the number of pages up to the end of ``prefix``; 0 for none."""
     return 0 if prefix is None else prefix.end_page
+
+
+def is_on_its_way(prefix: Prefix | None) -> bool:
+    """Return whether a run of the chain of ``prefix`` is arriving; False for none."""
+    return prefix is not None and any(run.is_arriving for run in prefix.chain())
