@@ -4,7 +4,7 @@
 and notes. ``tools.bench.serve`` is the client of both engines, with the same token ids. A turn starts one
 server and measures points (``points``): for each number of clients once with prompts that are new to the
 server, then with prompts that it has all seen. The latter are asked for twice, and the second time counts:
-at the first SGLang compiles kernels for what is left of them. A point whose requests failed, or whose prompts
+at the first some of SGLang's answers took 12 s. A point whose requests failed, or whose prompts
 were cached otherwise than its name says, is no figure: it is dropped, and a line says so.
 """
 
