@@ -130,9 +130,9 @@ class CopiesUp:
         source: Prefix,
         token_ids: bytes | None,
     ) -> bool:
-        """Begin to copy from ``pages`` those of ``keys`` from ``first_page`` on, and let them be found. The device has
-        the pages before, and room for these. ``source``: the prefix in main memory that ends with ``keys``,
-        of which the caller counts as a user; the copy takes that over. ``token_ids``: see
+        """Begin to copy from ``pages`` those of ``keys`` from ``first_page`` on, and let them be found. The
+        device has the pages before, and room for these. ``source``: the prefix in main memory that ends with
+        ``keys``, of which the caller counts as a user; the copy takes that over. ``token_ids``: see
         ``PrefixTree.hold``. Returns False, and lets go of ``source``, if the copy fails."""
         page_size = self._pools.page_size
         start, stop = first_page * page_size, len(keys) * page_size
