@@ -115,12 +115,14 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         if settings.read_held != "off":
             self._held_reads = Sender(LaneReader(self.lanes), self._wakeup.set)
 
-        # The forward, which waits for what comes up from main memory.
+        # The forward, which waits for what is copied up from lower tiers.
+        layer_arrivals = None
+        if settings.num_host_cache_tokens or self._held_reads is not None:
+            layer_arrivals = self.memory.layer_arrivals()
         self._host_pages: HostPages | None = None
         if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
-            self._host_pages = HostPages(
-                self.memory, num_host_pages * settings.page_size, placement=self._placement
-            )
+            num_slots = num_host_pages * settings.page_size
+            self._host_pages = HostPages(self.memory, num_slots, layer_arrivals, placement=self._placement)
         self.runner = PromptRunner(
             model,
             self.memory,
@@ -128,7 +130,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             settings.attention_backend,
             settings.chunked_prefill_size,
             settings.attention_split_tile_size,
-            arrivals=None if self._host_pages is None else self._host_pages.arrivals,
+            arrivals=layer_arrivals,
         )
 
         # Decode nodes.
@@ -156,6 +158,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
                 void=lambda page_ids: self.memory.void_before_read(page_ids, settings.page_size),
                 wrong_items=self.memory.wrong_items,
                 part_bytes=self.lanes.read_bytes,
+                pinned=self.lanes.pinned,
+                arrivals=layer_arrivals,
             ),
             which_held=settings.read_held,
             clock=lambda: time.monotonic(),
@@ -312,8 +316,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
     # --- receive -------------------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
-        self.life.pages.tier.poll()
-        self.life.pages.decode_tier.poll()
+        self.life.pages.poll()
         for completion in self._held_reads.poll() if self._held_reads is not None else ():
             self.life.pages.decode_tier.returned(completion)
         self.life.fail_overdue(self.sender.overdue(), now)
@@ -326,7 +329,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self.life.fail_expired(now)
 
     def _flush(self) -> None:
-        self.life.pages.tier.settle()
+        self.life.pages.settle()
         super()._flush()
 
     def _tell_peer(self, peer: Peer, message: ToDecode) -> bool:
@@ -339,8 +342,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         self._has_stopped = step.is_last
         if len(self.life):  # even if they only send: without a step the front would call the engine stalled
             self._num_steps += 1
-        # While pages are on their way to or from main memory, the loop looks again at once.
-        return step.num_tokens > 0 or self.life.pages.tier.num_copies > 0
+        # While pages are on their way to or from the device, the loop looks again at once.
+        return step.num_tokens > 0 or self.life.pages.num_copies > 0
 
     @property
     def _num_dropped(self) -> Counter[str]:

@@ -2,8 +2,8 @@
 them.
 
 The engine makes a ``ForwardPush`` for each forward, which calls ``layer_written``. Requests whose prefix is
-still arriving from main memory send nothing before all of it is there and right: their layers are noted, and
-follow with ``send_arrived``. A request whose prefix came up wrong sends nothing at all.
+still arriving send nothing before all of it is there and right: their layers are noted, and follow with
+``send_arrived``. A request whose prefix came up wrong sends nothing at all.
 """
 
 from __future__ import annotations

@@ -6,15 +6,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse_pd.core.memory.numa import ANYWHERE, Placement
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.engine.host_copies import HostCopies
 from hisparse_pd.prefill_node.memory import PrefillMemory
 
 
 class HostPages(HostCopies):
-    """``num_slots`` token slots in main memory for what ``memory`` has of each token."""
+    """``num_slots`` token slots in main memory for what ``memory`` has of each token. ``arrivals``: the
+    stream of copies up, and what they record."""
 
-    def __init__(self, memory: PrefillMemory, num_slots: int, *, placement: Placement = ANYWHERE) -> None:
-        super().__init__(memory.sent, num_slots, name="host cache", placement=placement, by_layers=True)
+    def __init__(
+        self,
+        memory: PrefillMemory,
+        num_slots: int,
+        arrivals: LayerArrivals | None = None,
+        *,
+        placement: Placement = ANYWHERE,
+    ) -> None:
+        super().__init__(memory.sent, num_slots, name="host cache", placement=placement, arrivals=arrivals)
         self.num_slots = num_slots
 
     @property

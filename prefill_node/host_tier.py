@@ -7,8 +7,7 @@ more of a waiting request's prompt than the device, the rest is copied up (``cop
 the cache on the device at once.
 
 Both levels are prefixes of one ``PrefixTree``, of different kinds. ``HostTier`` owns the copies down and
-decides what is copied up. Prefixes that were fetched stay in use until their request begins or ends
-(``pins.py``). Main memory gives up first what was used longest ago, as the device does.
+decides what is copied up. Main memory gives up first what was used longest ago, as the device does.
 
 Below it there may be the cluster's store (``store_tier.py``), which brings pages to main memory and gets
 those that were copied down. A page that came wrong from there is removed there, and not set aside here.
@@ -30,9 +29,9 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.prefill_node.copies_up import CACHE_POOLS as CACHE_POOLS
-from hisparse_pd.prefill_node.copies_up import CopiesUp, RowChecks
-from hisparse_pd.prefill_node.fresh_pages import FreshPages
+from hisparse_pd.prefill_node.copies_up import CopiesUp, Wanted
 from hisparse_pd.prefill_node.host_pages import HostPages
+from hisparse_pd.prefill_node.host_source import HostSource
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.store_tier import StoreTier
 from hisparse_pd.prefill_node.store_writes import HOST_POOLS as HOST_POOLS
@@ -66,18 +65,11 @@ class _Fetch:
     """The first page of its prompt that the copy brings."""
     num_pages: int
     """Pages that the copy brings, without those that were wrong; some may have been evicted since."""
-    num_new_tokens: int
-    """Tokens of its prompt that are computed, in whole pages."""
 
 
 class HostTier:
     """Pages in main memory below the prefix cache of one engine. ``pages``: None if it keeps none there;
-    then nothing is ever stored or fetched.
-
-    ``checks``: verify rows. ``fresh``: learns which pages were. ``store``: the tier below, if there is one.
-    ``forward_tokens``: most tokens of a forward. A forward waits for all copies up that are under way, so no
-    more begin once the requests that they are for fill one.
-    """
+    then nothing is ever stored or fetched. ``store``: the tier below, if there is one."""
 
     def __init__(
         self,
@@ -85,20 +77,18 @@ class HostTier:
         pools: Pools,
         prefixes: PrefixTree,
         set_aside: SetAside,
-        checks: RowChecks,
-        fresh: FreshPages,
-        forward_tokens: int,
+        copies_up: CopiesUp,
+        pins: Pins,
         store: StoreTier | None = None,
     ) -> None:
         self._pages = pages
         self._pools = pools
         self._prefixes = prefixes
         self._set_aside = set_aside
+        self._copies_up = copies_up
+        self._pins = pins
         self.store_tier = store
-        self._forward_tokens = forward_tokens
         self._down: list[_CopyDown] = []
-        self._up = CopiesUp(pools, prefixes, set_aside, checks, fresh, store)
-        self.pins = Pins(prefixes)
         self._fetches: dict[Room, _Fetch] = {}
         self.num_stored_tokens = 0
         """Tokens that were copied down since the start."""
@@ -106,14 +96,9 @@ class HostTier:
         """Tokens that were copied up since the start, and were right."""
 
     @property
-    def num_copies(self) -> int:
-        """Copies under way."""
-        return len(self._down) + len(self._up)
-
-    @property
-    def has_arriving(self) -> bool:
-        """Whether pages are on their way to the device."""
-        return len(self._up) > 0
+    def num_copies_down(self) -> int:
+        """Copies to main memory under way."""
+        return len(self._down)
 
     @property
     def num_landing(self) -> int:
@@ -126,13 +111,11 @@ class HostTier:
         return 0 if self.store_tier is None else self.store_tier.num_quarantined
 
     def users(self) -> Iterator[Prefix]:
-        """Yield the prefixes that copies, pins and the store use, once for each use."""
+        """Yield the prefixes that copies down and the store use, once for each use."""
         for copy_down in self._down:
             yield copy_down.source
             if copy_down.before is not None:
                 yield copy_down.before
-        yield from self._up.users()
-        yield from self.pins.users()
         if self.store_tier is not None:
             yield from self.store_tier.users()
 
@@ -196,35 +179,39 @@ class HostTier:
         num_stored = self._prefixes.num_found(keys, HOST_POOLS)
         if num_stored <= num_cached or not self._prefixes.fit_one_more_run(keys, CACHE_POOLS):
             return False
-        if self._num_arriving_tokens >= self._forward_tokens:
+        if self._copies_up.is_full:
             return True
         page_size = self._pools.page_size
-        if not self.pins.fits(room, num_pages, self._set_aside.num_usable_pages(PoolKind.DEVICE)):
-            return bool(self.pins)
+        if not self._pins.fits(room, num_pages, self._set_aside.num_usable_pages(PoolKind.DEVICE)):
+            return bool(self._pins)
         before = self._prefixes.use_if_any(keys[:num_cached], CACHE_POOLS)
         need = SlotCounts(device=(num_stored - num_cached) * page_size)
         if not need.fits_in(self._pools.free + self._prefixes.unused):
             self._prefixes.let_go(before)
             return False
-        source = self._prefixes.use(keys[:num_stored], HOST_POOLS)
-        self._prefixes.make_room(need)
-        has_begun = self._up.begin(self._pages, room, keys[:num_stored], num_cached, source, token_ids)
-        self._prefixes.let_go(before)  # the copy uses it now
-        self._fetches[room] = _Fetch(
-            first_page=num_cached,
-            num_pages=num_stored - num_cached if has_begun else 0,
-            num_new_tokens=(num_pages - num_stored) * page_size,
-        )
-        if has_begun:
-            self.pins.put(room, num_pages, self._prefixes.use(keys[:num_stored], CACHE_POOLS))
-            self._end_copies_up()  # without a GPU it is over
-        return False
+        keys = keys[:num_stored]
+        fetch = self._fetches[room] = _Fetch(first_page=num_cached, num_pages=num_stored - num_cached)
 
-    @property
-    def _num_arriving_tokens(self) -> int:
-        """Tokens that waiting requests compute behind copies up that are under way."""
-        fetches = (self._fetches.get(room) for room in self._up.rooms())
-        return sum(fetch.num_new_tokens for fetch in fetches if fetch is not None)
+        def ended(num_right: int) -> None:
+            fetch.num_pages = num_right
+            self.num_fetched_tokens += num_right * page_size
+
+        source = HostSource(
+            self._pages,
+            self._prefixes,
+            self._set_aside,
+            self.store_tier,
+            keys,
+            num_cached,
+            self._prefixes.use(keys, HOST_POOLS),
+            page_size,
+            ended,
+        )
+        self._prefixes.make_room(need)
+        wanted = Wanted(room, num_pages, (num_pages - num_stored) * page_size, token_ids)
+        self._copies_up.begin(source, wanted, keys, num_cached)
+        self._prefixes.let_go(before)  # the copy uses it now
+        return False
 
     def fetched(self, room: Room, num_pages: int) -> FetchedTokens:
         """Return how many tokens of the first ``num_pages`` pages of a request's prompt, which are on the
@@ -241,41 +228,25 @@ class HostTier:
         return FetchedTokens((num_fetched - num_brought) * page_size, num_brought * page_size)
 
     def release(self, room: Room) -> None:
-        """Let go of what was fetched for a request, which begins or ends."""
+        """Forget what was fetched for a request, which begins or ends."""
         self._fetches.pop(room, None)
-        self.pins.release(room)
         if self.store_tier is not None:
             self.store_tier.release(room)
-
-    def unpin(self) -> bool:
-        """Let go of all that has arrived, once no copy is under way. Returns whether anything was let go.
-
-        The engine calls it when nothing can be computed: a request in front may need what is kept for one
-        behind it. Nothing is fetched twice for a request, so one that finds it evicted computes it.
-        """
-        return not self.num_copies and self.pins.let_go_all()
 
     # --- the end of copies ---------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Put the pages of copies down that are over into the tree, and those that the store has read. What
-        was copied up stays there if it is right."""
+        """Put the pages of copies down that are over into the tree, and those that the store has read."""
         if self.store_tier is not None:
             self.store_tier.poll()
-        self._end_copies_up()
         for copy in [copy for copy in self._down if is_over(copy.is_behind)]:
             self._down.remove(copy)
             self._end_copy_down(copy)
 
-    def await_arrivals(self) -> None:
-        """Wait until all copies up are over; see ``CopiesUp.wait``."""
-        self._up.wait()
-        self._end_copies_up()
-
     def settle(self) -> None:
-        """Wait until all copies are over, which takes some milliseconds, and do ``poll``: they use nothing
-        any more."""
-        if self._pages is not None and self.num_copies:
+        """Wait until all copies down are over, which takes some milliseconds, and do ``poll``: they use
+        nothing any more."""
+        if self._pages is not None and self._down:
             self._pages.settle()
             self.poll()
 
@@ -294,15 +265,6 @@ class HostTier:
         self._pools.release(copy.holding)
         self._prefixes.let_go(copy.source)
         self._prefixes.let_go(copy.before)
-
-    def _end_copies_up(self) -> None:
-        for ended in self._up.end():
-            self.num_fetched_tokens += ended.num_right * self._pools.page_size
-            fetch = self._fetches.get(ended.room)
-            if fetch is not None and not ended.is_right:
-                fetch.num_pages = ended.num_right
-                found = ended.keys[: self._prefixes.num_found(ended.keys, CACHE_POOLS)]
-                self.pins.keep(ended.room, self._prefixes.use_if_any(found, CACHE_POOLS))
 
     def _is_going_down(self, keys: Sequence[PageKey], number: int) -> bool:
         """Whether a copy under way brings page ``number`` of ``keys`` to main memory."""

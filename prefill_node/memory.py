@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.core.model.spec import ModelSpec
 from hisparse_pd.kernels.row_check import (
     PageRows,
@@ -80,6 +81,13 @@ class PrefillMemory:
     def sent(self) -> tuple[Tensor, ...]:
         """The tensors that tokens' bytes are sent from."""
         return (self.kv, self.index, *([] if self.row_checks is None else [self.row_checks]))
+
+    def layer_arrivals(self) -> LayerArrivals | None:
+        """Return what a forward waits for while copies bring the pools layer after layer; None on a CPU,
+        where copies are over when they return."""
+        if self.kv.device.type != "cuda":
+            return None
+        return LayerArrivals(tuple(pool.shape[0] for pool in self.sent), self.kv.device)
 
     @property
     def regions(self) -> SourceRegions:

@@ -1,7 +1,7 @@
 """The prefixes on the device that waiting requests keep in use until they begin or end.
 
 ``HostTier`` and ``DecodeTier`` bring pages there for a waiting request, which must still find them when its
-turn comes. Both share one ``Pins``, which owns these uses.
+turn comes. Both share one ``Pins`` with their copies (``copies_up.py``); it owns these uses.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Pins:
 
     def __bool__(self) -> bool:
         return bool(self._pins)
+
+    def __contains__(self, room: Room) -> bool:
+        """Whether a request is pinned."""
+        return room in self._pins
 
     def fits(self, room: Room, num_pages: int, num_usable: int) -> bool:
         """Return whether a request whose prompt needs ``num_pages`` may be pinned: all pinned ones fit at

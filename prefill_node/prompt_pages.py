@@ -1,10 +1,10 @@
 """The pages of a prefill engine's prompts: what the cache and its tiers have of them, and who owns the slots.
 
-``PromptPages`` owns the pools, the prefix cache on the device and the tiers below it. ``PrefillLife`` calls
-``look_up`` and ``fetch`` for a waiting request, ``use_cached`` and then ``reserve`` when it is admitted,
-``cache`` once its prompt is computed, ``drain`` where it has failed and writes still read its pages, and
-``release`` when it ends, which also lets the tiers below have its prompt. A request's prefix, holding and
-page ids change here only.
+``PromptPages`` owns the pools, the prefix cache on the device, the tiers below it, and the copies between
+them. ``PrefillLife`` calls ``look_up`` and ``fetch`` for a waiting request, ``use_cached`` and then
+``reserve`` when it is admitted, ``cache`` once its prompt is computed, ``drain`` where it has failed and
+writes still read its pages, and ``release`` when it ends, which also lets the tiers below have its prompt. A
+request's prefix, holding and page ids change here only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from hisparse_pd.core.paging.pools import PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.set_aside import SetAside
-from hisparse_pd.prefill_node.copies_up import RowChecks
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp, RowChecks
 from hisparse_pd.prefill_node.decode_tier import DecodeTier, ReadMemory, Reads
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_pages import HostPages
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HostTier
+from hisparse_pd.prefill_node.host_tier import HostTier
 from hisparse_pd.prefill_node.pace import Pace
+from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillRequests, PrefillState
 from hisparse_pd.prefill_node.scheduler import StepLimits, Waiting
 from hisparse_pd.prefill_node.store_tier import Orders, StoreTier
@@ -69,6 +70,11 @@ class PromptPages:
         """Pages in which a wrong row was found: nobody gets them again."""
         self.pace = Pace()
         self.fresh = FreshPages(limits.num_pages, clock)
+        self.pins = Pins(self.prefixes)
+        self.copies_up = CopiesUp(
+            self.pools, self.prefixes, checks, self.fresh, self.pins, limits.chunk_tokens
+        )
+        """Pages on their way to the device that may be used meanwhile."""
         store = None
         if store_orders is not None:
             store = StoreTier(store_orders, self.pools, self.prefixes, self.set_aside, clock, self.pace)
@@ -77,9 +83,8 @@ class PromptPages:
             self.pools,
             self.prefixes,
             self.set_aside,
-            checks,
-            self.fresh,
-            limits.chunk_tokens,
+            self.copies_up,
+            self.pins,
             store,
         )
         """The tiers below the device, main memory and the store, which keep prompts that were computed."""
@@ -90,7 +95,8 @@ class PromptPages:
             self.pools,
             self.prefixes,
             self.set_aside,
-            self.tier.pins,
+            self.copies_up,
+            self.pins,
             self.pace,
             self.fresh,
             clock,
@@ -137,8 +143,32 @@ class PromptPages:
         )
 
     def unpin(self) -> bool:
-        """Do ``HostTier.unpin``, unless a request waits for its decode node."""
-        return not self.decode_tier.is_awaited and self.tier.unpin()
+        """Let go of all that has arrived for waiting requests, once nothing is on its way. Returns whether
+        anything was let go.
+
+        The engine calls it when nothing can be computed: a request in front may need what is kept for one
+        behind it. Nothing is fetched twice for a request, so one that finds it evicted computes it.
+        """
+        is_moving = self.decode_tier.is_awaited or self.num_copies > 0
+        return not is_moving and self.pins.let_go_all()
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    @property
+    def num_copies(self) -> int:
+        """Copies to the device and to main memory under way."""
+        return len(self.copies_up) + self.tier.num_copies_down
+
+    def poll(self) -> None:
+        """End the copies that are over, and take what the store has read. Called in each turn."""
+        self.copies_up.end()
+        self.tier.poll()
+        self.decode_tier.poll()
+
+    def settle(self) -> None:
+        """Wait until all copies are over, which takes some milliseconds: they use nothing any more."""
+        self.copies_up.wait()
+        self.tier.settle()
 
     # --- from admission to the end -------------------------------------------------------------------
 
@@ -211,6 +241,7 @@ class PromptPages:
         """Let go of what lower tiers have brought for a request that begins or ends."""
         self.decode_tier.release(request.room)
         self.tier.release(request.room)
+        self.pins.release(request.room)
 
     def _published_ids(self, request: PrefillRequest) -> bytes | None:
         """Return the packed ids of a prompt whose pages others may know of; None for one with an isolation
@@ -235,4 +266,5 @@ class PromptPages:
             }
         )
         users = [request.prefix for request in requests if request.prefix is not None]
-        self.prefixes.check_integrity((*users, *self.tier.users()))
+        copied = *self.tier.users(), *self.copies_up.users(), *self.pins.users()
+        self.prefixes.check_integrity((*users, *copied))

@@ -68,7 +68,7 @@ class PromptSteps:
             num_available_pages = pages.num_available_pages
             chunks = self._chunks(may_be_arriving=False)
             # A forward that reads what is still arriving waits for it, and others would wait with it.
-            if not chunks and pages.tier.has_arriving:
+            if not chunks and pages.copies_up:
                 chunks = self._chunks(may_be_arriving=True)
             if pages.num_available_pages != num_available_pages:
                 continue
@@ -94,7 +94,7 @@ class PromptSteps:
         def meanwhile() -> None:
             self.read_ahead()
             if push.has_arriving:
-                self.life.pages.tier.await_arrivals()
+                self.life.pages.copies_up.wait()
                 push.send_arrived()
 
         started_secs = time.monotonic()

@@ -12,7 +12,7 @@ from hisparse_pd.core.paging.extents import SlotRanges, slice_extents, total_len
 from hisparse_pd.prefill_node.push import SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer, kv_region_of
 from hisparse_pd.protocol.messages import Bootstrap, Extent, HeldKv, RegionKind
-from hisparse_pd.transfer.plan import LayerWrites, RegionView, RunPlan, SlicedWrites, plan_writes
+from hisparse_pd.transfer.plan import LayerWrites, RegionView, RunPlan, plan_writes
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ReadPlan:
         """Bytes of a page in all pools."""
         return self.page_size * sum(own.num_layers * own.item_bytes for _, _, own in self._pools())
 
-    def part(self, first: int, extents: Sequence[Extent], slice_bytes: int) -> SlicedWrites:
-        """Return the read of as many of the prompt's tokens, from position ``first`` on, as ``extents``, the
-        slots here, have. Raises PlanError."""
+    def pools(self, first: int, extents: Sequence[Extent]) -> list[LayerWrites]:
+        """Return the read, pool by pool, of as many of the prompt's tokens, from position ``first`` on, as
+        ``extents``, the slots here, have. Raises PlanError."""
         dst, stop = SlotRanges.of_extents(extents), first + total_length(extents)
         runs: dict[Sequence[Extent], RunPlan] = {}  # keys and their checks have the same slots
         parts = []
@@ -51,7 +51,7 @@ class ReadPlan:
                 runs[held] = plan_writes(SlotRanges.of_extents(slice_extents(held, first, stop)), dst)
             assert theirs is not None, "nothing is read from a node that has not all"
             parts.append(LayerWrites(runs[held], theirs, own, 0, own.num_layers))
-        return SlicedWrites(parts, slice_bytes)
+        return parts
 
     def _pools(self) -> Iterator[tuple[Sequence[Extent], RegionView | None, RegionView]]:
         """Yield for each pool here the slots of what is held, the decode node's region and this node's."""

@@ -3,8 +3,8 @@
 ``PrefillLife`` owns the table of requests and the counters; their pages are those of ``PromptPages``.
 ``arrivals.py`` opens requests. For each of them ``PromptSteps`` calls ``candidates`` and ``admit``, for each
 chunk ``send_scores`` and ``note_computed``, and after the last chunk ``start_sending``; for one whose prefix
-came up wrong from main memory it calls ``begin_anew``. The engine calls ``batch_returned`` for each write
-that the sender is done with, and ``DecodeEvents`` ends the rooms that a decode node gives up.
+came up wrong it calls ``begin_anew``. The engine calls ``batch_returned`` for each write that the sender is
+done with, and ``DecodeEvents`` ends the rooms that a decode node gives up.
 
 ``fail`` ends a request early, and a request fails with the first of its writes that fails. Writes read the
 request's pages, so a failed request drains: ``_end``, the one release path, waits until none of its writes is
@@ -107,8 +107,8 @@ class PrefillLife:
         pending, and those whose pages are on their way from the store or from their decode node. Cached
         prefixes of earlier candidates count as pending, because admission sends them.
 
-        ``may_be_arriving``: whether to yield those whose pages are on their way up from main memory, too.
-        Their layers wait for the copies, and so does the whole forward."""
+        ``may_be_arriving``: whether to yield those whose pages are on their way up, too. Their layers wait
+        for the copies, and so does the whole forward."""
         num_bytes_pending: dict[str, int] = {}
         for request in self.waiting():
             session = request.peer.session

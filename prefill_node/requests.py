@@ -139,6 +139,11 @@ class PrefillRequest:
         return self.prefix is not None and self.prefix.is_dropped
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it is DONE or FAILED: the decode node may write over what it has of the prompt."""
+        return self.state in ENDED
+
+    @property
     def is_draining(self) -> bool:
         return self.state is PrefillState.DRAINING
 

@@ -8,7 +8,8 @@ The prefill engine makes one ``Lanes`` and calls ``register`` for each Register;
   is over when the call returns. Memory that the decode node does not share is written over the network.
 - The transport's, ``tcp`` or ``rdma``: everything is written over the network.
 
-What the decode node holds is read over the same lane (``LaneReader``).
+What the decode node holds is read over the same lane: by threads of a ``Sender`` (``LaneReader``), or, where
+a GPU reads all of it, on a stream of the engine's (``pinned``).
 
 The choice stands for as long as both processes live. Where a CPU writes and all memory is shared, the shared
 memory is the pair's only way (``is_sole``). The kernel tells the decode node when this process has ended, and
@@ -73,6 +74,8 @@ class _Pair:
     """None while it is being chosen."""
     mapping: Mapping | None = None
     """The decode node's memory, for shm only."""
+    covers_all: bool = False
+    """Whether ``mapping`` has all that the decode node registered."""
     is_sole: bool = False
     """Whether all writes go through ``mapping`` and are made by a CPU."""
 
@@ -145,6 +148,19 @@ class Lanes:
     def read_bytes(self, session: str) -> int:
         """Return the highest cost of one read from a session."""
         return GPU_READ_BYTES if self._is_copied_by_gpu(session) else SLICE_BYTES
+
+    def pinned(self, session: str) -> Mapping | None:
+        """Return a decode node's memory, pinned (``Mapping.pin``), if this node's GPU reads all of it; None
+        otherwise, and once it is closed."""
+        with self._lock:
+            pair = self.pairs.get(session)
+        if self.gpu is None or pair is None or pair.mapping is None or not pair.covers_all:
+            return None
+        try:
+            pair.mapping.pin()
+        except TransferError:
+            return None
+        return pair.mapping
 
     def _is_copied_by_gpu(self, session: str) -> bool:
         lane = self.lane(session)
@@ -262,7 +278,8 @@ class Lanes:
             # the lanes were closed.
             if self.pairs.get(session) is not pair or pair.lane is not None:
                 return False
-            pair.mapping, pair.is_sole = opened.mapping, opened.covers_all and self.gpu is None
+            pair.mapping, pair.covers_all = opened.mapping, opened.covers_all
+            pair.is_sole = opened.covers_all and self.gpu is None
             if opened.mapping is not None and pair.is_sole:
                 opened.mapping.promise_sole()
             self._decide(session, pair, opened.lane)

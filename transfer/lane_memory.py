@@ -158,23 +158,40 @@ class Mapping:
         elsewhere."""
         return self._copy(reads, stop, may_be_elsewhere, is_read=True)
 
-    def _copy(
-        self, moves: Descriptors, stop: Callable[[], str] | None, may_be_elsewhere: bool, *, is_read: bool
-    ) -> NDArray[np.bool_]:
+    def pin(self) -> None:
+        """Keep the memory mapped, for a copy, until ``unpin``. Raises TransferError once it is closed."""
         with self._lock:
             if self._is_closing:
                 raise TransferError("this node has closed the decode node's memory")
             self._num_copies += 1
+
+    def unpin(self) -> None:
+        """Undo a ``pin``: its copy is over."""
+        with self._lock:
+            self._num_copies -= 1
+            is_last = self._is_closing and not self._num_copies
+        if is_last:
+            self._unmap_in_thread()
+
+    def enqueue_reads(self, reads: Descriptors) -> None:
+        """Enqueue reads by this node's GPU into its own memory, on its current stream. The caller has pinned
+        this memory until they are over. Raises TransferError, after which nothing was enqueued, and the
+        driver's error."""
+        assert self._gpu is not None, "a GPU reads"
+        windows = self._windows_of(reads, may_be_elsewhere=False, is_read=True)
+        to_here = (self._starts_here - self._starts)[windows]
+        self._gpu.enqueue(*for_gpu(Descriptors(reads.src_addrs + to_here, reads.dst_addrs, reads.lengths)))
+
+    def _copy(
+        self, moves: Descriptors, stop: Callable[[], str] | None, may_be_elsewhere: bool, *, is_read: bool
+    ) -> NDArray[np.bool_]:
+        self.pin()
         try:
             windows = self._windows_of(moves, may_be_elsewhere, is_read=is_read)
             self._copy_in_parts(windows, moves, stop, is_read=is_read)
             return windows < 0
         finally:
-            with self._lock:
-                self._num_copies -= 1
-                is_last = self._is_closing and not self._num_copies
-            if is_last:
-                self._unmap()
+            self.unpin()
 
     def _windows_of(self, moves: Descriptors, may_be_elsewhere: bool, *, is_read: bool) -> SlotArray:
         """Return the window in which each address of the decode node lies, or -1 for none. Raises
@@ -245,8 +262,8 @@ class Mapping:
         with self._lock:
             was_closing, self._is_closing = self._is_closing, True
             is_last = not was_closing and not self._num_copies
-        if is_last:  # unmapping a large pool takes seconds, and unregistering it with CUDA even more
-            threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
+        if is_last:
+            self._unmap_in_thread()
 
     def wait_until_unmapped(self, timeout_secs: float) -> None:
         self._is_unmapped.wait(timeout_secs)
@@ -261,6 +278,10 @@ class Mapping:
         with contextlib.suppress(OSError):
             self._connection.settimeout(None)
             self._connection.recv(1)
+
+    def _unmap_in_thread(self) -> None:
+        """Do ``_unmap``, which takes seconds for a large pool, and more where CUDA has registered it."""
+        threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
 
     def _unmap(self) -> None:
         """Undo all of ``__init__``, in the reverse order."""

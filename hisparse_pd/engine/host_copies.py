@@ -6,7 +6,8 @@ the decode node what held prefixes have beside their KV (``decode_node/key_pages
 direction, behind all work that was enqueued before: a forward that has written the pages, or one that may
 still read what is written to.
 
-Copies up may bring layer after layer, for a forward that begins meanwhile (``layer_arrivals.py``).
+Copies up may bring layer after layer, for a forward that begins meanwhile (``layer_arrivals.py``), on a
+stream that other such copies share.
 
 However scattered pages are, a copy of a pool on a GPU is at most 512 calls, for long runs, and a launch for
 each 65,536 shorter ranges (``plan.for_gpu``, ``gpu_copies.py``). Small copies of several pools share them.
@@ -62,8 +63,8 @@ class HostCopies:
     copies.
 
     ``pools``: contiguous, [layers, slots, …] each, of one device. ``name``: for the log and errors.
-    ``placement``: the NUMA node of the memory. ``by_layers``: copies up bring layer after layer of all
-    pools. Raises HostMemoryError.
+    ``placement``: the NUMA node of the memory. ``arrivals``: if given, copies up bring layer after layer of
+    all pools, on its stream. Raises HostMemoryError.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class HostCopies:
         *,
         name: str,
         placement: Placement = ANYWHERE,
-        by_layers: bool = False,
+        arrivals: LayerArrivals | None = None,
     ) -> None:
         self._device = pools[0].device
         self._on_device = tuple(pools)
@@ -92,14 +93,11 @@ class HostCopies:
             here.append(host.tensor.view(pool.dtype).view(pool.shape[0], num_slots, *pool.shape[2:]))
         self.tensors = tuple(here)
         """What is here of the tokens, [layers, num_slots, …] for each pool; none once it is closed."""
-        self._down, self._up = SideStream(self._device), SideStream(self._device)
+        self._arrivals = arrivals
+        self._down = SideStream(self._device)
+        self._up = SideStream(self._device) if arrivals is None else arrivals.stream
         self._beside_copies = SideStream(self._device)
         """For what the host waits for, and which does not wait for copies under way."""
-        self.arrivals: LayerArrivals | None = None
-        """What a forward waits for in each layer if copies up bring layer after layer. None: they do not, or
-        are over when ``copy_up`` returns."""
-        if is_cuda and by_layers:
-            self.arrivals = LayerArrivals(tuple(pool.shape[0] for pool in pools), self._device)
         if is_cuda:
             compile_copies(self._device)
         log.info("%s: %d tokens, %.2f GiB", name, num_slots, sum(each.nbytes for each in here) / (1 << 30))
@@ -123,7 +121,7 @@ class HostCopies:
         ``copy_down``. What ``behind`` enqueues comes behind the copies, and is over when they are."""
         pools = tuple(zip(self.tensors, self._on_device, strict=True))
         copies = SlotCopy(pools, host, device), *others
-        return self._copy(self._up, copies, behind, self.arrivals)
+        return self._copy(self._up, copies, behind, self._arrivals)
 
     def _copy(
         self,

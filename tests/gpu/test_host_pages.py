@@ -107,9 +107,9 @@ def test_layers_wait_for_what_they_read(tiny_checkpoint: Callable[[str], Path], 
     spec = load_spec(tiny_checkpoint("glm"))
     memory = PrefillMemory(spec, num_slots=24 * PAGE, num_aux_slots=1, device=DEVICE)
     slots = slots_of(UP).to(DEVICE)
-    with closing(HostPages(memory, 10 * PAGE)) as pages:
-        arrivals = pages.arrivals
-        assert arrivals is not None
+    arrivals = memory.layer_arrivals()
+    assert arrivals is not None
+    with closing(HostPages(memory, 10 * PAGE, arrivals)) as pages:
         pools = memory.kv, memory.index
         read = [torch.zeros_like(pool[:, slots]) for pool in pools]
 

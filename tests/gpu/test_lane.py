@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hisparse_pd.core.memory.gpu_copies import word_bytes
 from hisparse_pd.core.memory.peer import GpuWriter
+from hisparse_pd.core.model.layer_arrivals import LayerArrivals
 from hisparse_pd.transfer.lane import Lane, Lanes
 from hisparse_pd.transfer.plan import (
     DESCRIPTOR_COST_BYTES,
@@ -25,6 +26,7 @@ from hisparse_pd.transfer.plan import (
     LayerWrites,
     RegionView,
     SlicedWrites,
+    descriptors,
 )
 from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
@@ -136,6 +138,44 @@ def test_rows_are_read_bitwise(
         assert torch.equal(writer.source.cpu(), torch.from_numpy(expected))
     finally:
         writer.source.copy_(writer.content)
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_layers_are_read_for_a_forward_that_waits_for_each(writer: Writer, where: str) -> None:
+    """The copies begin after the forward was launched. Its layers are read as they arrive."""
+    num_layers, num_slots, item_bytes = 8, 20_000, 656
+    base = writer.peer.host_addr if where == "host" else writer.peer.gpu_addr
+    shape, size = (num_layers, num_slots, item_bytes), num_layers * num_slots * item_bytes
+    own = writer.source[size : 2 * size].view(shape)
+    slots = np.random.default_rng(2).permutation(num_slots)[:9000]
+    src, dst = (RegionView(at, size, *shape) for at in (base, own.data_ptr()))
+    runs = plan_slots(slots, np.arange(9000))
+    memory = writer.lanes.pinned(SESSION)
+    assert memory is not None
+    arrivals = LayerArrivals((num_layers,), writer.source.device)
+    read = torch.empty((num_layers, 9000, item_bytes), dtype=torch.uint8, device=writer.source.device)
+    try:
+        expected = np.frombuffer(writer.content[:size].numpy().data, np.uint8).reshape(shape)
+        for layer in range(num_layers):  # the peer gets what is read from it
+            start = layer * num_slots * item_bytes
+            writer.write([start], [start], [num_slots * item_bytes], where)
+        torch.cuda.synchronize()
+        for _ in range(3):
+            own.zero_()
+            with arrivals.stream.copying():
+                torch.cuda._sleep(10_000_000)  # some 5 ms
+                for part in range(arrivals.num_parts):
+                    memory.enqueue_reads(descriptors(runs, src, dst, arrivals.layers(part, num_layers)))
+                    arrivals.record(part)
+            for layer in range(num_layers):
+                arrivals.wait(layer, num_layers)
+                read[layer].copy_(own[layer, :9000])
+            assert torch.equal(read.cpu(), torch.from_numpy(expected[:, slots]))
+    finally:
+        memory.unpin()
+        torch.cuda.synchronize()
+        writer.source.copy_(writer.content)
+        writer.landed[where][:size] = writer.content[:size].numpy()
 
 
 def test_a_room_of_long_and_short_runs_lands_in_slices(writer: Writer, landed: dict[str, np.ndarray]) -> None:

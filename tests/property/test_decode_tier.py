@@ -2,31 +2,36 @@
 
 A decode node writes over what it held as soon as a room is over. Whatever such bytes are, they have right row
 checks: nothing but the order of events keeps them from being taken for the prompt's.
+
+In a second kind of histories the GPU copies what the decode node holds, and requests begin meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hisparse_pd.core.paging.extents import extents_to_pages
 from hisparse_pd.core.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.core.paging.prefix import Prefix
+from hisparse_pd.core.paging.prefix import Prefix, is_on_its_way
 from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
 from hisparse_pd.prefill_node import decode_tier
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp
 from hisparse_pd.prefill_node.decode_tier import (
     LEAST_WAIT_SECS,
     PAUSE_SECS,
@@ -34,13 +39,12 @@ from hisparse_pd.prefill_node.decode_tier import (
     ReadMemory,
 )
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS
 from hisparse_pd.prefill_node.pace import Pace
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.push import SourceRegions
 from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.protocol.messages import Extent, HeldKv, RegionKind, Room
-from hisparse_pd.transfer.plan import RegionView
+from hisparse_pd.transfer.plan import Descriptors, RegionView
 from hisparse_pd.transfer.sender import Completion, WriteBatch
 from tests.property.examples import num_examples
 
@@ -91,16 +95,33 @@ class Request:
     )
     holding: Holding | None = None
     prefix: Prefix | None = None
+    has_ended: bool = False
 
     def reusable_keys(self, page_size: int) -> tuple[PageKey, ...]:
         return tuple(self.keys)
 
 
+Moves = list[tuple[int, int]]
+"""Pages of the decode node, and those here that they go to."""
+
+
+def moves_of(writes: Descriptors) -> Moves:
+    """Return the whole pages of KV that descriptors read."""
+    moves = []
+    for src, dst, length in zip(*(column.tolist() for column in writes), strict=True):
+        if THEIR_KV.base_addr <= src < THEIR_INDEX.base_addr:
+            moves += [
+                ((src - THEIR_KV.base_addr + slot) // PAGE_SIZE, (dst - KV.base_addr + slot) // PAGE_SIZE)
+                for slot in range(length)
+                if (dst - KV.base_addr + slot) % PAGE_SIZE == 0
+            ]
+    return moves
+
+
 @dataclass
 class Part:
     batch: WriteBatch
-    moves: list[tuple[int, int]]
-    """Pages of the decode node, and those here that they go to."""
+    moves: Moves
     is_started: bool = False
 
 
@@ -112,19 +133,7 @@ class Transport:
         self.over: list[Completion] = []
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        moves = []
-        for writes in batch.slices:
-            for src, dst, length in zip(*(column.tolist() for column in writes), strict=True):
-                if THEIR_KV.base_addr <= src < THEIR_INDEX.base_addr:
-                    slots = range(length)
-                    moves += [
-                        (
-                            (src - THEIR_KV.base_addr + slot) // PAGE_SIZE,
-                            (dst - KV.base_addr + slot) // PAGE_SIZE,
-                        )
-                        for slot in slots
-                        if (dst - KV.base_addr + slot) % PAGE_SIZE == 0
-                    ]
+        moves = [move for writes in batch.slices for move in moves_of(writes)]
         self.parts.setdefault(batch.room, deque()).append(Part(batch, moves))
 
     def cancel(self, room: Room) -> bool:
@@ -169,6 +178,9 @@ class Reads(RuleBasedStateMachine):
         self.prefixes = PrefixTree(self.pools)
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         self.pins = Pins(self.prefixes)
+        fresh, checks = FreshPages(NUM_PAGES, lambda: self.now), SimpleNamespace()
+        checks.begin_check, checks.wrong_items = self._begin_check, self._wrong_items
+        self.copies_up = CopiesUp(self.pools, self.prefixes, checks, fresh, self.pins, 4 * PAGE_SIZE)
         self.tier = DecodeTier(
             self.transport,
             ReadMemory(
@@ -176,19 +188,28 @@ class Reads(RuleBasedStateMachine):
                 self._void,
                 self._wrong_items,
                 lambda session: 4 * PAGE_SIZE,  # two pages, of KV and keys of a byte a token
+                *self._lane(),
             ),
             "all",
             self.pools,
             self.prefixes,
             self.set_aside,
+            self.copies_up,
             self.pins,
             Pace(),
-            FreshPages(NUM_PAGES, lambda: self.now),
+            fresh,
             lambda: self.now,
         )
         self.waiting: list[Request] = []
         self.computing: list[Request] = []
         self.num_rooms = 0
+
+    def _lane(self) -> tuple[Any, Any]:
+        """Return ``pinned`` and ``arrivals`` of the ``ReadMemory``."""
+        return lambda session: None, None
+
+    def _begin_check(self, rows: PageRows, page_size: int) -> torch.Tensor:
+        raise AssertionError("nothing is copied")
 
     def _void(self, page_ids: Sequence[int]) -> None:
         self.device.update(dict.fromkeys(page_ids, WRONG))
@@ -241,6 +262,11 @@ class Reads(RuleBasedStateMachine):
         self.device.update(zip(own, request.keys[num_cached:], strict=True))
         self.waiting.remove(request)
         self.computing.append(request)
+        if is_on_its_way(prefix):
+            self._await_prefix(request)
+
+    def _await_prefix(self, request: Request) -> None:
+        raise AssertionError("nothing is copied")
 
     def _release(self, request: Request) -> None:
         self.tier.release(request.room)
@@ -272,6 +298,7 @@ class Reads(RuleBasedStateMachine):
         if request.holding is not None:
             self.pools.release(request.holding)
         (self.waiting if request in self.waiting else self.computing).remove(request)
+        request.has_ended = True
         self.held.update(dict.fromkeys(request.held_pages, b"another's, with right checks"))
 
     @rule(is_now=st.sampled_from([False] * 3 + [True]))
@@ -280,7 +307,7 @@ class Reads(RuleBasedStateMachine):
             self.prefixes.flush()
 
     @rule()
-    @precondition(lambda self: not self.tier.is_awaited)
+    @precondition(lambda self: not self.tier.is_awaited and not self.copies_up)
     def unpin(self) -> None:
         self.pins.let_go_all()
 
@@ -317,6 +344,7 @@ class Reads(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
+        self.copies_up.end()
         over, self.transport.over = self.transport.over, []
         for completion in over:
             self.tier.returned(completion)
@@ -402,13 +430,21 @@ class Reads(RuleBasedStateMachine):
             }
         )
         users = [request.prefix for request in self.computing if request.prefix is not None]
-        self.prefixes.check_integrity([*users, *self.pins.users()])
+        self.prefixes.check_integrity([*users, *self.pins.users(), *self.copies_up.users()])
 
     @invariant()
     def pages_hold_what_their_keys_say(self) -> None:
         for run in self.prefixes:
             pages = extents_to_pages(run.holding[PoolKind.DEVICE], PAGE_SIZE)
-            assert run.is_dropped or [self.device[page] for page in pages] == run.keys
+            is_found = not run.is_dropped and not run.is_arriving
+            assert not is_found or [self.device[page] for page in pages] == run.keys
+
+    @invariant()
+    def requests_compute_behind_what_is_right(self) -> None:
+        for request in self.computing:
+            if request.prefix is not None and not request.prefix.is_dropped:
+                pages = extents_to_pages(request.prefix.extents(PoolKind.DEVICE), PAGE_SIZE)
+                assert [self.device[page] for page in pages] == request.keys[: len(pages)]
 
     def teardown(self) -> None:
         """All requests come to their end, though reads may be over long after them."""
@@ -444,6 +480,150 @@ Reads.TestCase.settings = settings(
     derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=50
 )
 TestReads = Reads.TestCase
+
+
+class Event:
+    """The end of a copy, at which it is made: the decode node may have written over its source until then."""
+
+    def __init__(self, machine: Copies) -> None:
+        self._machine = machine
+        self.moves: Moves = []
+        self.checks: list[tuple[PageRows, torch.Tensor]] = []
+        """Verifications behind the copy, with where their results go."""
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        while not self.is_over:
+            self._machine.end_a_copy()
+
+    def finish(self) -> None:
+        for from_, to in self.moves:
+            self._machine.device[to] = self._machine.held[from_]
+        for rows, found in self.checks:
+            found.fill_(len(self._machine._wrong_items(rows, PAGE_SIZE)))
+        self.is_over = True
+
+
+class Copies(Reads):
+    """The same node with a GPU that reaches the decode node's memory."""
+
+    def _lane(self) -> tuple[Any, Any]:
+        self.events: list[Event] = []
+        """Copies under way, in the order in which they end."""
+        self.begun = Event(self)
+        """What the copy that begins enqueues."""
+        self.num_pinned = 0
+
+        @contextmanager
+        def copying() -> Iterator[None]:
+            self.begun = Event(self)
+            yield
+
+        def record() -> Event:
+            self.events.append(self.begun)
+            return self.begun
+
+        arrivals = SimpleNamespace(
+            num_parts=1,
+            layers=lambda part, num_layers: range(num_layers),
+            record=lambda part: None,
+            stream=SimpleNamespace(copying=copying, record=record),
+        )
+        return self._pinned, arrivals
+
+    def _pinned(self, session: str) -> Any:
+        def enqueue_reads(reads: Descriptors) -> None:
+            self.begun.moves += moves_of(reads)
+
+        def unpin() -> None:
+            self.num_pinned -= 1
+
+        self.num_pinned += 1
+        return SimpleNamespace(enqueue_reads=enqueue_reads, unpin=unpin)
+
+    def _begin_check(self, rows: PageRows, page_size: int) -> torch.Tensor:
+        found = torch.zeros(1, dtype=torch.int32)
+        self.begun.checks.append((rows, found))
+        return found
+
+    def _await_prefix(self, request: Request) -> None:
+        """End the copies, behind which the forward computes. If its prefix came wrong, the request waits
+        again, and the next plan comes at once."""
+        self.copies_up.wait()
+        assert request.prefix is not None
+        assert request.holding is not None
+        if request.prefix.is_dropped:
+            self.prefixes.let_go(request.prefix)
+            self._release(request)
+            self.pools.release(request.holding)
+            self.computing.remove(request)
+            request.prefix = request.holding = None
+            self.waiting.append(request)
+            self._begin(request)
+
+    @rule()
+    @precondition(lambda self: self.events)
+    def end_a_copy(self) -> None:
+        self.events.pop(0).finish()
+
+    @rule(pages=prompts, what=st.sampled_from(["right", "damaged", "aborted", "dropped", "shared"]))
+    def copy(self, pages: tuple[int, ...], what: str) -> None:
+        """A copy is under way, in the course of which something happens."""
+        self.tier._paused_until.clear()
+        self.arrive(pages, 6)
+        request = self.waiting[-1]
+        asked: Any = request
+        self.tier.fetch(asked, len(request.keys))
+        if not self.events:
+            return
+        match what:
+            case "damaged":
+                self.held[request.held_pages[-1]] = WRONG
+            case "aborted":
+                self._end(request)
+            case "dropped":
+                for run in [run for run in self.prefixes if not run.is_dropped and run.parent is None]:
+                    self.prefixes.drop(PoolKind.DEVICE, run.holding[PoolKind.DEVICE][0].start)
+            case "shared":  # with a request that goes on behind it
+                self.arrive(pages, 0)
+                other: Any = self.waiting[-1]
+                self._end(request)
+                self._begin(other)
+        while self.events:
+            self.end_a_copy()
+        self.poll()
+
+    @invariant()
+    def memory_is_pinned_by_copies_alone(self) -> None:
+        assert self.num_pinned == len(self.copies_up)
+
+    def teardown(self) -> None:
+        while self.events:
+            self.end_a_copy()
+        self.poll()
+        super().teardown()
+
+
+Copies.TestCase.settings = settings(
+    derandomize=True, max_examples=num_examples(35, 400), stateful_step_count=50
+)
+TestCopies = Copies.TestCase
+
+
+def test_a_request_begins_while_its_pages_are_copied() -> None:
+    machine = Copies()
+    machine.arrive((0, 0, 0, 0, 1), 4)
+    (request,) = machine.waiting
+    machine._begin(request)
+    assert request in machine.computing
+    assert not machine.transport.parts
+    assert machine.tier.num_read_tokens == 4 * PAGE_SIZE
+    machine.nothing_is_lost_or_twice()
+    machine.pages_hold_what_their_keys_say()
+    machine.teardown()
 
 
 def test_the_histories_have_reads_that_arrive() -> None:

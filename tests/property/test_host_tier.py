@@ -24,8 +24,10 @@ from hisparse_pd.core.paging.prompt_keys import PageKey, page_keys, root_of
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.kernels.row_check import PageRows, WrongItem
+from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
-from hisparse_pd.prefill_node.host_tier import CACHE_POOLS, HOST_POOLS, HostTier
+from hisparse_pd.prefill_node.host_tier import HOST_POOLS, HostTier
+from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
 from hisparse_pd.prefill_node.store_threads import Get, LookUp, Order, Put, Remove
 from hisparse_pd.prefill_node.store_tier import FIRST_WAIT_SECS, StoreTier
@@ -156,14 +158,17 @@ class Tier(RuleBasedStateMachine):
         self.set_aside = SetAside(self.pools, self.prefixes, "prefill")
         pages: Any = self.memory
         self.fresh = FreshPages(NUM_DEVICE_PAGES, lambda: self.now)
+        self.pins = Pins(self.prefixes)
+        self.copies_up = CopiesUp(
+            self.pools, self.prefixes, self.memory, self.fresh, self.pins, 2 * PAGE_SIZE
+        )
         self.tier = HostTier(
             pages,
             self.pools,
             self.prefixes,
             self.set_aside,
-            self.memory,
-            self.fresh,
-            2 * PAGE_SIZE,
+            self.copies_up,
+            self.pins,
             self._store_tier(),
         )
         self.waiting: list[Request] = []
@@ -204,7 +209,7 @@ class Tier(RuleBasedStateMachine):
                 self.prefixes.let_go(request.prefix)
                 request.prefix = None
             return
-        self.tier.release(request.room)
+        self._release(request)
         self.prefixes.make_room(need)
         request.holding = self.pools.reserve(request.room, need, Stage.RUNNING)
         own = extents_to_pages(request.holding[PoolKind.DEVICE], PAGE_SIZE)
@@ -213,7 +218,7 @@ class Tier(RuleBasedStateMachine):
         self.waiting.remove(request)
         self.computing.append(request)
         if request.prefix is not None and any(prefix.is_arriving for prefix in request.prefix.chain()):
-            self.tier.await_arrivals()
+            self.copies_up.wait()
             if request.prefix.is_dropped:
                 self._end(request)
                 request.prefix = request.holding = None
@@ -240,10 +245,14 @@ class Tier(RuleBasedStateMachine):
     def _end(self, request: Request) -> None:
         if request.prefix is not None:
             self.prefixes.let_go(request.prefix)
-        self.tier.release(request.room)
+        self._release(request)
         if request.holding is not None:
             self.pools.release(request.holding)
         (self.waiting if request in self.waiting else self.computing).remove(request)
+
+    def _release(self, request: Request) -> None:
+        self.tier.release(request.room)
+        self.pins.release(request.room)
 
     @rule(pages=prompts)
     def serve(self, pages: tuple[int, ...]) -> None:
@@ -263,6 +272,10 @@ class Tier(RuleBasedStateMachine):
 
     def _end_all_copies(self) -> None:
         self.memory.settle()
+        self._poll()
+
+    def _poll(self) -> None:
+        self.copies_up.end()
         self.tier.poll()
 
     # --- what happens to it --------------------------------------------------------------------------
@@ -275,8 +288,8 @@ class Tier(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        self.tier.poll()
-        assert self.tier.num_copies == len(self.memory.events)
+        self._poll()
+        assert len(self.copies_up) + self.tier.num_copies_down == len(self.memory.events)
 
     @rule(data=st.data(), is_found=st.booleans())
     @precondition(lambda self: any(run.kinds == HOST_POOLS and not run.is_dropped for run in self.prefixes))
@@ -313,7 +326,8 @@ class Tier(RuleBasedStateMachine):
         }
         self.pools.check_integrity(expected)
         users = [request.prefix for request in self.computing if request.prefix is not None]
-        self.prefixes.check_integrity([*users, *self.tier.users()])
+        copied = *self.tier.users(), *self.copies_up.users(), *self.pins.users()
+        self.prefixes.check_integrity([*users, *copied])
 
     @invariant()
     def a_subscriber_knows_what_each_level_has(self) -> None:
@@ -348,7 +362,7 @@ class Tier(RuleBasedStateMachine):
                 for request in list(self.waiting):  # those behind one that waits go ahead
                     self._begin(request)
                 if not self.computing and not self.memory.events:
-                    self.tier.unpin()  # as the engine does when nothing can be computed
+                    self.pins.let_go_all()  # as the engine does when nothing can be computed
                 self.now += FIRST_WAIT_SECS  # for the store, which says nothing more
         assert not self.waiting, "a request waits for ever"
 
@@ -408,7 +422,7 @@ class TierOnStore(Tier):
         self._begin(self.waiting[-1])
         for order in [order for order in self.store.orders if isinstance(order, LookUp)]:
             self._answer(order, None)
-        self.tier.poll()
+        self._poll()
 
     @rule()
     @precondition(lambda self: self.waiting)
@@ -490,7 +504,7 @@ class TierOnStore(Tier):
         for order in self._reads:
             self._fail_read(order)
             self.store.end(order, error="lost")
-        self.tier.poll()
+        self._poll()
 
     @property
     def _reads(self) -> list[Get]:
@@ -546,7 +560,7 @@ class TierOnStore(Tier):
         for _ in range(3):  # a page that comes down at last is written through
             self._answer_all()
         self.now += QUARANTINE_SECS
-        self.tier.poll()
+        self._poll()
         assert self.store_tier.num_landing + self.store_tier.num_quarantined == 0
         assert self.store_tier.writes.num_queued_pages == 0
         self.nothing_is_lost_or_twice()
@@ -565,7 +579,7 @@ def test_pages_behind_one_that_is_found_wrong_during_their_copy_are_not_kept() -
     (request,) = machine.waiting
     machine._begin(request)
     machine._finish(request)
-    assert machine.tier.num_copies == 1
+    assert machine.tier.num_copies_down == 1
     (stored,) = [run for run in machine.prefixes if run.kinds == HOST_POOLS]
     slot = stored.holding[PoolKind.HOST][0].start
     machine.set_aside.record_wrong_row("scrub", PoolKind.HOST, WrongItem(0, 0, slot, 0, 1))

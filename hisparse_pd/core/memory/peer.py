@@ -87,8 +87,12 @@ class GpuWriter:
         """Enqueue copies, as ``enqueue_copies``, on the calling thread's stream. Raises the driver's error,
         after which some of the copies may still land."""
         with torch.cuda.stream(self._stream()):
-            enqueue_copies(self._device, runs, pieces)
+            self.enqueue(runs, pieces)
             return GpuCopy()
+
+    def enqueue(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> None:
+        """Enqueue copies, as ``enqueue_copies``, on the current stream, behind which the caller waits."""
+        enqueue_copies(self._device, runs, pieces)
 
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._of_thread, "stream"):

@@ -1,9 +1,9 @@
 """Lets a forward begin while the KV that it reads is still being copied to the device.
 
-``HostCopies`` copies layer after layer and records an event behind each part of the layers; the forward waits
-for a part before the first of its layers that reads it (``paged_kv.py``). A CUDA graph waits, too, because
-the events are external: each replay waits for the records that came before it, and for nothing when all
-copies are over.
+Copies from main memory (``HostCopies``) and from a decode node's memory (``LaneSource``) bring layer after
+layer on one stream, and record an event behind each part of the layers; the forward waits for a part before
+the first of its layers that reads it (``paged_kv.py``). A CUDA graph waits, too, because the events are
+external: each replay waits for the records that came before it, and for nothing when all copies are over.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Final
 
 import torch
 
+from hisparse_pd.core.model.side_stream import SideStream
+
 MOST_PARTS: Final = 8
 """Most parts of a copy. Each is a launch for each pool, and an event in each forward."""
 
 
 class LayerArrivals:
-    """Parts of pools with ``num_layers`` layers each, such as those of KV and of indexer keys, and an event
-    for each part on ``device``, a GPU.
+    """Parts of pools with ``num_layers`` layers each, such as those of KV and of indexer keys, the stream of
+    the copies that bring them to ``device``, a GPU, and an event for each part.
 
     Part ``i`` of ``n`` has the layers from ``i / n`` to ``(i + 1) / n`` of each pool. A pool of fewer layers
     than there are parts has none in some.
@@ -26,6 +28,7 @@ class LayerArrivals:
 
     def __init__(self, num_layers: tuple[int, ...], device: torch.device) -> None:
         self.num_parts = min(MOST_PARTS, max(num_layers))
+        self.stream = SideStream(device)
         with torch.cuda.device(device):
             self._events = [torch.cuda.Event(external=True) for _ in range(self.num_parts)]
             for event in self._events:

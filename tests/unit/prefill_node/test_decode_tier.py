@@ -15,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from hisparse_pd.core.model.layer_arrivals import layers_of_part
+from hisparse_pd.core.model.side_stream import SideStream
 from hisparse_pd.core.paging.extents import extents_to_pages, extents_to_slots, slice_extents
 from hisparse_pd.core.paging.pools import PoolKind, Stage
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, page_keys, root_of
@@ -33,6 +35,7 @@ from hisparse_pd.protocol.messages import (
     RoomQuiet,
 )
 from hisparse_pd.transfer.errors import TransferError
+from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.plan import Descriptors
 from tests.unit.prefill_node.support import (
     DecodePeer,
@@ -166,6 +169,59 @@ def test_what_the_decode_node_holds_is_not_computed_again(
     assert engine.life.pages.decode_tier.num_read_bytes == num_bytes + 128 * per_token
     done = deliver_turn(engine, either, before, tokens[:132] + prompt(3, 30), num_held=128)
     assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens()), "it is on the device now"
+
+
+class CopiedByGpu:
+    """Stands in for the memory of a decode node that a GPU reaches, and for its stream; copies are over at
+    once."""
+
+    num_parts = 3
+    stream = SideStream(torch.device("cpu"))
+
+    def __init__(self) -> None:
+        self.num_pinned = 0
+        self.recorded: list[int] = []
+        """By part, the ranges that were read before it was recorded."""
+        self._num_read = 0
+
+    def pinned(self, session: str) -> CopiedByGpu:
+        self.num_pinned += 1
+        return self
+
+    def unpin(self) -> None:
+        self.num_pinned -= 1
+
+    def enqueue_reads(self, reads: Descriptors) -> None:
+        copy_ranges(*reads)
+        self._num_read += reads.lengths.size
+
+    def layers(self, part: int, num_layers: int) -> range:
+        return layers_of_part(part, self.num_parts, num_layers)
+
+    def record(self, part: int) -> None:
+        assert part == len(self.recorded)
+        self.recorded.append(self._num_read)
+
+
+@pytest.mark.parametrize("hisparse", [False, True])
+def test_a_gpu_copies_what_the_decode_node_holds_layer_by_layer(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch, hisparse: bool
+) -> None:
+    tokens = prompt(18, 140)
+    before = held_elsewhere(engine, peer, tokens, hisparse=hisparse)
+    tier, gpu = engine.life.pages.decode_tier, CopiedByGpu()
+    assert tier._memory is not None
+    of_gpu: Any = {"pinned": gpu.pinned, "arrivals": gpu}
+    monkeypatch.setattr(tier, "_memory", tier._memory._replace(**of_gpu))
+    num_read, num_bytes = tier.num_read_tokens, tier.num_read_bytes
+    done = deliver_turn(engine, peer, before, tokens[:132] + prompt(19, 30), num_held=128)
+    assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens(decode=128))
+    assert tier.num_read_tokens == num_read + 128
+    per_token = sum(len(pool) * pool.shape[2] for pool in (peer.kv_host, peer.index, peer.row_checks))
+    assert tier.num_read_bytes == num_bytes + 128 * per_token
+    assert sorted(set(gpu.recorded)) == gpu.recorded, "each part has layers"
+    assert len(gpu.recorded) == gpu.num_parts
+    assert gpu.num_pinned == 0
 
 
 def test_requests_share_pages_under_their_own_root_only(engine: EngineThread, peer: DecodePeer) -> None:

@@ -96,7 +96,7 @@ def test_a_prompt_goes_down_when_its_request_has_ended(
     engine.wait_until(lambda: engine.life.requests.count(PrefillState.SENDING), "the prompt to be computed")
     assert transport.started.is_set()
     assert num_found(engine, tokens, CACHE_POOLS) == 128
-    assert engine.between_turns(lambda: engine.life.pages.tier.num_copies) == 0
+    assert engine.between_turns(lambda: engine.life.pages.num_copies) == 0
     assert num_found(engine, tokens, HOST_POOLS) == 0
     transport.release.set()
     peer.expect(RoomDone)
@@ -286,7 +286,7 @@ def test_a_flush_gives_up_what_is_being_copied(engine: EngineThread, peer: Decod
     ):
         deliver(engine, peer, next_room(), tokens)
         assert num_found(engine, tokens, CACHE_POOLS) == 128
-        assert engine.life.pages.tier.num_copies == 1
+        assert engine.life.pages.num_copies == 1
         engine.wait_until_idle()
         engine.flush()
     assert num_found(engine, tokens, CACHE_POOLS) == 0

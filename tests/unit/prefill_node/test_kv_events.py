@@ -62,7 +62,7 @@ def check(engine: EngineThread, config: KvEventsConfig) -> Blocks:
 
     def is_known() -> bool:
         engine.wait_until_idle()
-        return engine.life.pages.tier.num_copies == 0 and follow(config, PAGE).blocks == cached(engine)
+        return engine.life.pages.num_copies == 0 and follow(config, PAGE).blocks == cached(engine)
 
     wait_until(is_known, "a subscriber knows what the engine has")
     return cached(engine)

@@ -18,7 +18,7 @@ from hisparse_pd.transfer.errors import TransferError
 from hisparse_pd.transfer.lane import Lane
 from hisparse_pd.transfer.lane_copy import copy_ranges
 from hisparse_pd.transfer.lane_host import SharedMemory
-from hisparse_pd.transfer.plan import LONG_BYTES, PIECE_BYTES
+from hisparse_pd.transfer.plan import LONG_BYTES, PIECE_BYTES, Descriptors
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, Network, Pair, pair_of
 from tests.waiting import WAIT_SECS, wait_until
 
@@ -82,6 +82,9 @@ class FakeGpu:
         assert (pieces[2] <= PIECE_BYTES).all()
         return FakeCopying(self, runs, pieces)
 
+    def enqueue(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> None:
+        self.start_copy(runs, pieces).wait()
+
 
 @contextmanager
 def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
@@ -144,6 +147,42 @@ def test_a_gpu_reads_from_main_memory_and_from_the_other_gpu() -> None:
         with pytest.raises(TransferError, match="GPU cannot be read into main memory"):
             pair.lanes.read(SESSION, ([1 << 50], [pair.network.addr + half + 1], [9]))
         assert pair.network.read_from == []
+
+
+@pytest.mark.I1
+def test_pinned_memory_is_read_until_it_is_let_go() -> None:
+    with pair_with_gpu() as (pair, gpu):
+        assert pair.lanes.pinned(SESSION) is None
+        assert pair.register().kind == "shm"
+        memory = pair.lanes.pinned(SESSION)
+        assert memory is not None
+        pair.lanes.close()  # as when the decode node has ended
+        assert pair.lanes.pinned(SESSION) is None
+        pair.memory[0][:] = np.arange(pair.memory[0].size) % 251
+        gpu.opened[:] = np.arange(gpu.opened.size) % 249
+        base, here = pair.regions[0][0], pair.network.addr
+        columns = [base + 7, (1 << 50) + 30], [here + 1, here + 2000], [1000, 60]
+        memory.enqueue_reads(Descriptors(*(np.array(column) for column in columns)))
+        assert np.array_equal(pair.network.source[1:1001], pair.memory[0][7:1007])
+        assert np.array_equal(pair.network.source[2000:2060], gpu.opened[5030:5090])
+        outside = [base + POOL_BYTES[0] - 9], [here], [10]
+        with pytest.raises(TransferError, match="not within the decode node's memory; nothing was read"):
+            memory.enqueue_reads(Descriptors(*(np.array(column) for column in outside)))
+        assert "unregister" not in gpu.calls
+        memory.unpin()
+        wait_until(lambda: "unregister" in gpu.calls, "the memory is let go")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_only_a_gpu_that_reaches_all_memory_reads_it_itself(has_gpu: bool) -> None:
+    with pair_with_gpu() as (pair, _), pair_of() as on_cpus:
+        if has_gpu:
+            pair.regions.append((1 << 51, 64))  # not offered
+            assert pair.register().kind == "shm"
+            assert pair.lanes.pinned(SESSION) is None
+        else:
+            assert on_cpus.register().kind == "shm"
+            assert on_cpus.lanes.pinned(SESSION) is None
 
 
 @pytest.mark.I1
