@@ -183,7 +183,7 @@ def _larger(
     if num_missed < MIN_SAVED * (request.num_kv_tokens - num_shared):
         return
     if not any(_has_next_page(other, request, num_pages) for other in coming):
-        num_own = _resident_slots(limits, request, num_shared)
+        num_own = limits.resident_slots(request, num_shared)
         yield Fill(request, num_page_slots=num_own, num_resident_pages=num_pages), num_missed
 
 
@@ -198,15 +198,6 @@ def _num_missed(limits: Limits, request: Request) -> float:
     a share as so far and each step selects as many positions as the model can."""
     num_steps = request.sampling.max_new_tokens - request.next_index
     return request.row_counters.miss_share * limits.index_topk * num_steps
-
-
-def _resident_slots(limits: Limits, request: Request, num_shared: int) -> int:
-    """Return the device slots that a request gets for itself if it becomes resident: whole pages for the
-    tokens behind ``num_shared`` shared ones and for the next ones, and no fewer than the smallest hot buffer
-    has, so that it can always leave its pages for that."""
-    with_growth = min(request.next_seq_len + limits.growth_tokens, request.life_tokens)
-    num_behind = max(with_growth, request.next_seq_len) - num_shared
-    return limits.in_pages(max(num_behind, limits.min_capacity(request)))
 
 
 def _admission_order(request: Request) -> int:

@@ -43,6 +43,19 @@ def share_of(draft: PlanDraft, num_more: int = 0, num_more_slots: int = 0) -> in
     return max(limits.device_buffer_size, min(limits.largest_hot_buffer, in_pages))
 
 
+def all_can_have(draft: PlanDraft, num_slots: int) -> bool:
+    """Return whether the next request of the queue, and all others that are hisparse, wait or are expected,
+    can have ``num_slots`` device slots each beside the dense ones."""
+    use = draft.device_use
+    num_reqs = max(use.num_hisparse + num_coming(draft), draft.num_recent - use.num_dense)
+    return num_reqs * num_slots <= draft.limits.totals.device - use.dense_slots
+
+
+def num_coming(draft: PlanDraft) -> int:
+    """Return the number of requests that can have a row: the next one of the queue, and those behind it."""
+    return 1 + sum(1 for _ in draft.queue.first(draft.available.req_row - 1))
+
+
 def kept_for_arrivals(draft: PlanDraft) -> int:
     """Return the device slots that stay free for the next arrivals: those of a hot buffer of the full size,
     or of several where more are expected."""

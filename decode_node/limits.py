@@ -93,6 +93,14 @@ class Limits:
         are fewer."""
         return self.in_pages(max(most, self.smallest_hot_buffer))
 
+    def resident_slots(self, request: Request, num_shared: int) -> int:
+        """Return the device slots that a request gets for itself if it becomes resident: whole pages for the
+        tokens behind ``num_shared`` shared ones and for the next ones, and no fewer than the smallest hot
+        buffer has, so that it can always leave its pages for that."""
+        with_growth = min(request.next_seq_len + self.growth_tokens, request.life_tokens)
+        num_behind = max(with_growth, request.next_seq_len) - num_shared
+        return self.in_pages(max(num_behind, self.min_capacity(request)))
+
     def first_kept(self, request: Request, capacity: int) -> int | None:
         """Return the first position, at the beginning of a page, whose item can stay on the device where it
         is, with all behind it, if a request leaves its pages for a hot buffer of ``capacity`` entries. None:

@@ -171,6 +171,8 @@ class LiveRequests(RequestIndex):
             )
             self.held_tier.store(request.prefix)
             self._note_reserved(request)
+        if request.is_resident:
+            self._let_share(request)
 
     # --- while it runs --------------------------------------------------------------------------------------
 
@@ -257,9 +259,13 @@ class LiveRequests(RequestIndex):
         step tells whether what filled them was right, and then it shares them."""
         self.pools.release(self._split_hot_buffer(request))
         request.hot_capacity = request.num_page_slots = 0
+        self._let_share(request)
+        self._note_reserved(request)
+
+    def _let_share(self, request: Request) -> None:
+        """Let a request that is resident now share its pages, if it may, once its next step is read."""
         if request.usable_keys:
             request.shares_from = max(0, request.next_index) + 1
-        self._note_reserved(request)
 
     def share_resident(self, request: Request, min_own_slots: int) -> None:
         """Let other residents use a resident request's device pages of its prompt, which are filled and

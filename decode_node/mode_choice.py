@@ -12,7 +12,13 @@ from typing import assert_never
 from hisparse_pd.base.vocabulary import HisparseFlag, Mode
 from hisparse_pd.core.paging.pools import SlotCounts
 from hisparse_pd.decode_node.held_matches import HeldMatch
-from hisparse_pd.decode_node.hot_buffer_sizes import kept_for_arrivals, share_of, spare_capacity
+from hisparse_pd.decode_node.hot_buffer_sizes import (
+    all_can_have,
+    kept_for_arrivals,
+    num_coming,
+    share_of,
+    spare_capacity,
+)
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.making_room import make_room
 from hisparse_pd.decode_node.mode_speed import (
@@ -83,12 +89,15 @@ def _starts_sooner_hisparse(limits: Limits, request: Request, held: HeldMatch) -
 
 
 def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:
-    """Admit ``request`` with as large a hot buffer as is spare, up to ``most`` entries; 0: up to the full
-    size. If that is too small, others make room, but only if nothing but device slots is missing."""
+    """Admit ``request`` with pages for all of its tokens, or with as large a hot buffer as is spare, up to
+    ``most`` entries; 0: up to the full size. If that is too small, others make room, but only if nothing but
+    device slots is missing."""
     num_tokens = request.num_prompt_tokens + draft.limits.growth_tokens
     min_capacity = draft.limits.min_capacity(request)
     held = draft.matches.find(request, Mode.HISPARSE)
     beside_device = _need(draft.limits, request, Mode.HISPARSE, num_tokens, held)
+    if _admit_resident(draft, request, beside_device, held):
+        return True
     if not draft.may_land(Admission(request, Mode.HISPARSE, beside_device, hot_capacity=0), held):
         return False
     smallest, full_size = (
@@ -111,11 +120,25 @@ def _admit_hisparse(draft: PlanDraft, request: Request, most: int = 0) -> bool:
     return False
 
 
+def _admit_resident(draft: PlanDraft, request: Request, beside_device: SlotCounts, held: HeldMatch) -> bool:
+    """Admit a local request with pages for all of its tokens, which are filled before its first step, if all
+    others can have as many. A copy of all items takes as long as some steps with misses. One that could share
+    others' pages gets a hot buffer, and shares them later."""
+    limits = draft.limits
+    if not (limits.keeps_residents and request.is_local) or draft.matches.find_resident(request).num_pages:
+        return False
+    num_slots = limits.resident_slots(request, num_shared=0)
+    if not all_can_have(draft, num_slots):
+        return False
+    need = beside_device + SlotCounts(device=num_slots)
+    return draft.land(Admission(request, Mode.HISPARSE, need, hot_capacity=0), held)
+
+
 def _shares(draft: PlanDraft, request: Request) -> Iterator[int]:
     """Yield the share, in entries, if a request begins at once and the share is spare beside what stays free
     for others: it would get as much in its first steps, and each change waits for the step in flight. One
     that would have to fill the share before it begins gets less at first."""
-    share = share_of(draft, 1)
+    share = share_of(draft, num_coming(draft))
     capacity = draft.limits.max_capacity(request, share)
     is_spare = draft.spare_device() >= draft.limits.in_pages(capacity) + kept_for_arrivals(draft)
     if request.is_local and capacity < request.num_prompt_tokens and is_spare:

@@ -35,7 +35,8 @@ together with ``growth.py``, ``mode_choice.py`` and ``free_slots.py``, which it 
   and a hisparse request pages for all of its tokens, which are filled beside its steps. When others need the
   slots, also to grow, hisparse requests give up what exceeds the full size before any dense request leaves
   its pages; pages that are still being filled are given up first. A hisparse request leaves its pages, too,
-  when it cannot get the next one.
+  when it cannot get the next one. A local request begins with its pages, or its share, at once if all that
+  run, wait or are expected can have as much: nothing is given that the next one would take back.
 - One plan admits a few requests; the next one, which comes at once, goes on behind them. The time of a plan
   is bounded however many arrive together.
 - Slots for drafts come with the others if they are free; nobody waits for them.

@@ -25,7 +25,7 @@ class Admission:
     need: SlotCounts
     """All slots that it gets, those of its hot buffer included."""
     hot_capacity: int
-    """Entries of its hot buffer; 0 when dense."""
+    """Entries of its hot buffer; 0 when dense, or resident from the start."""
     num_shared_pages: int = 0
     """Held pages of its prompt: their KV is here, and nothing lands in them."""
 

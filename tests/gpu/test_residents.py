@@ -23,7 +23,7 @@ from tests.gpu.step_bench import NUM_STEPS, bench_of, write_model
 from tests.gpu.support import DEVICE, POISON, assert_same_tables, needs_gpu, no_waiting
 from tools.bench.step_bench import Bench
 
-NUM_LAYERS, NUM_SLOTS, PAGE = 5, 8 * CHUNK_TOKENS, 64
+NUM_LAYERS, NUM_SLOTS, PAGE = 5, 4 * CHUNK_TOKENS, 64
 
 pytestmark = needs_gpu
 

@@ -605,6 +605,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.rooms.start(request)
         request.row_counters = SwapCounts(hits=1, misses=request.room % 4)
         request.output_token_ids.append(0)
+        if request.is_resident:
+            assert request.is_local
+            self._fill_pages(request, 0, request.num_kv_tokens)
         self._end_if_last(request)
 
     @precondition(lambda self: self.landing())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -29,8 +29,10 @@ from hisparse_pd.base.vocabulary import HisparseFlag, Mode, SamplingParams
 from hisparse_pd.core.paging.pools import Pools, SlotCounts
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.decode_node.draft_choice import DraftChoice
+from hisparse_pd.decode_node.held_matches import num_shareable_pages
 from hisparse_pd.decode_node.limits import Limits
 from hisparse_pd.decode_node.live_requests import LiveRequests
+from hisparse_pd.decode_node.local_kv import local_modes
 from hisparse_pd.decode_node.miss_cost import MissCosts
 from hisparse_pd.decode_node.next_plan import NextPlan
 from hisparse_pd.decode_node.peer_address import PeerAddress
@@ -138,6 +140,8 @@ class Load:
     """Time between an answer and its client's next request."""
     num_dense_first: int = 0
     """The first of the requests, which are dense in all modes. When they end, their pages are held."""
+    num_held: int = 0
+    """Prompts that come by turns, and that hisparse requests have left held; 0: all prompts are new."""
 
     @property
     def max_context(self) -> int:
@@ -180,7 +184,7 @@ class Simulation:
         self._num_arrived = self._num_conversations = self._num_steps = 0
         self._turns: dict[Request, int] = {}
         """The number, from 1, of each request's turn in its conversation."""
-        self._now = self._lane_free_at = 0.0
+        self._now = self._lane_free_at = self._began_at = 0.0
         self._landed_at: dict[Request, float] = {}
         self._filled_at: dict[Request, float] = {}
         self._pausing: list[tuple[float, Callable[[], None]]] = []
@@ -194,8 +198,26 @@ class Simulation:
     def run(self) -> Outcome:
         """Simulate the load to the end of its last request. Raises RuntimeError if the scheduler admits
         nobody although nobody runs."""
+        if self._load.num_held:
+            self._hold_prompts()
         for _ in range(self._load.num_clients):
             self._begin_conversation()
+        self._run()
+        return self.outcome
+
+    def _hold_prompts(self) -> None:
+        """Let each of the prompts that will come be held, as after a hisparse request."""
+        load, flag = self._load, self._flag
+        self._load, self._flag = replace(load, output_tokens=8), HisparseFlag.TRUE
+        for _ in range(load.num_held):
+            self._load = replace(self._load, num_requests=self._num_arrived + 1)
+            self._begin_conversation()
+            self._run()
+            self._pausing.clear()
+        self._load, self._flag = replace(load, num_requests=self._num_arrived + load.num_requests), flag
+        self.outcome, self._began_at = Outcome(), self._now
+
+    def _run(self) -> None:
         while len(self._requests) or self._pausing:
             while self._pausing and self._pausing[0][0] <= self._now:
                 self._pausing.pop(0)[1]()
@@ -210,12 +232,14 @@ class Simulation:
                 raise RuntimeError("nobody runs or lands, and the scheduler admits nobody")
             else:
                 self._now += IDLE_SECS
-        self.outcome.secs = self._now
-        return self.outcome
+        self.outcome.secs = self._now - self._began_at
 
     def _begin_conversation(self) -> None:
+        if self._num_arrived == self._load.num_requests:
+            return
         self._num_conversations += 1
-        self._arrive(pack_token_ids([self._num_conversations] * next(self._prompt_lens)), turn=1)
+        number = self._num_conversations % (self._load.num_held or self._load.num_requests)
+        self._arrive(pack_token_ids([number] * next(self._prompt_lens)), turn=1)
 
     def _arrive(self, prompt: bytes, turn: int) -> None:
         if self._num_arrived == self._load.num_requests:
@@ -228,7 +252,12 @@ class Simulation:
         request.prompt_keys = PromptKeys.of(NO_ISOLATION, prompt, PAGE_SIZE)
         self._turns[request] = turn
         self._requests.open(request)
-        self._requests.queue(request, RequestState.WAITING, float("inf"))
+
+        def num_held(mode: Mode) -> int:
+            return num_shareable_pages(self._requests.held, request.usable_keys, mode) * PAGE_SIZE
+
+        is_local = bool(local_modes(request, self._limits, num_held))
+        self._requests.queue(request, RequestState.WAITING, float("inf"), is_local=is_local)
 
     def _carry_out(self, plan: StepPlan) -> None:
         plan.carry_out(
@@ -266,6 +295,9 @@ class Simulation:
         self.outcome.num_by_mode[request.mode] += 1
         num_landing = request.num_prompt_tokens - request.held_prefix_tokens
         self.outcome.num_landed_tokens += num_landing
+        if not request.needs_prefill_node:
+            self._landed_at[request] = self._now
+            return
         secs = num_landing * node.position_bytes / node.lane_rate
         self._lane_free_at = max(self._lane_free_at, self._now) + secs
         self._landed_at[request] = self._lane_free_at
@@ -284,6 +316,8 @@ class Simulation:
             if request.hot_capacity:
                 whole = request.num_prompt_tokens < request.hot_capacity
                 self._fill_row(request, request.num_prompt_tokens if whole else self._node.index_topk)
+            elif request.is_resident:
+                self._fill_row(request, request.num_prompt_tokens)
         for request in [r for r, at in self._filled_at.items() if at <= self._now]:
             del self._filled_at[request]
             request.is_filling = False
@@ -376,6 +410,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dense-first", type=int, default=0, help="first requests that are dense in all modes, and then held"
     )
+    parser.add_argument(
+        "--held", type=int, default=0, help="prompts that come by turns, and that are held; 0: all are new"
+    )
     parser.add_argument("--num-requests", type=int, help="default: six for each client, and 24 at least")
     parser.add_argument("--device-tokens", type=int, default=540672, help="size of the device pool")
     parser.add_argument("--host-tokens", type=int, default=2386944, help="size of the host pool")
@@ -415,6 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.turn_tokens,
             options.pause_ms / 1e3,
             options.dense_first,
+            options.held,
         )
         rows.append(modes(node, load))
         write_report(options.out, {"options": vars(options), "rows": rows})

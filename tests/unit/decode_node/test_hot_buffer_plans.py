@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from msgspec import structs
 
+from hisparse_pd.decode_node.request import Request
 from hisparse_pd.decode_node.request_states import RequestState
 from hisparse_pd.decode_node.step_plan import StepPlan
 from tests.books import end
@@ -155,6 +157,51 @@ def test_who_begins_at_once_has_its_share_at_once(is_local: bool, capacity: int)
     node.rooms.queue(request, RequestState.WAITING, float("inf"), is_local=is_local)
     node.step()
     assert request.hot_capacity == capacity
+
+
+def held_prompts(node: Node, num_prompts: int) -> None:
+    """Let hisparse requests of ``num_prompts`` prompts of 160 tokens end, which are held then."""
+    for family in range(1, num_prompts + 1):
+        request = node.arrive(TRUE, 160, 10, family=family)
+        node.step()
+        end(node.rooms, request, is_sound=True)
+
+
+def come_again(node: Node, families: Iterable[int]) -> list[Request]:
+    """Let requests wait whose prompts have a token more than held ones, all at once."""
+    requests = [node.arrive(TRUE, 161, 10, family=family) for family in families]
+    for request in requests:
+        node.rooms.queue(request, RequestState.WAITING, float("inf"), is_local=True)
+    return requests
+
+
+def test_many_who_begin_at_once_share_as_if_all_ran() -> None:
+    """Otherwise the first would get what the others take back at once."""
+    limits = replace(AUTOMATIC, totals=structs.replace(AUTOMATIC.totals, host=2000, index=2512, lookup=4000))
+    node = Node(limits)
+    held_prompts(node, 5)
+    requests = come_again(node, range(1, 6))
+    while any(not request.hot_capacity for request in requests):
+        assert node.one_step().exchanges == ()
+    assert [request.hot_capacity for request in requests[:3]] == [96, 96, 96]
+    assert all(request.hot_capacity >= limits.device_buffer_size for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("num_more", "num_recent", "is_resident"), [(1, 0, True), (2, 0, False), (0, 3, False)]
+)
+def test_who_begins_at_once_is_resident_where_all_can_be(
+    num_more: int, num_recent: int, is_resident: bool
+) -> None:
+    """512 device slots are pages for two requests of 171 tokens: those that run, wait or are expected."""
+    node = Node(RESIDENTS)
+    held_prompts(node, 5)
+    node.num_recent = num_recent
+    requests = come_again(node, range(1, 2 + num_more))
+    node.step()
+    assert {request.is_resident for request in requests if request.holding} == {is_resident}
+    if is_resident:
+        assert [request.num_device_slots for request in requests] == [176] * 2
 
 
 @pytest.mark.parametrize(("miss_share", "capacity"), [(0.2, 64), (0.7, 128)])

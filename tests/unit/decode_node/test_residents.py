@@ -161,6 +161,36 @@ def test_a_resident_has_every_item_in_both_pools(
         assert answer.stats.num_retractions == 0
 
 
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_prompt_that_is_held_whole_is_resident_from_its_first_step_on(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """Its pages are filled before, and found by the next one that begins alike."""
+    prompt, num_new = LONG[1][:657], 16
+    with (
+        closing(automatic(checkpoint, tmp_path, monkeypatch, disable_prefix_cache=False)) as node,
+        drafts(node, num_drafts),
+    ):
+        (expected,) = dense_tokens(node, [prompt], num_new)
+        (first,) = hisparse_answers(node, [prompt], num_new)
+        assert node.tokens_of(first) == expected
+        answers = [node.generate(prompt, num_new, HisparseFlag.TRUE)]
+        node.turn_until(lambda: len(answers[0].token_ids) > 1)
+        answers.append(node.generate(prompt, num_new, HisparseFlag.AUTO))
+        most_sharing = 0
+        for running in checked_turns(node, answers):
+            most_sharing = max(most_sharing, len([r for r in running if r.num_resident_pages]))
+        assert [answer.token_ids for answer in answers] == [expected] * 2
+        assert [answer.stats.num_held_tokens for answer in answers] == [656] * 2
+        assert answers[0].stats.hits + answers[0].stats.misses == 0, "it had no hot buffer"
+        assert answers[1].stats.mode is Mode.HISPARSE
+        assert most_sharing == 2
+        node.turn_until(lambda: not node.engine.requests.select(RequestState.ENDING))
+        node.engine.requests.check_integrity()
+
+
 def slowly(node: EngineHarness, patch: pytest.MonkeyPatch, chunk_tokens: int) -> None:
     """Let each turn fill no more than ``chunk_tokens`` positions of a layer."""
     patch.setattr(page_fill, "CHUNK_TOKENS", chunk_tokens)
