@@ -19,7 +19,8 @@ from hisparse_pd.decode_node.step_plan import Admission, Exchange
 
 
 class HotSlots(NamedTuple):
-    """The device slots of a hisparse request, in whole pages."""
+    """The device slots of a hisparse request, in whole pages: its own, and those of pages that it alone uses
+    of what residents share."""
 
     num_slots: int
     life_slots: int
@@ -50,9 +51,11 @@ class DeviceUse:
         landing: Sequence[Request],
         exchanges: Mapping[Request, Exchange],
         num_left: Callable[[Request], int],
+        may_leave: Callable[[Request], bool],
     ) -> None:
         """``exchanges``: those of the plan so far. ``num_left``: returns the device slots that a running
-        request gives up if it leaves its pages to make room for others; 0 if it may not."""
+        dense or resident request gives up if it leaves its pages. ``may_leave``: whether a dense one may, to
+        make room for others."""
         self._limits = limits
         self.hisparse: dict[Request, HotSlots] = {}
         """The running requests that are hisparse, those admitted last first; behind them those that leave
@@ -85,14 +88,16 @@ class DeviceUse:
             if (exchange := exchanges.get(request)) is not None:
                 self._note_exchange(exchange)
             elif request.mode is Mode.HISPARSE:
-                life_slots = limits.life_slots(request)
+                life_slots, is_resident = limits.life_slots(request), request.is_resident
+                num_slots = num_left(request) if is_resident else num_slots
                 self._note_hisparse(
-                    request, HotSlots(num_slots, life_slots, request.is_resident, request.num_page_slots)
+                    request, HotSlots(num_slots, life_slots, is_resident, request.num_page_slots)
                 )
             else:
                 self._note_dense(request, num_slots)
-                if (slots := num_left(request)) > min(limits.life_slots(request), full_size):
-                    self.leaving[request] = slots
+                num_slots = num_left(request) if may_leave(request) else 0
+                if num_slots > min(limits.life_slots(request), full_size):
+                    self.leaving[request] = num_slots
         for request in landing:
             self._note_coming(request, request.mode, request.owned_slots.device)
 

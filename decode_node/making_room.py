@@ -122,10 +122,12 @@ def _exchanges(draft: PlanDraft, request: Request, capacity: int) -> Iterator[tu
 
 def _gains(draft: PlanDraft, most: int) -> Iterator[tuple[Request, int]]:
     """Yield the hisparse requests that have more device slots than hot buffers of at most ``most`` entries,
-    each with the number that it gives up: first those whose pages are being filled, then those admitted last.
-    """
+    each with the number that it gives up: first those whose pages are being filled, then those with most
+    slots, so that few have to change, and among equals those admitted last."""
     most_slots = draft.limits.hot_slots(most)
-    in_order = sorted(draft.device_use.hisparse.items(), key=lambda each: not each[1].num_page_slots)
+    in_order = sorted(
+        draft.device_use.hisparse.items(), key=lambda each: (not each[1].num_page_slots, -each[1].num_slots)
+    )
     for request, hot in in_order:
         gain = hot.given_up(most_slots)
         if gain > 0 and request not in draft.exchanges:
@@ -133,7 +135,7 @@ def _gains(draft: PlanDraft, most: int) -> Iterator[tuple[Request, int]]:
 
 
 def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
-    """Give requests hot buffers of at most ``most`` entries, those admitted last first, until ``num_needed``
+    """Give requests hot buffers of at most ``most`` entries, in the order of ``_gains``, until ``num_needed``
     device slots are spare. Returns whether they are; if that cannot be reached, nothing shrinks."""
     gains: list[tuple[Request, int]] = []
     spare = draft.spare_device()
@@ -148,5 +150,6 @@ def _shrink(draft: PlanDraft, most: int, num_needed: int) -> bool:
         capacity = draft.limits.max_capacity(request, most)
         if request.num_page_slots:  # these are given up, and the hot buffer beside them does not grow
             capacity = min(capacity, request.hot_capacity)
-        draft.make_hot_buffer(Exchange(request, capacity), SlotCounts(device=gain))
+        own = gain - draft.matches.freed_without(request).device if request.is_resident else gain
+        draft.make_hot_buffer(Exchange(request, capacity), SlotCounts(device=own))
     return True

@@ -211,7 +211,8 @@ class PlanDraft:
                 self.running,
                 self.landing,
                 self.exchanges,
-                lambda request: self.num_left(request) if self._may_leave_pages(request) else 0,
+                self.num_left,
+                self._may_leave_pages,
             )
             for admission in self.admissions.values():
                 self._use.admit(admission)
@@ -238,7 +239,7 @@ class PlanDraft:
 
     def make_hot_buffer(self, exchange: Exchange, freed: SlotCounts) -> None:
         """Exchange a hisparse request's device slots for a smaller hot buffer. ``freed``: those of its own
-        that it gives back."""
+        that it gives back; negative for a resident that gives back others alone, and takes some of them."""
         self.device_use.exchange(exchange)
         self._leave(exchange, SlotCounts() - freed, self._with_exchange(exchange, SlotCounts() - freed))
         self._reserve_is_strict = True
@@ -255,8 +256,8 @@ class PlanDraft:
         )
 
     def num_left(self, request: Request) -> int:
-        """Return the device slots that a dense request gives up if it leaves its pages: its own, and those of
-        pages that nobody else uses."""
+        """Return the device slots that a dense or resident request gives up if it leaves its pages: its own,
+        and those of pages that nobody else uses."""
         return request.num_device_slots + self.matches.freed_without(request).device
 
     def leave_pages(self, exchange: Exchange, given: SlotCounts) -> bool:

@@ -82,8 +82,9 @@ class Node:
     """From the device to the host pool."""
     lane_rate: float = 20e9
     """From the prefill node, which has each prompt cached."""
-    exchange_secs: float = 0.002
-    """The time that a hot buffer's change takes, in which no step runs."""
+    shrink_secs: float = 0.0022
+    growth_secs: float = 0.0004
+    """The times that a hot buffer's change takes, in which no step runs."""
     slice_bytes: int = 32 << 20
     """Most bytes of a slice of pages that are filled beside a step."""
     growth_tokens: int = 1024
@@ -273,7 +274,9 @@ class Simulation:
     def _exchange(self, exchange: Exchange) -> None:
         request, node = exchange.request, self._node
         self.outcome.num_exchanges += 1
-        self._now += node.exchange_secs
+        self._now += (
+            node.growth_secs if 0 < request.hot_capacity < exchange.hot_capacity else node.shrink_secs
+        )
         self._unfilled.pop(request, None)
         self._requests.grow_for_exchange(exchange)
         if request.mode is Mode.DENSE:  # no step runs while all that it has is copied
@@ -345,6 +348,9 @@ class Simulation:
         for request in batch:
             request.output_token_ids.append(0)
             self.outcome.num_tokens += 1
+            if request.shares_from is not None and len(request.output_token_ids) >= request.shares_from:
+                min_own = self._limits.in_pages(self._limits.min_capacity(request))
+                self._requests.share_resident(request, min_own)
             if not request.has_next_step:
                 self._end(request)
         self._step_times.note_turn(len(batch), 0, self._now)

@@ -22,7 +22,8 @@ NODE = Node(
     request_secs=0.036e-3,
     hot_secs=0.0045e-3,
     hit_share=0.65,
-    exchange_secs=0.0,
+    shrink_secs=0.0,
+    growth_secs=0.0,
 )
 """A node whose device pool holds 16 dense requests of 8k, and whose hot buffers change at no cost."""
 
@@ -82,7 +83,7 @@ def test_auto_makes_about_as_many_tokens_as_the_better_mode_from_the_first_reque
 
 def test_hot_buffers_stay_as_they_are_while_clients_only_pause() -> None:
     """Each of 48 clients asks again 60 ms after its answer. Nobody takes its memory meanwhile."""
-    node = replace(NODE, device_tokens=16 * 33152, host_tokens=2_386_944, exchange_secs=0.002)
+    node = replace(NODE, device_tokens=16 * 33152, host_tokens=2_386_944)
     load = Load(48, [HIT_CONTEXT], output_tokens=128, num_requests=192, pause_secs=0.06)
     outcome = Simulation(node, load, HisparseFlag.AUTO, is_bounded=False).run()
     assert outcome.num_retractions == 0

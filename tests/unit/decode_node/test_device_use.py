@@ -46,7 +46,9 @@ def contents(use: DeviceUse) -> dict[str, Any]:
 
 def counted_anew(draft: PlanDraft) -> dict[str, Any]:
     leaving = draft.device_use.leaving
-    use = DeviceUse(LIMITS, draft.running, draft.landing, draft.exchanges, lambda r: leaving.get(r, 0))
+    use = DeviceUse(
+        LIMITS, draft.running, draft.landing, draft.exchanges, draft.num_left, lambda r: r in leaving
+    )
     for admission in draft.admissions.values():
         use.admit(admission)
     return contents(use)

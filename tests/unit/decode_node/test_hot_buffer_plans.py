@@ -66,7 +66,7 @@ AUTOMATIC = replace(RESIDENTS, largest_hot_buffer=128, keeps_residents=False)
 
 def test_hot_buffers_get_their_share_of_the_pool_and_shrink_to_it_for_others() -> None:
     """Three have 128 of 512 slots each. Two more take what is free; a sixth gets what exceeds 96, the share
-    of five, and then a dense one what exceeds the full size."""
+    of five, and then a dense one what exceeds the full size, from those with most first."""
     node = Node(AUTOMATIC)
     requests = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(3)]
     node.step()
@@ -82,9 +82,12 @@ def test_hot_buffers_get_their_share_of_the_pool_and_shrink_to_it_for_others() -
     assert [request.hot_capacity for request in later] == [64] * 3
     dense = node.arrive(FALSE, 80, max_new_tokens=16)
     plan = node.step()
-    assert [each.hot_capacity for each in plan.exchanges] == [64] * 3
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [
+        (requests[0], 64),
+        (requests[2], 64),
+    ]
     assert dense.state is RequestState.RUNNING
-    assert [request.num_retractions for request in requests] == [1, 2, 2]
+    assert [request.num_retractions for request in requests] == [1, 1, 2]
 
 
 def test_hot_buffers_grow_to_their_share_if_they_will_miss_enough_to_fill_it() -> None:

@@ -220,12 +220,28 @@ def test_residents_have_the_pages_of_a_common_beginning_once() -> None:
     assert node.rooms.pools.free.device == 448 - 144 - 48, "the last user keeps them"
     late = node.arrive(FALSE, 300)
     plan = node.step()
-    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == []
+    assert [(each.request, each.hot_capacity) for each in plan.exchanges] == [(requests[3], 64)]
+    assert late.state is RequestState.RUNNING
+    assert (requests[3].num_device_slots, requests[3].num_resident_pages) == (64, 0)
     end(node.rooms, requests[3])
     node.rooms.check_integrity()
-    assert node.rooms.pools.free.device == 448, "nobody keeps what is in the host pool, too"
+    free = 448 - late.num_device_slots
+    assert node.rooms.pools.free.device == free, "nobody keeps what is in the host pool, too"
+
+
+def test_a_resident_gives_up_pages_that_it_would_share_before_others_shrink() -> None:
+    """It has most slots, though only 48 of them are its own; the full size of 64 is 16 more than these."""
+    node = node_with_device(320)
+    resident = node.arrive(TRUE, 160, max_new_tokens=40, family=1)
     node.step()
-    assert late.state is RequestState.RUNNING
+    settled(node)
+    share_pages(node)
+    assert (resident.num_device_slots, resident.num_resident_pages) == (48, 9)
+    others = [node.arrive(TRUE, 160, max_new_tokens=40) for _ in range(3)]
+    plan = node.step()
+    assert [each.request for each in plan.exchanges] == [resident]
+    assert [request.hot_capacity for request in (resident, *others)] == [64] * 4
+    assert node.rooms.pools.free.device == 320 - 4 * 64
 
 
 def test_shared_pages_of_residents_are_counted_on_at_their_last_users_end() -> None:
