@@ -34,11 +34,11 @@ from hisparse_pd.prefill_node.arrivals import Arrivals
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
 from hisparse_pd.prefill_node.compute import PromptRunner
 from hisparse_pd.prefill_node.decode_events import DecodeEvents
-from hisparse_pd.prefill_node.decode_tier import ReadMemory
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.memory import PrefillMemory, num_host_bytes
 from hisparse_pd.prefill_node.metrics import engine_stats
 from hisparse_pd.prefill_node.page_objects import PageObjects, namespace_of
+from hisparse_pd.prefill_node.part_reads import ReadMemory
 from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.prompt_steps import PromptSteps
 from hisparse_pd.prefill_node.push import Pusher
@@ -111,13 +111,11 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
             gpu=GpuWriter(device, self.memory.sent) if device.type == "cuda" else None,
         )
         self.sender = Sender(self.lanes, self._wakeup.set)
-        self._held_reads: Sender | None = None
-        if settings.read_held != "off":
-            self._held_reads = Sender(LaneReader(self.lanes), self._wakeup.set)
+        self._held_reads = Sender(LaneReader(self.lanes), self._wakeup.set)
 
         # The forward, which waits for what is copied up from lower tiers.
         layer_arrivals = None
-        if settings.num_host_cache_tokens or self._held_reads is not None:
+        if settings.num_host_cache_tokens or settings.read_held != "off":
             layer_arrivals = self.memory.layer_arrivals()
         self._host_pages: HostPages | None = None
         if num_host_pages := settings.num_host_cache_tokens // settings.page_size:
@@ -300,7 +298,7 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
         for request in list(self.life.requests):
             self.life.fail(request, 503, f"room {request.room}: the prefill node is shutting down", now_secs)
         is_quiet = self.sender.close(CLOSE_TIMEOUT_SECS)
-        is_quiet &= self._held_reads is None or self._held_reads.close(CLOSE_TIMEOUT_SECS)
+        is_quiet &= self._held_reads.close(CLOSE_TIMEOUT_SECS)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now_secs)
         is_store_quiet = self._store_threads is None or self._store_threads.close(CLOSE_TIMEOUT_SECS)
@@ -317,8 +315,8 @@ class PrefillEngine(EngineLoop[PrefillSettings]):
 
     def _receive(self, now: float) -> None:
         self.life.pages.poll()
-        for completion in self._held_reads.poll() if self._held_reads is not None else ():
-            self.life.pages.decode_tier.returned(completion)
+        for completion in self._held_reads.poll():
+            self.life.pages.decode_tier.parts.returned(completion)
         self.life.fail_overdue(self.sender.overdue(), now)
         for completion in self.sender.poll():
             self.life.batch_returned(completion, now)

@@ -21,11 +21,12 @@ from hisparse_pd.core.paging.prefix_tree import PrefixTree
 from hisparse_pd.core.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
 from hisparse_pd.engine.set_aside import SetAside
 from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp, RowChecks
-from hisparse_pd.prefill_node.decode_tier import DecodeTier, ReadMemory, Reads
+from hisparse_pd.prefill_node.decode_tier import DecodeTier
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.host_pages import HostPages
 from hisparse_pd.prefill_node.host_tier import HostTier
 from hisparse_pd.prefill_node.pace import Pace
+from hisparse_pd.prefill_node.part_reads import ReadMemory, Reads
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.requests import PrefillRequest, PrefillRequests, PrefillState
 from hisparse_pd.prefill_node.scheduler import StepLimits, Waiting
@@ -43,11 +44,11 @@ class PromptPages:
         *,
         checks: RowChecks,
         use_prefix_cache: bool,
+        held_reads: Reads,
+        read_memory: ReadMemory,
+        which_held: HeldReads = "all",
         host_pages: HostPages | None = None,
         store_orders: Orders | None = None,
-        held_reads: Reads | None = None,
-        read_memory: ReadMemory | None = None,
-        which_held: HeldReads = "all",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``checks``: verify rows. ``host_pages``: main memory below the prefix cache, if there is any;
@@ -149,7 +150,7 @@ class PromptPages:
         The engine calls it when nothing can be computed: a request in front may need what is kept for one
         behind it. Nothing is fetched twice for a request, so one that finds it evicted computes it.
         """
-        is_moving = self.decode_tier.is_awaited or self.num_copies > 0
+        is_moving = self.decode_tier.parts.is_awaited or self.num_copies > 0
         return not is_moving and self.pins.let_go_all()
 
     # --- copies --------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class PromptPages:
         """End the copies that are over, and take what the store has read. Called in each turn."""
         self.copies_up.end()
         self.tier.poll()
-        self.decode_tier.poll()
+        self.decode_tier.parts.poll()
 
     def settle(self) -> None:
         """Wait until all copies are over, which takes some milliseconds: they use nothing any more."""
@@ -257,10 +258,10 @@ class PromptPages:
         ``requests``, which are all live ones."""
         self.pools.check_integrity(
             {
-                Stage.LANDING: self.tier.num_landing + self.decode_tier.num_landing,
+                Stage.LANDING: self.tier.num_landing + len(self.decode_tier.parts),
                 Stage.RUNNING: requests.count(PrefillState.COMPUTING, PrefillState.SENDING),
                 Stage.ENDING: requests.count(PrefillState.DRAINING),
-                Stage.QUARANTINED: self.tier.num_quarantined + self.decode_tier.num_quarantined,
+                Stage.QUARANTINED: self.tier.num_quarantined + self.decode_tier.parts.num_quarantined,
                 Stage.HELD: len(self.prefixes),
                 Stage.SET_ASIDE: self.pools.num_set_aside,
             }

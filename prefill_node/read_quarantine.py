@@ -1,6 +1,6 @@
 """Slots of failed reads into which bytes may still land: nobody gets them until that can no longer be.
 
-``StoreTier`` and ``DecodeTier`` have a ``ReadQuarantine`` each.
+``StoreTier`` and ``PartReads`` have a ``ReadQuarantine`` each.
 """
 
 from __future__ import annotations

@@ -217,9 +217,9 @@ class World:
             },
         }
         replaced["hisparse_pd.prefill_node.decode_tier"] = {
-            "LEAST_SECS": 0.0,  # forwards take no time here
-            "PAUSE_SECS": 1.0,
+            "LEAST_SECS": 0.0  # forwards take no time here
         }
+        replaced["hisparse_pd.prefill_node.peer_pauses"] = {"PAUSE_SECS": 1.0}
         replaced["hisparse_pd.prefill_node.read_quarantine"] = {"QUARANTINE_SECS": QUARANTINE_SECS}
         for module, names in replaced.items():
             self._patches.enter_context(patch.multiple(module, **names))

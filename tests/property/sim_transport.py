@@ -113,6 +113,9 @@ class SimLanes:
 
     read_bytes = write_bytes
 
+    def pinned(self, session: str) -> None:
+        """Return nothing: no GPU reads here."""
+
     def take_decided(self) -> list[str]:
         return []
 

@@ -34,12 +34,12 @@ from hisparse_pd.prefill_node import decode_tier
 from hisparse_pd.prefill_node.copies_up import CACHE_POOLS, CopiesUp
 from hisparse_pd.prefill_node.decode_tier import (
     LEAST_WAIT_SECS,
-    PAUSE_SECS,
     DecodeTier,
-    ReadMemory,
 )
 from hisparse_pd.prefill_node.fresh_pages import FreshPages
 from hisparse_pd.prefill_node.pace import Pace
+from hisparse_pd.prefill_node.part_reads import ReadMemory
+from hisparse_pd.prefill_node.peer_pauses import PAUSE_SECS
 from hisparse_pd.prefill_node.pins import Pins
 from hisparse_pd.prefill_node.push import SourceRegions
 from hisparse_pd.prefill_node.read_quarantine import QUARANTINE_SECS
@@ -307,7 +307,7 @@ class Reads(RuleBasedStateMachine):
             self.prefixes.flush()
 
     @rule()
-    @precondition(lambda self: not self.tier.is_awaited and not self.copies_up)
+    @precondition(lambda self: not self.tier.parts.is_awaited and not self.copies_up)
     def unpin(self) -> None:
         self.pins.let_go_all()
 
@@ -347,8 +347,8 @@ class Reads(RuleBasedStateMachine):
         self.copies_up.end()
         over, self.transport.over = self.transport.over, []
         for completion in over:
-            self.tier.returned(completion)
-        self.tier.poll()
+            self.tier.parts.returned(completion)
+        self.tier.parts.poll()
 
     @rule()
     @precondition(lambda self: self.late)
@@ -362,7 +362,7 @@ class Reads(RuleBasedStateMachine):
     )
     def read(self, pages: tuple[int, ...], what: str, number: int) -> None:
         """Parts of a read arrive, in the course of which something happens."""
-        self.tier._paused_until.clear()
+        self.tier.pauses.clear()
         self.arrive(pages, 6)
         request = self.waiting[-1]
         self._begin(request)
@@ -423,9 +423,9 @@ class Reads(RuleBasedStateMachine):
     def nothing_is_lost_or_twice(self) -> None:
         self.pools.check_integrity(
             {
-                Stage.LANDING: self.tier.num_landing,
+                Stage.LANDING: len(self.tier.parts),
                 Stage.RUNNING: len(self.computing),
-                Stage.QUARANTINED: self.tier.num_quarantined,
+                Stage.QUARANTINED: self.tier.parts.num_quarantined,
                 Stage.HELD: len(self.prefixes),
             }
         )
@@ -454,7 +454,7 @@ class Reads(RuleBasedStateMachine):
                 self._end(request)
             for request in list(self.waiting):
                 self._begin(request)
-            if not self.computing and not self.tier.is_awaited:
+            if not self.computing and not self.tier.parts.is_awaited:
                 self.pins.let_go_all()
             self.now += LEAST_WAIT_SECS
             if not self.waiting:
@@ -572,7 +572,7 @@ class Copies(Reads):
     @rule(pages=prompts, what=st.sampled_from(["right", "damaged", "aborted", "dropped", "shared"]))
     def copy(self, pages: tuple[int, ...], what: str) -> None:
         """A copy is under way, in the course of which something happens."""
-        self.tier._paused_until.clear()
+        self.tier.pauses.clear()
         self.arrive(pages, 6)
         request = self.waiting[-1]
         asked: Any = request
@@ -620,7 +620,7 @@ def test_a_request_begins_while_its_pages_are_copied() -> None:
     machine._begin(request)
     assert request in machine.computing
     assert not machine.transport.parts
-    assert machine.tier.num_read_tokens == 4 * PAGE_SIZE
+    assert machine.tier.counts.num_tokens == 4 * PAGE_SIZE
     machine.nothing_is_lost_or_twice()
     machine.pages_hold_what_their_keys_say()
     machine.teardown()
@@ -636,7 +636,7 @@ def test_the_histories_have_reads_that_arrive() -> None:
     machine.poll()
     machine._begin(request)
     assert request in machine.computing
-    assert machine.tier.num_read_tokens == 4 * PAGE_SIZE
+    assert machine.tier.counts.num_tokens == 4 * PAGE_SIZE
     machine.nothing_is_lost_or_twice()
     machine.pages_hold_what_their_keys_say()
     machine.teardown()

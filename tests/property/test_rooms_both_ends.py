@@ -399,8 +399,8 @@ class BothEndsMachine(RuleBasedStateMachine):
         for node in world.prefill.values():
             life = node.engine.life
             left += [f"prefill: room {request.room} is {request.state}" for request in life.requests]
-            left += [f"prefill: a read of room {room}" for room in life.pages.decode_tier._under_way]
-            left += ["prefill: slots of a read in quarantine"] * life.pages.decode_tier.num_quarantined
+            left += [f"prefill: a read of room {room}" for room in life.pages.decode_tier.parts._under_way]
+            left += ["prefill: slots of a read in quarantine"] * life.pages.decode_tier.parts.num_quarantined
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:

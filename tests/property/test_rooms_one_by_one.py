@@ -205,4 +205,4 @@ def test_a_next_turn_reads_what_the_decode_node_holds() -> None:
         assert world.decode.front.num_ends == {"r": 1, "next": 1}
         assert not world.decode.front.errors
         assert world.num_read > 0
-        assert world.prefill[address].engine.life.pages.decode_tier.num_read_tokens == 8
+        assert world.prefill[address].engine.life.pages.decode_tier.counts.num_tokens == 8

@@ -62,7 +62,7 @@ SCATTERED = (Extent(64, 40), Extent(0, 8), Extent(512, 112))
 def eager(engine: EngineThread) -> Iterator[None]:
     """Nothing is computed too soon to be read, or because a busy machine reads slowly, and earlier errors are
     forgotten."""
-    engine.life.pages.decode_tier._paused_until.clear()
+    engine.life.pages.decode_tier.pauses.clear()
     with patch.multiple(decode_tier, LEAST_SECS=0.0, LEAST_WAIT_SECS=decode_tier.LONGEST_WAIT_SECS):
         yield
 
@@ -161,12 +161,12 @@ def test_what_the_decode_node_holds_is_not_computed_again(
     tokens = prompt(1, 140)
     before = held_elsewhere(engine, either, tokens, hisparse=hisparse)
     tier = engine.life.pages.decode_tier
-    num_read, num_bytes = tier.num_read_tokens, tier.num_read_bytes
+    num_read, num_bytes = tier.counts.num_tokens, tier.counts.num_bytes
     done = deliver_turn(engine, either, before, tokens[:132] + prompt(2, 30), num_held=128)
     assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens(decode=128))
-    assert tier.num_read_tokens == num_read + 128
+    assert tier.counts.num_tokens == num_read + 128
     per_token = sum(len(pool) * pool.shape[2] for pool in (either.kv_host, either.index, either.row_checks))
-    assert engine.life.pages.decode_tier.num_read_bytes == num_bytes + 128 * per_token
+    assert engine.life.pages.decode_tier.counts.num_bytes == num_bytes + 128 * per_token
     done = deliver_turn(engine, either, before, tokens[:132] + prompt(3, 30), num_held=128)
     assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens()), "it is on the device now"
 
@@ -210,15 +210,14 @@ def test_a_gpu_copies_what_the_decode_node_holds_layer_by_layer(
     tokens = prompt(18, 140)
     before = held_elsewhere(engine, peer, tokens, hisparse=hisparse)
     tier, gpu = engine.life.pages.decode_tier, CopiedByGpu()
-    assert tier._memory is not None
     of_gpu: Any = {"pinned": gpu.pinned, "arrivals": gpu}
     monkeypatch.setattr(tier, "_memory", tier._memory._replace(**of_gpu))
-    num_read, num_bytes = tier.num_read_tokens, tier.num_read_bytes
+    num_read, num_bytes = tier.counts.num_tokens, tier.counts.num_bytes
     done = deliver_turn(engine, peer, before, tokens[:132] + prompt(19, 30), num_held=128)
     assert (done.num_cached_tokens, done.fetched) == (128, FetchedTokens(decode=128))
-    assert tier.num_read_tokens == num_read + 128
+    assert tier.counts.num_tokens == num_read + 128
     per_token = sum(len(pool) * pool.shape[2] for pool in (peer.kv_host, peer.index, peer.row_checks))
-    assert tier.num_read_bytes == num_bytes + 128 * per_token
+    assert tier.counts.num_bytes == num_bytes + 128 * per_token
     assert sorted(set(gpu.recorded)) == gpu.recorded, "each part has layers"
     assert len(gpu.recorded) == gpu.num_parts
     assert gpu.num_pinned == 0
@@ -256,10 +255,9 @@ def test_only_what_is_missing_is_read(engine: EngineThread, peer: DecodePeer) ->
 
 def test_parts_arrive_one_after_the_other(engine: EngineThread, either: DecodePeer) -> None:
     tier = engine.life.pages.decode_tier
-    assert tier._memory is not None
     tokens = prompt(9, 150)
     before = held_elsewhere(engine, either, tokens)
-    with patch.object(tier, "_memory", tier._memory._replace(part_bytes=lambda session: 1)):
+    with patch.object(tier.parts, "_memory", tier.parts._memory._replace(part_bytes=lambda session: 1)):
         done = deliver_turn(engine, either, before, tokens[:146] + prompt(10, 20), num_held=144)
     assert done.fetched.decode == 144
 
@@ -331,7 +329,7 @@ def test_a_draft_layer_is_read_with_the_others_or_nothing_is(tmp_path: Path) -> 
 def test_requests_that_begin_alike_wait_for_one_read(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(21, 150)
     before = held_elsewhere(engine, peer, tokens)
-    num_read = engine.life.pages.decode_tier.num_read_tokens
+    num_read = engine.life.pages.decode_tier.counts.num_tokens
     with engine.admission_paused():
         for number in range(3):
             message = next_turn(peer, before, tokens[:146] + prompt(22 + number, 20), num_held=144)
@@ -339,7 +337,7 @@ def test_requests_that_begin_alike_wait_for_one_read(engine: EngineThread, peer:
     done = all_delivered(peer, 3)
     assert [each.num_cached_tokens for each in done.values()] == [144] * 3
     assert sorted(each.fetched.decode for each in done.values()) == [0, 0, 144]
-    assert engine.life.pages.decode_tier.num_read_tokens == num_read + 144
+    assert engine.life.pages.decode_tier.counts.num_tokens == num_read + 144
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------
@@ -390,7 +388,6 @@ def test_an_error_costs_hits_and_nothing_else(
 ) -> None:
     """Parts before it are used. Where bytes may still land, the slots wait."""
     tier, lanes = engine.life.pages.decode_tier, engine.engine.lanes
-    assert tier._memory is not None
     tokens = prompt(34, 150)
     before = held_elsewhere(engine, either, tokens)
     read, kv = lanes.read, tier._memory.regions.kv
@@ -398,7 +395,7 @@ def test_an_error_costs_hits_and_nothing_else(
 
     def fail_third(session: str, reads: Descriptors, *args: Any) -> None:
         if not page_ids:  # the first part: nothing has arrived yet
-            (under_way,) = tier._under_way.values()
+            (under_way,) = tier.parts._under_way.values()
             page_ids.extend(extents_to_pages(under_way.holding[PoolKind.DEVICE], PAGE))
         in_kv = reads.dst_addrs[
             (reads.dst_addrs >= kv.base_addr) & (reads.dst_addrs < kv.base_addr + kv.num_bytes)
@@ -408,18 +405,18 @@ def test_an_error_costs_hits_and_nothing_else(
             raise TransferError("the peer is gone", may_still_land=may_still_land)
         read(session, reads, *args)
 
-    num_failures = tier.num_failures
+    num_failures = tier.counts.num_failures
     with (
-        patch.object(tier, "_memory", tier._memory._replace(part_bytes=lambda session: 1)),
+        patch.object(tier.parts, "_memory", tier.parts._memory._replace(part_bytes=lambda session: 1)),
         patch.object(lanes, "read", fail_third),
     ):
         done = deliver_turn(engine, either, before, tokens[:146] + prompt(35, 20), num_held=144)
     assert (done.num_cached_tokens, done.fetched.decode) == (32, 32)
-    assert tier.num_failures == num_failures + 1
-    engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
+    assert tier.counts.num_failures == num_failures + 1
+    engine.wait_until(lambda: len(tier.parts) == 0, "the read to be over")
     assert engine.life.pages.pools.used(Stage.QUARANTINED).device == (144 - 32 if may_still_land else 0)
-    with patch.object(tier, "_clock", lambda: time.monotonic() + QUARANTINE_SECS):
-        engine.wait_until(lambda: tier.num_quarantined == 0, "the slots to be free")
+    with patch.object(tier.parts, "_clock", lambda: time.monotonic() + QUARANTINE_SECS):
+        engine.wait_until(lambda: tier.parts.num_quarantined == 0, "the slots to be free")
 
 
 class StuckReads:
@@ -449,15 +446,15 @@ def test_a_slow_node_costs_hits_and_nothing_else(engine: EngineThread, peer: Dec
     """What arrives too late is not taken, even if its source is another's by then."""
     tier, tokens = engine.life.pages.decode_tier, prompt(36, 150)
     before = held_elsewhere(engine, peer, tokens)
-    num_late = tier.num_late
+    num_late = tier.counts.num_late
     longer = tokens[:146] + prompt(37, 20)
     with StuckReads(engine), patch.object(decode_tier, "LEAST_WAIT_SECS", 0.0):
         done = deliver_turn(engine, peer, before, longer, num_held=144)
-        assert (done.num_cached_tokens, tier.num_late) == (0, num_late + 1)
+        assert (done.num_cached_tokens, tier.counts.num_late) == (0, num_late + 1)
         assert engine.life.pages.pools.used(Stage.LANDING).device == 144
         peer.kv_host.zero_()
-    engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
-    assert tier.num_quarantined == 0
+    engine.wait_until(lambda: len(tier.parts) == 0, "the read to be over")
+    assert tier.parts.num_quarantined == 0
     engine.wait_until_idle()
     assert land(peer, longer, keeps=False).room in engine.computed
 
@@ -466,15 +463,15 @@ def test_a_room_is_quiet_though_its_read_is_not_over(engine: EngineThread, peer:
     """What it brings is not taken any more, so that the decode node may use the source again."""
     tier, tokens = engine.life.pages.decode_tier, prompt(38, 150)
     before = held_elsewhere(engine, peer, tokens)
-    num_read = tier.num_read_tokens
+    num_read = tier.counts.num_tokens
     with StuckReads(engine) as reads:
         message = next_turn(peer, before, tokens[:146] + prompt(39, 20), num_held=144)
         assert reads.started.wait(WAIT_SECS)
         peer.client.send(AbortRoom(message.room, "the client is gone"))
         assert not peer.expect(RoomQuiet).batch_failed
         assert engine.life.pages.pools.used(Stage.LANDING).device == 144
-    engine.wait_until(lambda: tier.num_landing == 0, "the read to be over")
-    assert tier.num_read_tokens == num_read
+    engine.wait_until(lambda: len(tier.parts) == 0, "the read to be over")
+    assert tier.counts.num_tokens == num_read
     assert engine.num_cached_pages == 0
 
 

@@ -14,6 +14,7 @@ from hisparse_pd.prefill_node import arrivals
 from hisparse_pd.prefill_node.arrivals import Arrivals
 from hisparse_pd.prefill_node.bootstrap_checks import BootstrapChecks
 from hisparse_pd.prefill_node.copies_up import RowChecks
+from hisparse_pd.prefill_node.part_reads import ReadMemory, Reads
 from hisparse_pd.prefill_node.prompt_pages import PromptPages
 from hisparse_pd.prefill_node.push import PENDING_DIVISOR, WRITE_TIMEOUT_SECS, Pusher, SourceRegions
 from hisparse_pd.prefill_node.registrations import Peer
@@ -93,7 +94,14 @@ class Node:
         self.pusher = Pusher(self.sender, sources, PAGE_SIZE)  # type: ignore[arg-type]
         limits = StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES)
         checks = Mock(spec=RowChecks)  # nothing is read back here
-        pages = PromptPages(limits, num_aux_slots=16, checks=checks, use_prefix_cache=True)
+        pages = PromptPages(
+            limits,
+            num_aux_slots=16,
+            checks=checks,
+            use_prefix_cache=True,
+            held_reads=Mock(spec=Reads),
+            read_memory=Mock(spec=ReadMemory),
+        )
         self.life = PrefillLife(pages, self.pusher, self.tell, room_timeout_secs=300.0, grace_secs=10.0)
         self.arrivals = Arrivals(self.life, BootstrapChecks(limits, NUM_SLOTS, vocab_size=1000), MAX_QUEUED)
 
