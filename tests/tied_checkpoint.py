@@ -31,7 +31,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0, **changes:
         "hidden_size": 78,
         "intermediate_size": 150,
         "moe_intermediate_size": 30,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,  # one dense, one with experts
         "num_attention_heads": 6,
         "n_shared_experts": 1,
         "n_routed_experts": 6,

@@ -114,8 +114,8 @@ CASES: dict[str, Case] = {
     ),
 }
 """Cases that differ in what the nodes compute; tests/unit/api/test_journal.py has what fronts do at a cut."""
-SAMPLE = ("completions-sampled-n2", "chat-auto-n2", "generate-regex-list", "responses-penalized-reasoning")
-"""Cases of the default run: samples, penalties with logprobs, a grammar, and reasoning."""
+SAMPLE = ("chat-auto-n2", "generate-regex-list", "responses-penalized-reasoning")
+"""Cases of the default run: samples with penalties and logprobs, a grammar, and reasoning."""
 
 
 class Stream:

@@ -99,7 +99,7 @@ def nodes(
     order = directory / "order"
     faults = {"ROW_FAULTS": str(order)}
     numbers = random.Random(11)
-    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(4)]
+    prompts = [tuple(numbers.randrange(33, 120) for _ in range(90 + 70 * i)) for i in range(3)]
     with deployment(
         checkpoint, directory, decode_options=options, prefill_faults=faults, decode_faults=faults
     ) as pair:
@@ -116,7 +116,7 @@ def nodes(
 @pytest.mark.parametrize(
     ("kind", "share", "is_cached"),
     [
-        ("flipped landing", 0.5, False),
+        ("flipped landing", 0.7, False),
         pytest.param("other layer", 0.5, True, marks=pytest.mark.slow),
         pytest.param("other positions", 0.5, False, marks=pytest.mark.slow),
         ("early", 1.0, False),

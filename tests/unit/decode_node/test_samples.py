@@ -166,7 +166,7 @@ def test_a_wrong_row_is_copied_with_its_check_and_makes_no_token(
         node.double.write(bootstrap)
         memory = node.engine.tables.memory
         pool = memory.k_host if flag is HISPARSE else memory.k_dev
-        pool[2, int(extents_to_slots(bootstrap.kv_extents)[35]), 5] ^= 2
+        pool[1, int(extents_to_slots(bootstrap.kv_extents)[35]), 5] ^= 2
         node.double.say(RoomDone(bootstrap.room, 1000, 0, 0.001))
         for answer in answers:
             assert node.failure_of(answer, status=500).code == KV_ROW_CORRUPT

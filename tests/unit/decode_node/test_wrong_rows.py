@@ -141,10 +141,10 @@ def test_a_bit_that_flips_between_write_and_admission(
     answer = write_and_wait(node, prompt, 4, flag)
     slot = int(extents_to_slots(node.double.bootstraps[-1].kv_extents)[33])
     pool = PoolKind.HOST if flag is HISPARSE else PoolKind.DEVICE
-    flip(node, pool, 2, slot)
+    flip(node, pool, 1, slot)
     say_done(node)
     failure = node.failure_of(answer, status=500)
-    corruption.was_found(failure, pool, 2, 33, slot)
+    corruption.was_found(failure, pool, 1, 33, slot)
     node.turn_until(lambda: neighbour.is_over)
     assert neighbour.token_ids == right
     assert answer.token_ids == []
@@ -221,9 +221,9 @@ def test_a_held_prefix_with_a_wrong_row_is_dropped(node: EngineHarness, flag: Hi
     slot = prefix.extents(kind)[0].start + 20
     corruption = Corruption(node, "landing")
     with patch.object(prefix_scrub.PrefixScrub, "verify_next"):  # the scrub would find it first
-        flip(node, kind, 2, slot)
+        flip(node, kind, 1, slot)
         failure = node.failure_of(node.generate(prompt, 4, flag), status=500)
-    corruption.was_found(failure, kind, 2, 20, slot)
+    corruption.was_found(failure, kind, 1, 20, slot)
     assert not node.engine.requests.held
     again = node.ask(prompt, 4, flag)
     assert again.stats.num_held_tokens == 0, "nothing of it is used any more"
