@@ -3,12 +3,14 @@ part."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hisparse_pd.engine.messages import ReleasePage
+from tests.checkpoint_edits import edit_config
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -16,11 +18,16 @@ from tests.unit.prefill_node.support import (
     engine_thread,
     next_room,
 )
+from tools.checkpoints.make_tiny import GLM_INDEXERS
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("glm")  # its shared-index layer makes index layers and layers differ
+@pytest.fixture(scope="session")
+def tiny(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM's tiny checkpoint without its last layer. The second one shares the indexer of the first, so that
+    index layers and layers differ."""
+    path = shutil.copytree(tiny_checkpoint("glm"), tmp_path_factory.mktemp("tiny") / "glm")
+    edit_config(path, num_hidden_layers=3, indexer_types=GLM_INDEXERS[:3])
+    return path
 
 
 @pytest.fixture(scope="module")

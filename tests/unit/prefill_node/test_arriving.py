@@ -108,12 +108,10 @@ class SlowCopies:
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineThread]:
+def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
     """An engine whose device has room for two prompts."""
     with engine_thread(
-        tiny_checkpoint("glm"),
+        tiny,
         tmp_path_factory.mktemp("prefill") / "front",
         kv_pool_tokens=NUM_PAGES * PAGE,
         host_cache_tokens=200 * PAGE,

@@ -7,7 +7,7 @@ The engines here are real and on a CPU, where a copy is over at once. Copies tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -44,12 +44,10 @@ NUM_HOST_PAGES = 60
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineThread]:
+def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
     """An engine whose device has room for little more than one prompt."""
     with engine_thread(
-        tiny_checkpoint("glm"),
+        tiny,
         tmp_path_factory.mktemp("prefill") / "front",
         kv_pool_tokens=NUM_PAGES * PAGE,
         host_cache_tokens=NUM_HOST_PAGES * PAGE + 5,

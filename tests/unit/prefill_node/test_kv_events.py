@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -36,11 +36,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> KvEventsConfig:
 @pytest.fixture(scope="module")
 def served(
     config: KvEventsConfig,
-    tiny_checkpoint: Callable[[str], Path],
+    tiny: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineThread]:
     with engine_thread(
-        tiny_checkpoint("glm"),
+        tiny,
         tmp_path_factory.mktemp("prefill") / "front",
         kv_pool_tokens=NUM_PAGES * PAGE,
         host_cache_tokens=2 * NUM_PAGES * PAGE,

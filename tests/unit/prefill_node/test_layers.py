@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +34,13 @@ WHOLE = 1 << 40
 
 @pytest.fixture(scope="module", params=[WHOLE, 0])
 def served(
-    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineThread]:
     """An engine that sends whole chunks, and one that sends single layers, of which there are four."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
-    with engine_thread(tiny, ipc_path) as engine:
+    with engine_thread(tiny_checkpoint("glm"), ipc_path) as engine:
         engine.life.pusher.min_batch_bytes = request.param
         yield engine
 

@@ -92,7 +92,7 @@ def test_registers_and_answers_heartbeats(engine: EngineThread, stranger: Decode
         ({"protocol_version": 99}, ["speaks 99", f"prefill node {PROTOCOL_VERSION}"]),
         ({"model_fingerprint": "another"}, ["model_fingerprint", "'another'"]),
         ({"dtype": "bfloat16"}, ["dtype", "'bfloat16'", "'float32'"]),
-        ({"num_layers": 61}, ["num_layers", "61", "4"]),
+        ({"num_layers": 61}, ["num_layers", "61", "3"]),
         ({"num_index_layers": 61}, ["num_index_layers"]),
         ({"item_bytes": 656}, ["item_bytes"]),
         ({"index_item_bytes": 132}, ["index_item_bytes"]),

@@ -5,7 +5,7 @@ A prompt whose cached prefix has such a row is computed anew; one that is partly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -157,12 +157,10 @@ def test_idle_time_goes_through_what_is_cached(engine: EngineThread, peer: Decod
 
 
 @pytest.mark.I8
-def test_a_prompt_that_does_not_fit_beside_pages_that_are_set_aside(
-    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_prompt_that_does_not_fit_beside_pages_that_are_set_aside(tiny: Path, tmp_path: Path) -> None:
     """The prompt is refused at once; prompts that fit are served."""
     with (
-        engine_thread(tiny_checkpoint("glm"), tmp_path / "front", kv_pool_tokens=8 * PAGE) as engine,
+        engine_thread(tiny, tmp_path / "front", kv_pool_tokens=8 * PAGE) as engine,
         decode_peer(engine) as peer,
         patch.object(PrefixScrub, "verify_next"),
     ):
