@@ -142,11 +142,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def drafting_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of the tiny checkpoint of a variant with an MTP layer, written once a test run."""
+    """The directory of the tiny checkpoint of a variant with an MTP layer, written once a test run.
+
+    V3.2 has two layers here, one dense and one with experts, and the MTP layer is a third one.
+    """
     from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 
     def write(path: Path, variant: str) -> None:
         write_checkpoint(path, variant, draft_gain=LIKELY_DRAFTS)
+        if variant == "v32":
+            from tests.checkpoint_edits import drop_layer
+
+            drop_layer(path, 2)
 
     return _written_once(tmp_path_factory, "drafting", write)
 

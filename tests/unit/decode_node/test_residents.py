@@ -210,11 +210,11 @@ def test_pages_of_several_requests_are_filled_beside_their_steps(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
     """What is drawn meanwhile is in the pages, too, which grow while they are filled."""
-    num_new = 24 + 20 * num_drafts
-    prompts = [*LONG, random_prompt(77, 300)]
+    num_new = 30 + 20 * num_drafts
+    prompts = [*LONG, random_prompt(77, 350)]
     with drafts(node, num_drafts):
         expected = dense_tokens(node, prompts, num_new)
-        slowly(node, monkeypatch, 400)
+        slowly(node, monkeypatch, 300)
         answers = hisparse_answers(node, prompts, num_new)
         num_drawn, most_filling = {len(prompt): 0 for prompt in prompts}, 0
         checked: set[Request] = set()
@@ -296,7 +296,7 @@ def test_residents_of_a_common_beginning_read_the_same_pages(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
     """The first fills them; the others fill what is their own, and the pages outlive the first."""
-    beginning, num_new = LONG[1][:640], 16 + 5 * num_drafts
+    beginning, num_new = LONG[1][:320], 12 + 5 * num_drafts
     prompts = [(*beginning, *random_prompt(50 + n, 30 + 20 * n)) for n in range(3)]
     with (
         closing(automatic(checkpoint, tmp_path, monkeypatch, disable_prefix_cache=False)) as node,

@@ -38,8 +38,8 @@ NUM_ROWS = 3
 CHECKPOINT = "drafting"
 
 PENALTIES: list[tuple[Prompt, dict[str, Any]]] = [
-    (PROMPTS[1], {"frequency_penalty": 0.1}),
-    (PROMPTS[2], {"frequency_penalty": 0.3}),
+    (PROMPTS[6], {"frequency_penalty": 0.1}),
+    (PROMPTS[2], {"frequency_penalty": 0.6}),
     (PROMPTS[4], {"presence_penalty": 1.5, "logit_bias": ((65, 3.0), (66, -100.0), (0, 1.0))}),
     (PROMPTS[5], {"repetition_penalty": 1.9}),
     (PROMPTS[6], {"repetition_penalty": 0.5, "frequency_penalty": 1.8, "presence_penalty": -1.0}),
