@@ -84,7 +84,7 @@ def test_each_number_of_drafts_may_follow_each(
     """The next step is launched before the last is read. Every other request is alone."""
     pairs = set()
     with drafts(node, *ALL_PAIRS):
-        for number, prompt in enumerate(PROMPTS[4:8]):
+        for number, prompt in enumerate(PROMPTS[4:7]):
             answer = node.generate(prompt, NUM_NEW, by_turns(number))
             beside = [node.generate(PROMPTS[2], NUM_NEW, is_speculative=False) for _ in range(number % 2)]
             node.finish([answer, *beside], expected)
@@ -135,7 +135,7 @@ def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_
     prompt = PROMPTS[8]
     tokens = expected[prompt]
     stops = [
-        number for number, token in enumerate(tokens) if 2 <= number < 5 and token not in tokens[:number]
+        number for number, token in enumerate(tokens) if 4 <= number < 7 and token not in tokens[:number]
     ]
     num_inside = 0
     for stop in stops:
@@ -162,7 +162,7 @@ def test_what_an_aborted_request_owns_is_kept_for_the_step_in_flight_and_nobody_
 ) -> None:
     num_ending = 0
     with drafts(node, 3):
-        staying = node.generate(PROMPTS[9], NUM_NEW)
+        staying = node.generate(PROMPTS[5], NUM_NEW)
         for num_turns in range(4):
             leaving = node.generate(PROMPTS[8], NUM_NEW, by_turns(num_turns))
             node.turn_until(lambda: leaving.token_ids)  # noqa: B023
