@@ -16,7 +16,7 @@ def edit_config(checkpoint: Path, **changes: Any) -> None:
 
 
 def drop_layer(checkpoint: Path, dropped: int) -> None:
-    """Leave out a layer of a checkpoint without lists of layers. Those behind it move up, an MTP layer too."""
+    """Leave out a layer of a checkpoint without lists of layers. Later ones, an MTP layer too, move up."""
 
     def move_up(tensors: dict[str, Tensor]) -> None:
         for name in sorted(name for name in tensors if name.startswith("model.layers.")):
