@@ -27,7 +27,7 @@ from hisparse_pd.engine.lockstep import NodeStep
 from tests.unit.decode_node.speculation_support import Calls, drafts, harness, num_drafts
 from tests.unit.decode_node.support import Answer, Checkpoint, EngineHarness, Prompt, raising, random_prompt
 
-PROMPTS = [random_prompt(seed, num_tokens) for seed, num_tokens in enumerate((1, 40, 64, 65, 90))]
+PROMPTS = [random_prompt(seed, num_tokens) for seed, num_tokens in enumerate((1, 40, 64, 65, 90), 38)]
 """Prompts around the number of tokens that a layer selects at most."""
 NUM_NEW = 100
 NUM_PLAIN = 12
