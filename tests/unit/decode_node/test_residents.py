@@ -245,7 +245,7 @@ def test_tokens_equal_the_oracle_when_pages_are_given_up_before_they_are_filled(
     """Others come and go, and hot buffers stay as they are; what was copied meanwhile is nobody's."""
     node = short_node(2400, num_drafts)
     exchanges = Exchanges(node, monkeypatch)
-    slowly(node, monkeypatch, 100)
+    slowly(node, monkeypatch, 60)
     answers = hisparse_answers(node, LONG, NUM_NEW)
     node.turn_until(lambda: filling(node))
     answers += [node.generate(prompt, NUM_NEW, by_turns(n)) for n, prompt in enumerate(PROMPTS[3:9])]
