@@ -8,7 +8,8 @@ requests, some for each, some more for each with a hot buffer, and the time in w
 The prefill node has each prompt cached. So what plans choose can be judged without a GPU. The defaults are
 five layers of V3.2 on an H200, with as much memory as 16 dense requests of 32k take (docs/measurements.md).
 With ``--turns`` clients hold conversations: the next prompt has all that was said before, which may be held,
-and ``--turn-tokens`` more. With ``--dense-first`` other prompts are held on the device.
+and ``--turn-tokens`` more. With ``--dense-first`` other prompts are held on the device, and with ``--held``
+the prompts are held that come.
 
 A hot buffer of ``c`` entries for a sequence of ``s`` tokens misses ``w / c - w / s`` positions, as
 ``miss_cost.py`` has it: a synthetic trace with 65% hits at 4,096 entries of 32k has 95% at 16,384.
@@ -17,11 +18,13 @@ A hot buffer of ``c`` entries for a sequence of ``s`` tokens misses ``w / c - w 
 from __future__ import annotations
 
 import argparse
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,6 +144,8 @@ class Load:
     """Time between an answer and its client's next request."""
     num_dense_first: int = 0
     """The first of the requests, which are dense in all modes. When they end, their pages are held."""
+    ramp_secs: float = 0.0
+    """Time between the first requests of two clients."""
     num_held: int = 0
     """Prompts that come by turns, and that hisparse requests have left held; 0: all prompts are new."""
 
@@ -201,8 +206,8 @@ class Simulation:
         nobody although nobody runs."""
         if self._load.num_held:
             self._hold_prompts()
-        for _ in range(self._load.num_clients):
-            self._begin_conversation()
+        for number in range(self._load.num_clients):
+            self._pausing.append((self._now + number * self._load.ramp_secs, self._begin_conversation))
         self._run()
         return self.outcome
 
@@ -374,7 +379,7 @@ class Simulation:
         if turn < self._load.num_turns:
             new_ids = [self._num_conversations] * self._load.turn_tokens
             ask_again = partial(self._arrive, request.all_token_ids + pack_token_ids(new_ids), turn + 1)
-        self._pausing.append((self._now + self._load.pause_secs, ask_again))
+        insort(self._pausing, (self._now + self._load.pause_secs, ask_again), key=itemgetter(0))
 
 
 def modes(node: Node, load: Load) -> dict[str, Any]:
@@ -412,6 +417,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turn-tokens", type=int, default=700, help="new tokens of each later prompt")
     parser.add_argument(
         "--pause-ms", type=float, default=0.0, help="time between an answer and its client's next request"
+    )
+    parser.add_argument(
+        "--ramp-ms", type=float, default=0.0, help="time between the first requests of two clients"
     )
     parser.add_argument(
         "--dense-first", type=int, default=0, help="first requests that are dense in all modes, and then held"
@@ -458,6 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.turn_tokens,
             options.pause_ms / 1e3,
             options.dense_first,
+            options.ramp_ms / 1e3,
             options.held,
         )
         rows.append(modes(node, load))
